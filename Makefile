@@ -1,0 +1,47 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both make the same environment first.
+#
+# TORCH chooses the torch build: `make test TORCH=torch==2.13.0`. Left out, pip takes its default.
+
+TORCH ?= torch
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check fix bench fixtures clean
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it, load it, generate
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
+	$(BIN)/python -m pytest -q -m "not deepspeed and not slow"
+
+.PHONY: lint
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: $(STAMP)         ## repair format and what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)       ## speed and memory, as ratios to cp and to DeepSpeed's script, in one run
+	$(BIN)/python -m benchmarks.run $(BENCH)
+
+fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ anew, with real DeepSpeed
+	$(BIN)/python fixtures/make.py
+
+clean:
+	rm -rf $(VENV) demo

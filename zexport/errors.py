@@ -1,0 +1,145 @@
+"""The error tree: what can go wrong, whose fault it is, and the exit code it ends with.
+
+Every error a user can cause is one of these; anything else that escapes is a bug in zexport.
+The facts are attributes, so that a program can act on them; the sentence is made from the facts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+
+class ZexportError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        path: the file or folder at fault, where there is one.
+        problem: what is wrong, without a full stop.
+        found, expected: the two sides of the contradiction, where there is one.
+        hint: the next step, as an imperative sentence without a full stop.
+        exit_code: what a command ends with.
+        kind: a stable word for programs (the ``kind`` of the JSON error object).
+    """
+
+    exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "internal"
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: Path | None = None,
+        found: object = None,
+        expected: object = None,
+        hint: str = "",
+    ) -> None:
+        self.problem = problem
+        self.path = path
+        self.found = None if found is None else str(found)
+        self.expected = None if expected is None else str(expected)
+        self.hint = hint
+        super().__init__(self.sentence())
+
+    def sentence(self) -> str:
+        """``<path>: <what is wrong> (found X, expected Y). <what to do>.``"""
+        where = f"{self.path}: " if self.path is not None else ""
+        facts = ", ".join(
+            f"{word} {value}"
+            for word, value in (("found", self.found), ("expected", self.expected))
+            if value is not None
+        )
+        aside = f" ({facts})" if facts else ""
+        step = f" {self.hint}." if self.hint else ""
+        return f"{where}{self.problem}{aside}.{step}"
+
+
+class UsageError(ZexportError):
+    """The command was asked for something it cannot mean."""
+
+    exit_code = 2
+    kind = "usage"
+
+
+class AmbiguousTagError(UsageError):
+    """Several checkpoints lie side by side and nothing says which one is meant."""
+
+    kind = "ambiguous_tag"
+
+
+class MissingExtraError(UsageError):
+    """An optional package that this command needs is not installed."""
+
+    kind = "missing_extra"
+
+
+class MemoryLimitError(UsageError):
+    """``--max-memory`` is below what the work needs."""
+
+    kind = "memory_limit"
+
+
+class CheckpointError(ZexportError):
+    """The checkpoint is missing, incomplete or damaged."""
+
+    exit_code = 3
+    kind = "checkpoint"
+
+
+class NotACheckpointError(CheckpointError):
+    """Nothing at this path is a ZeRO checkpoint."""
+
+    kind = "not_a_checkpoint"
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Files of some ranks are not there."""
+
+    kind = "incomplete"
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file's bytes contradict themselves, each other, or the format."""
+
+    kind = "damaged"
+
+
+class FrozenLeftOutError(CheckpointError):
+    """Frozen weights were left out when the checkpoint was saved."""
+
+    kind = "frozen_left_out"
+
+
+class UnsupportedError(ZexportError):
+    """Nothing is wrong with the checkpoint, but zexport cannot export it exactly."""
+
+    exit_code = 4
+    kind = "unsupported"
+
+
+class UnsafeError(ZexportError):
+    """The input tries to lead outside its folder, or hides a value behind code."""
+
+    exit_code = 5
+    kind = "unsafe"
+
+
+class OutputError(ZexportError):
+    """The output cannot be written: it exists, there is no space, or no permission."""
+
+    exit_code = 6
+    kind = "output"
+
+
+class VerificationError(ZexportError):
+    """What was written, or what is being checked, is not what it should be."""
+
+    exit_code = 7
+    kind = "verification"
+
+
+class TrainingError(ZexportError):
+    """A training worker failed."""
+
+    exit_code = 8
+    kind = "training"

@@ -1,0 +1,162 @@
+"""Where bytes are: ranges of files, and the tensors made by laying ranges end to end.
+
+A ``ByteSource`` is a description, not data. It answers one question for any window of its bytes:
+which ranges of which files, in order. Because every source can be asked about any window, a tensor
+of any size is streamed through a buffer of fixed size, and a source shared by ten thousand
+tensors is stored once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+
+class ByteSource(Protocol):
+    """A run of ``nbytes`` bytes that lie somewhere in files."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the run."""
+        ...
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges that hold bytes ``start`` to ``stop`` (half-open), in order, none empty."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes ``offset`` to ``offset + nbytes`` (half-open) of one file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window of this range, as one range."""
+        if start < stop:
+            yield Extent(self.path, self.offset + start, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Several sources laid end to end, such as one flat group's partitions in rank order."""
+
+    parts: tuple[ByteSource, ...]
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ends", tuple(accumulate(part.nbytes for part in self.parts)))
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of the parts."""
+        return self._ends[-1] if self._ends else 0
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window, part after part."""
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            begin = self._ends[index] - self.parts[index].nbytes
+            end = min(stop, self._ends[index])
+            yield from self.parts[index].extents(start - begin, end - begin)
+            start = max(start, end)
+            index += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes ``start`` to ``start + nbytes`` of a larger source."""
+
+    source: ByteSource
+    start: int
+    nbytes: int
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window within this window."""
+        return self.source.extents(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Striped:
+    """A run cut into equal stripes, stripe ``i`` lying at the same ``offset`` of source ``i``.
+
+    This is how ZeRO-3 stores a parameter: every rank holds ``stripe_nbytes`` of it at the same
+    place of its own flat group, and the last ranks' tail is padding, which is not part of the run.
+    """
+
+    sources: tuple[ByteSource, ...]
+    offset: int
+    stripe_nbytes: int
+    nbytes: int
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window, stripe after stripe."""
+        while start < stop:
+            index, within = divmod(start, self.stripe_nbytes)
+            count = min(self.stripe_nbytes - within, stop - start)
+            begin = self.offset + within
+            yield from self.sources[index].extents(begin, begin + count)
+            start += count
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A tensor that does not lie densely in its file, read in row-major order.
+
+    Attributes:
+        path: the file.
+        offset: byte of the first element.
+        itemsize: bytes of an element.
+        shape: size of each dimension.
+        stride: elements from one index of a dimension to the next.
+    """
+
+    path: Path
+    offset: int
+    itemsize: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements together."""
+        return prod(self.shape) * self.itemsize
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window; neighbours in the file come as one."""
+        run, outer = self._runs()
+        offset = end = self.offset
+        while start < stop:
+            index, within = divmod(start, run)
+            begin = self.offset + within
+            for count, step in outer:
+                index, place = divmod(index, count)
+                begin += place * step
+            if begin != end:
+                if offset < end:
+                    yield Extent(self.path, offset, end - offset)
+                offset = begin
+            end = begin + min(run - within, stop - start)
+            start += end - begin
+        if offset < end:
+            yield Extent(self.path, offset, end - offset)
+
+    def _runs(self) -> tuple[int, list[tuple[int, int]]]:
+        """Bytes of a dense run, and (size, byte step) of the dimensions above, innermost first."""
+        run, outer = self.itemsize, list[tuple[int, int]]()
+        for count, elements in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            step = elements * self.itemsize
+            if count == 1:
+                continue
+            if not outer and step == run:
+                run *= count
+            else:
+                outer.append((count, step))
+        return run, outer
