@@ -1,0 +1,215 @@
+"""Exports spoiled in one place each, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.plans import Wanted, export_plan, save, source_file
+from zexport.digests import digest_file
+from zexport.dtypes import DType
+from zexport.errors import DamagedCheckpointError
+from zexport.execute import Progress, run_plan
+from zexport.manifest import MANIFEST_NAME
+from zexport.plan import ExportPlan, SideFile
+from zexport.verify import INDEX_NAME, Problem, verify_export
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+PLACES = {"a": SHARDS[0], "b": SHARDS[1]}
+INDEX = {"metadata": {"total_size": 1000 * 2 + 500 * 2}, "weight_map": PLACES}
+
+
+def _plan(folder: Path, a: torch.Tensor, b: torch.Tensor) -> ExportPlan:
+    file, extents = save(folder / "run" / "rank.pt", [a, b])
+    f32, bf16 = DType.F32, DType.BF16
+    shards = {
+        SHARDS[0]: [Wanted("a", (10, 100), f32, bf16, extents[0])],
+        SHARDS[1]: [Wanted("b", (500,), f32, bf16, extents[1])],
+    }
+    sides = (SideFile(INDEX_NAME, content=json.dumps(INDEX).encode()),)
+    return export_plan(folder / "out", shards, [file], side_files=sides, chunk_nbytes=400)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> ExportPlan:
+    """An export of two shards that has been run."""
+    plan = _plan(tmp_path, torch.rand(1000), torch.rand(500))
+    run_plan(plan)
+    return plan
+
+
+def _edit_json(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
+    table = json.loads(path.read_bytes())
+    change(table)
+    path.write_text(json.dumps(table))
+
+
+def _relist(out_dir: Path, name: str) -> None:
+    """Make the manifest's file entry agree with a file that was changed."""
+    path = out_dir / name
+    entry = {"nbytes": path.stat().st_size, "blake3": digest_file(path).whole}
+    _edit_json(out_dir / MANIFEST_NAME, lambda table: table["files"].update({name: entry}))
+
+
+def test_a_sound_export_has_no_problems(plan: ExportPlan) -> None:
+    told: list[Progress] = []
+    report = verify_export(plan.out_dir, plan=plan, progress=told.append)
+    assert report.problems == ()
+    assert report.ok
+    assert (report.files, report.tensors, report.against_checkpoint) == (3, 2, True)
+    assert told[-1].nbytes_done == told[-1].nbytes_total
+    assert json.loads(json.dumps(report.to_json()))["ok"] is True
+
+
+def test_a_folder_without_a_manifest_has_one_problem(tmp_path: Path) -> None:
+    report = verify_export(tmp_path)
+    assert [(p.file, p.tensor) for p in report.problems] == [(MANIFEST_NAME, "")]
+    assert not report.ok
+
+
+def test_a_changed_weight_is_found_in_the_file_and_the_tensor(plan: ExportPlan) -> None:
+    path = plan.out_dir / SHARDS[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert verify_export(plan.out_dir).problems == (
+        Problem(SHARDS[1], "", "does not hold the bytes that were written"),
+        Problem(SHARDS[1], "b", "does not hold the values that were written"),
+    )
+
+
+def test_a_changed_side_file_is_found(plan: ExportPlan) -> None:
+    path = plan.out_dir / INDEX_NAME
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"a" ').replace(b": {", b":{", 1))
+    assert verify_export(plan.out_dir).problems == (
+        Problem(INDEX_NAME, "", "does not hold the bytes that were written"),
+    )
+
+
+@pytest.mark.parametrize("name", [SHARDS[0], INDEX_NAME])
+def test_a_missing_file_is_found(plan: ExportPlan, name: str) -> None:
+    (plan.out_dir / name).unlink()
+    problems = verify_export(plan.out_dir).problems
+    assert Problem(name, "", "cannot be read: No such file or directory") in problems
+
+
+def test_a_truncated_shard_is_found(plan: ExportPlan) -> None:
+    path = plan.out_dir / SHARDS[0]
+    nbytes = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    problems = verify_export(plan.out_dir).problems
+    assert Problem(SHARDS[0], "", f"has {nbytes - 1} bytes, {nbytes} were written") in problems
+    assert Problem(SHARDS[0], "", "has another size than its header says") in problems
+
+
+def test_a_shard_that_nothing_lists_is_found(plan: ExportPlan) -> None:
+    save_file({"x": torch.ones(1)}, plan.out_dir / "stray.safetensors")
+    assert verify_export(plan.out_dir).problems == (
+        Problem("stray.safetensors", "", "is not listed in the manifest"),
+    )
+
+
+def test_a_shard_swapped_for_another_sound_one_is_found(plan: ExportPlan) -> None:
+    tensors = {"a": torch.zeros(100, 10), "new": torch.zeros(1)}
+    save_file(tensors, plan.out_dir / SHARDS[0])
+    _relist(plan.out_dir, SHARDS[0])
+    problems = verify_export(plan.out_dir).problems
+    assert Problem(SHARDS[0], "a", "has another shape or dtype than listed") in problems
+    assert Problem(SHARDS[0], "new", "is not listed for this file") in problems
+    assert Problem(SHARDS[0], "a", "does not hold the values that were written") in problems
+    assert Problem(INDEX_NAME, "new", "lies in another file than the index says") in problems
+
+
+def test_a_tensor_that_is_listed_but_gone_is_found(plan: ExportPlan) -> None:
+    save_file({"z": torch.zeros(1)}, plan.out_dir / SHARDS[0])
+    _relist(plan.out_dir, SHARDS[0])
+    problems = verify_export(plan.out_dir).problems
+    assert Problem(SHARDS[0], "a", "is listed but not in the file") in problems
+
+
+def test_a_tensor_in_a_file_that_is_not_listed_is_found(plan: ExportPlan) -> None:
+    path = plan.out_dir / MANIFEST_NAME
+    _edit_json(path, lambda table: table["files"].pop(SHARDS[0]))
+    problems = verify_export(plan.out_dir).problems
+    assert Problem(SHARDS[0], "a", "is listed in a file that is not") in problems
+    assert Problem(SHARDS[0], "", "is not listed in the manifest") in problems
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (
+            {**INDEX, "weight_map": {"a": SHARDS[1], "b": SHARDS[1]}},
+            Problem(INDEX_NAME, "a", "lies in another file than the index says"),
+        ),
+        (
+            {**INDEX, "weight_map": {**PLACES, "c": SHARDS[1]}},
+            Problem(INDEX_NAME, "c", "lies in another file than the index says"),
+        ),
+        (
+            {**INDEX, "metadata": {"total_size": 7}},
+            Problem(INDEX_NAME, "", "total_size is 7, the shards hold 3000"),
+        ),
+        ({}, Problem(INDEX_NAME, "", "is not an index: KeyError: 'weight_map'")),
+    ],
+)
+def test_an_index_that_differs_from_the_headers_is_found(
+    plan: ExportPlan, index: object, expected: Problem
+) -> None:
+    (plan.out_dir / INDEX_NAME).write_text(json.dumps(index))
+    _relist(plan.out_dir, INDEX_NAME)
+    assert verify_export(plan.out_dir).problems == (expected,)
+
+
+def test_several_shards_need_an_index(plan: ExportPlan) -> None:
+    (plan.out_dir / INDEX_NAME).unlink()
+    _edit_json(plan.out_dir / MANIFEST_NAME, lambda table: table["files"].pop(INDEX_NAME))
+    assert verify_export(plan.out_dir).problems == (
+        Problem(INDEX_NAME, "", "is missing though there are several shards"),
+    )
+
+
+def test_a_checkpoint_with_other_values_is_found(plan: ExportPlan, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    other = _plan(tmp_path / "other", torch.rand(1000), torch.rand(500))
+    assert verify_export(plan.out_dir, plan=other).problems == (
+        Problem(SHARDS[0], "a", "has other values in the checkpoint"),
+        Problem(SHARDS[1], "b", "has other values in the checkpoint"),
+    )
+    assert verify_export(plan.out_dir).ok
+
+
+def test_a_checkpoint_with_other_tensors_is_found(plan: ExportPlan) -> None:
+    first, second = plan.shards
+    b = replace(second.tensors[0], shape=(5, 100))
+    c = replace(first.tensors[0], name="c")
+    other = replace(plan, shards=(replace(first, tensors=(c,)), replace(second, tensors=(b,))))
+    assert verify_export(plan.out_dir, plan=other).problems == (
+        Problem("", "c", "is in the checkpoint but not in the export"),
+        Problem("", "a", "is in the export but not in the checkpoint"),
+        Problem(SHARDS[1], "b", "has another shape or dtype in the checkpoint"),
+    )
+
+
+def test_a_damaged_checkpoint_is_raised(plan: ExportPlan) -> None:
+    source = plan.sources[0]
+    data = bytearray(source.path.read_bytes())
+    data[source.members[0].offset] ^= 1
+    source.path.write_bytes(data)
+    changed = replace(plan, sources=(source_file(source.path, source.members),))
+    with pytest.raises(DamagedCheckpointError, match="does not hold the bytes that were saved"):
+        verify_export(plan.out_dir, plan=changed)
+
+
+def test_a_model_of_one_shard_needs_no_index(tmp_path: Path) -> None:
+    file, (extent,) = save(tmp_path / "run" / "rank.pt", [torch.rand(8)])
+    wanted = [Wanted("a", (8,), DType.F32, DType.F32, extent)]
+    plan = export_plan(tmp_path / "out", {"model.safetensors": wanted}, [file])
+    run_plan(plan)
+    assert verify_export(plan.out_dir, plan=plan).ok

@@ -1,0 +1,241 @@
+"""The output folder's transaction: it appears complete, or everything is as it was."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zexport.errors import OutputError
+
+_HINTS = {
+    errno.ENOSPC: "Free some space, or choose another disk",
+    errno.EDQUOT: "Free some of your quota, or choose another disk",
+    errno.EACCES: "Choose a folder you may write to",
+    errno.EPERM: "Choose a folder you may write to",
+    errno.EROFS: "Choose a disk that is not read-only",
+}
+_LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an operating system's refusal to write into an ``OutputError`` about ``path``."""
+    try:
+        yield
+    except OSError as cause:
+        raise OutputError(
+            f"cannot be written: {cause.strerror}",
+            path=path,
+            hint=_HINTS.get(cause.errno or 0, ""),
+        ) from cause
+
+
+@contextmanager
+def staged_folder(
+    out_dir: Path, *, nbytes: int, overwrite: bool, sources: Iterable[Path] = ()
+) -> Iterator[Path]:
+    """A folder to fill: it becomes ``out_dir`` when the block ends, and is gone when that fails.
+
+    It lies beside ``out_dir``, as ``<out_dir>.partial``, so that the last step is a rename. Before
+    the block, everything that can be known to fail has been looked at; an older folder is replaced
+    only when the new one is complete and on the disk. Two processes never fill the same folder;
+    what a killed one left behind is cleared away.
+
+    Args:
+        out_dir: the folder to make; a symbolic link is followed.
+        nbytes: bytes the folder will hold.
+        overwrite: whether a folder with something in it is replaced.
+        sources: the files being read, which the folder must neither hold nor lie beside.
+
+    Raises:
+        OutputError: the folder cannot be made, or has no room.
+    """
+    target = Path(os.path.realpath(out_dir))
+    _check_apart(target, sources)
+    with _parents(target.parent), _lock(target):
+        _restore(target)
+        _check_target(target, overwrite=overwrite)
+        _check_space(target, nbytes)
+        partial = _beside(target, ".partial")
+        with writing(partial):
+            _remove(partial)
+            partial.mkdir()
+        try:
+            yield partial
+            with writing(partial):
+                _commit(partial, target, overwrite=overwrite)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(target.name + ending)
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise OutputError("is not a folder", path=target, hint="Choose another name")
+    with writing(target):
+        holds_something = target.is_dir() and any(target.iterdir())
+    if holds_something and not overwrite:
+        raise OutputError(
+            "exists and is not empty", path=target, hint="Choose another name, or pass --overwrite"
+        )
+
+
+def _check_apart(target: Path, sources: Iterable[Path]) -> None:
+    """Refuse a folder that holds a source, or a checkpoint's own folder and what is below it.
+
+    A model folder given as a base (safetensors) may have an export below it: its files stay as they
+    are.
+    """
+    for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
+        real = Path(os.path.realpath(folder))
+        if real.is_relative_to(target) or (is_checkpoint and target.is_relative_to(real)):
+            raise OutputError(
+                "would be mixed with the files that are read",
+                path=target,
+                found=f"sources in {folder}",
+                hint="Choose a folder outside the checkpoint",
+            )
+
+
+@contextmanager
+def _parents(parent: Path) -> Iterator[None]:
+    """Make the missing folders above the target; take them away again when the block fails."""
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    with writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _check_permission(parent)
+        yield
+    except BaseException:
+        for folder in missing:
+            _remove_if_empty(folder)
+        raise
+
+
+def _check_permission(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(
+            "cannot be written: no permission", path=folder, hint=_HINTS[errno.EACCES]
+        )
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Hold ``<target>.partial.lock``, a file that is locked for as long as its process lives.
+
+    Where the file system knows no locks, the work goes on without one: that errs on the side of
+    working on shared disks, where a second export into the same folder is the user's to avoid.
+    """
+    path = _beside(target, ".partial.lock")
+    descriptor = _locked(path, target)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path, target: Path) -> int:
+    while True:
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as cause:
+            os.close(descriptor)
+            raise OutputError(
+                "another export is writing this folder",
+                path=target,
+                hint="Wait for it, or choose another name",
+            ) from cause
+        except OSError as cause:
+            if cause.errno not in _LOCKS_UNKNOWN:
+                os.close(descriptor)
+                raise OutputError(f"cannot be locked: {cause.strerror}", path=path) from cause
+        if _is_still(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the name still leads to the locked file, and not to one made after its removal."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _check_space(target: Path, nbytes: int) -> None:
+    with writing(target.parent):
+        status = os.statvfs(target.parent)
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise OutputError(
+            "has no room for the output",
+            path=target.parent,
+            found=f"{free} bytes free",
+            expected=f"at least {nbytes}",
+            hint=_HINTS[errno.ENOSPC],
+        )
+
+
+def _restore(target: Path) -> None:
+    """Undo the first half of a replacement whose process was killed between two renames."""
+    replaced = _beside(target, ".replaced")
+    with writing(target):
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+
+
+def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
+    _sync_all(partial)
+    if overwrite and target.exists():
+        replaced = _beside(target, ".replaced")
+        _remove(replaced)
+        target.rename(replaced)
+        try:
+            partial.rename(target)
+        except BaseException:
+            replaced.rename(target)
+            raise
+        _sync(target.parent)
+        _remove(replaced)
+    else:
+        partial.rename(target)
+        _sync(target.parent)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    """Put every file on the disk, then the folder that names them."""
+    for path in sorted(folder.iterdir()):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

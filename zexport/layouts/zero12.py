@@ -1,0 +1,85 @@
+"""ZeRO-1 and ZeRO-2: the parameters of a group lie end to end, and the ranks share the whole.
+
+Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` (``flatten_dense_tensors_aligned``,
+``_get_groups_without_padding``) and ``runtime/bf16_optimizer.py``: a group is padded at its end to a
+multiple of ``2 * world_size`` elements and cut into equal partitions; ZeRO-1/2 saves a partition
+without the padding that falls into it, BF16_Optimizer saves it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from zexport.layouts import LayoutError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """Where one parameter lies: at ``offset`` elements into its group's partitions in rank order."""
+
+    name: str
+    shape: Shape
+    numel: int
+    offset: int
+
+
+def place_parameters(
+    shapes: Mapping[str, Shape], paddings: Sequence[int] = ()
+) -> Iterator[FlatParameter]:
+    """Every parameter of one group with its place, in order.
+
+    Args:
+        shapes: name to shape, in the order of the flat data.
+        paddings: elements of padding after each parameter (``param_alignment_paddings``, written by
+            DeepSpeed 0.19 where ``parameter_alignment`` is on); empty where there are none.
+    """
+    offset = 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        numel = prod(shape)
+        yield FlatParameter(name, shape, numel, offset)
+        offset += numel + (paddings[index] if paddings else 0)
+
+
+def check_partitions(
+    shapes: Mapping[str, Shape],
+    partition_numels: Sequence[int],
+    *,
+    paddings: Sequence[int] = (),
+) -> None:
+    """Hold the lengths of one group's partitions against its shapes.
+
+    Every partition that the parameters reach into is long enough, and all before the last of these
+    are equal, so that laying the partitions end to end puts each parameter at its offset. What is
+    left over is at most the padding to a multiple of ``2 * world_size`` elements.
+
+    Raises:
+        LayoutError: the lengths cannot come from this layout.
+    """
+    if paddings and (len(paddings) != len(shapes) or min(paddings) < 0):
+        raise LayoutError(
+            "param_alignment_paddings does not fit param_shapes",
+            list(paddings),
+            f"{len(shapes)} numbers, 0 or more",
+        )
+    world_size = len(partition_numels)
+    full = partition_numels[0]
+    used = sum(prod(shape) for shape in shapes.values()) + sum(paddings)
+    alignment = 2 * world_size
+    if not used <= full * world_size <= -(-used // alignment) * alignment:
+        raise LayoutError(
+            "the partitions do not add up to the parameters",
+            f"{world_size} partitions of {full} elements",
+            f"{used} in all, and at most the padding to a multiple of {alignment}",
+        )
+    for rank, numel in enumerate(partition_numels):
+        needed = min(full, max(0, used - rank * full))
+        if not needed <= numel <= full:
+            raise LayoutError(
+                f"the partition of rank {rank} has the wrong length",
+                f"{numel} elements",
+                f"{needed} to {full}",
+            )
