@@ -1,0 +1,1 @@
+"""Speed and memory of zexport, as ratios taken in one run on one machine."""
