@@ -1,0 +1,75 @@
+"""DeepSpeed ZeRO checkpoints to Hugging Face models: offline, bit-exact, in bounded memory.
+
+The whole job in one call::
+
+    import zexport
+
+    report = zexport.consolidate("run/checkpoint-100", "model")
+
+and in its steps, each of which returns a value that can be looked at::
+
+    checkpoint = zexport.open_checkpoint("run/checkpoint-100")  # what is there
+    plan = zexport.plan_export(checkpoint, "model")  # where every byte will come from
+    report = zexport.run_export(plan)  # what was done
+    verdict = zexport.verify_export("model", against="run/checkpoint-100")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from zexport.version import __version__
+
+if TYPE_CHECKING:
+    from zexport.api import consolidate, run_export, verify_export
+    from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
+    from zexport.errors import ZexportError
+    from zexport.execute import ExportReport, Progress, VerifyMode
+    from zexport.opening import open_checkpoint
+    from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+    from zexport.plan import ExportPlan
+    from zexport.planning import plan_export
+    from zexport.verify import VerifyReport
+
+__all__ = [
+    "Engine",
+    "ExportDType",
+    "ExportOptions",
+    "ExportPlan",
+    "ExportReport",
+    "NameLayout",
+    "Progress",
+    "Role",
+    "StoredTensor",
+    "VerifyMode",
+    "VerifyReport",
+    "ZeroCheckpoint",
+    "ZexportError",
+    "__version__",
+    "consolidate",
+    "open_checkpoint",
+    "plan_export",
+    "run_export",
+    "verify_export",
+]
+
+# Names are imported when first used, so that `zexport --help` pays for none of them.
+_HOMES = {
+    "api": ("consolidate", "run_export", "verify_export"),
+    "checkpoint": ("Role", "StoredTensor", "ZeroCheckpoint"),
+    "errors": ("ZexportError",),
+    "execute": ("ExportReport", "Progress", "VerifyMode"),
+    "opening": ("open_checkpoint",),
+    "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
+    "plan": ("ExportPlan",),
+    "planning": ("plan_export",),
+    "verify": ("VerifyReport",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -1,0 +1,125 @@
+"""The public functions that do work: run a plan, verify an export, and the whole job in one.
+
+Nothing here prints or exits; progress goes to a callback, and errors are ``ZexportError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from zexport import execute, verify
+from zexport.checkpoint import ZeroCheckpoint
+from zexport.execute import ExportReport, Progress, VerifyMode
+from zexport.manifest import read_manifest
+from zexport.opening import open_checkpoint
+from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+from zexport.plan import ExportPlan
+from zexport.planning import plan_export
+from zexport.verify import VerifyReport
+
+OnProgress = Callable[[Progress], None]
+
+
+def run_export(
+    plan: ExportPlan,
+    *,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Make the plan's output folder, whole and on the disk, or nothing at all.
+
+    Args:
+        plan: from ``plan_export``.
+        verify: how the result is read again before the folder gets its name.
+        progress: told of every step.
+
+    Raises:
+        OutputError: the folder cannot be made.
+        CheckpointError: a source cannot be read, is damaged, or was changed since the plan.
+        UnsupportedError: the reference engine cannot rebuild this checkpoint.
+        UnsafeError: the reference engine would have to run unknown code.
+        VerificationError: what was written is not what was meant.
+    """
+    with ExitStack() as stack:
+        reader = None
+        if plan.reference is not None:
+            from zexport.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
+
+            reader = stack.enter_context(open_reference(plan.reference))
+        return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)
+
+
+def verify_export(
+    out_dir: Path | str,
+    *,
+    against: Path | str | None = None,
+    base: Path | str | None = None,
+    progress: OnProgress | None = None,
+) -> VerifyReport:
+    """What is wrong with an export, if anything.
+
+    Args:
+        out_dir: a folder that ``consolidate`` made.
+        against: the checkpoint it came from; every tensor is then made again from it.
+        base: the base model, where weights came from one.
+        progress: told of every step.
+
+    Raises:
+        VerificationError: the folder has no readable manifest.
+        CheckpointError: ``against`` cannot be opened.
+    """
+    out_dir = Path(out_dir)
+    if against is None:
+        return verify.verify_export(out_dir, progress=progress)
+    provenance = read_manifest(out_dir).provenance
+    options = _options_of(provenance.get("options"), Path(base) if base is not None else None)
+    checkpoint = open_checkpoint(against, tag=_tag_of(provenance.get("checkpoint")))
+    plan = plan_export(checkpoint, out_dir, options)
+    return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def consolidate(
+    checkpoint: Path | str,
+    out_dir: Path | str,
+    options: ExportOptions | None = None,
+    *,
+    tag: str | None = None,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Turn a ZeRO checkpoint into a Hugging Face model folder.
+
+    Args:
+        checkpoint: any level of the checkpoint's folders.
+        out_dir: the folder to make; it appears complete or not at all.
+        options: element type, names, sizes; see ``ExportOptions``.
+        tag: which checkpoint, where there are several.
+        verify: how the result is read again before the folder gets its name.
+        progress: told of every step.
+
+    Raises:
+        ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
+    """
+    plan = plan_export(open_checkpoint(checkpoint, tag=tag), out_dir, options)
+    return run_export(plan, verify=verify, progress=progress)
+
+
+def _tag_of(recorded: object) -> str | None:
+    tag = recorded.get("tag") if isinstance(recorded, dict) else None
+    return tag if isinstance(tag, str) else None
+
+
+def _options_of(recorded: object, base: Path | None) -> ExportOptions:
+    """The options that a manifest records; only those that change what is written."""
+    known = recorded if isinstance(recorded, dict) else {}
+    return ExportOptions(
+        dtype=ExportDType(known.get("dtype", ExportDType.FP32.value)),
+        layout=NameLayout(known.get("layout", NameLayout.HUB.value)),
+        engine=Engine.NATIVE,
+        exclude_frozen=known.get("exclude_frozen") is True,
+        max_shard_nbytes=int(known.get("max_shard_nbytes", ExportOptions().max_shard_nbytes)),
+        renames=tuple((str(old), str(new)) for old, new in known.get("renames", ())),
+        base=base,
+    )

@@ -1,0 +1,336 @@
+"""DeepSpeed's ``zero_to_fp32`` functions by the same names: swap the import line.
+
+What differs is what DeepSpeed gets wrong: frozen weights of ZeRO-1 are there, tied weights can be
+written as safetensors, damaged or mixed files are refused, and no code in a checkpoint runs. Errors
+are of the builtin types that DeepSpeed raises, caused by a ``ZexportError`` with the facts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from zexport.archive import TorchFile
+from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
+from zexport.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FrozenLeftOutError,
+    ZexportError,
+)
+from zexport.opening import open_checkpoint, raise_problems
+from zexport.rank_files import RankFileKind
+from zexport.streams import SourceReader
+
+if TYPE_CHECKING:
+    import torch
+    from huggingface_hub import StateDictSplit
+
+_NAMES_SHOWN = 12
+
+
+class LazyTensor:
+    """A tensor that is read when it is asked for, and each time anew.
+
+    Its CRC is not checked, since that would take all of the record that it lies in.
+
+    Attributes:
+        shape: its full shape.
+        dtype: its element type.
+    """
+
+    def __init__(
+        self, stored: StoredTensor, dtype: torch.dtype, files: tuple[TorchFile, ...]
+    ) -> None:
+        import torch  # noqa: PLC0415 - takes seconds
+
+        self.shape = torch.Size(stored.shape)
+        self.dtype = dtype
+        self._stored = stored
+        self._files = files
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor itself.
+
+        Raises:
+            ValueError: a file was changed.
+            OSError: a file cannot be read.
+        """
+        with _as_builtin(OSError), SourceReader(self._files) as reader:
+            return self.read(reader)
+
+    def read(self, reader: SourceReader) -> torch.Tensor:
+        """The tensor itself, read by ``reader``, whose ``finish`` can then check its CRC."""
+        import torch  # noqa: PLC0415 - takes seconds
+
+        stored = self._stored
+        if stored.source is None:
+            raise AssertionError(
+                f"{stored.name} lacks a source, which is a problem of its checkpoint"
+            )
+        value = torch.empty(stored.shape, dtype=_own_dtype(stored))
+        reader.read_into(stored.source, 0, value.reshape(-1).view(torch.uint8).numpy().data)
+        return value.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A state dict yet to be read: tied names stand for one object."""
+
+    tensors: OrderedDict[str, LazyTensor]
+    files: tuple[TorchFile, ...]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> Mapping[str, torch.Tensor | LazyTensor]:
+    """The master weights, frozen weights and buffers of a checkpoint, by the names in memory.
+
+    Master and frozen weights come in the type that they are stored in (fp32 and the module's).
+    Floating buffers of less than 32 bits come as float32, as from DeepSpeed: that changes no value.
+    Wider floating buffers, integers and bools keep their type: float32 would change values. Tied
+    names stand for one tensor object. The order is DeepSpeed's.
+
+    Args:
+        checkpoint_dir: the folder that holds ``latest``, or any other level that zexport accepts.
+        tag: name of the tag folder; ``None`` takes it from the level given or from ``latest``.
+        exclude_frozen_parameters: leave out frozen weights.
+        lazy_mode: in place of tensors, give objects with ``shape``, ``dtype`` and ``contiguous()``,
+            which reads the tensor.
+
+    Raises:
+        FileNotFoundError: the tag folder, or every file of a kind in it, is not there.
+        ValueError: there is no checkpoint or several, it is incomplete, damaged, unsafe or of a
+            layout that is not supported, or frozen weights were left out when it was saved.
+    """
+    checkpoint = _open(checkpoint_dir, tag)
+    if not exclude_frozen_parameters:
+        _refuse_left_out(checkpoint)
+    state = _state(checkpoint, _dtype_in_memory, exclude_frozen=exclude_frozen_parameters)
+    return state.tensors if lazy_mode else _read_all(state)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> torch.nn.Module:
+    """The model itself, moved to the CPU, with the checkpoint's weights in it.
+
+    Weights that the checkpoint lacks keep the model's values, as with DeepSpeed; a warning names
+    them and those that the model does not know.
+
+    Raises:
+        FileNotFoundError: as ``get_fp32_state_dict_from_zero_checkpoint``.
+        ValueError: likewise, but for frozen weights that were left out.
+        RuntimeError: a tensor has another shape than the model's.
+    """
+    state = _state(_open(checkpoint_dir, tag), _dtype_in_memory, exclude_frozen=False)
+    model = model.cpu()
+    result = model.load_state_dict(_read_all(state), strict=False)
+    for what, names in (
+        ("no value for", result.missing_keys),
+        ("values unknown to the model:", result.unexpected_keys),
+    ):
+        if names:
+            warnings.warn(f"{checkpoint_dir} has {what} {_some(names)}", stacklevel=2)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's parameters
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write ``pytorch_model.bin`` or ``model.safetensors``, or shards of it and their index.
+
+    Floating tensors of less than 32 bits are widened to float32, frozen weights too. The files get
+    their names when all of them are written and every CRC is right. Tied names are stored once in
+    ``.bin`` files and once each in safetensors, which knows no sharing, so that the same names are
+    in both. Holds one shard in memory.
+
+    Args:
+        checkpoint_dir: as ``get_fp32_state_dict_from_zero_checkpoint``.
+        output_dir: where to write; made if need be.
+        max_shard_size: bytes, or a text such as ``5GB``; ``None`` for one file.
+        safe_serialization: write safetensors.
+        tag: as ``get_fp32_state_dict_from_zero_checkpoint``.
+        exclude_frozen_parameters: leave out frozen weights.
+
+    Raises:
+        FileNotFoundError: as ``get_fp32_state_dict_from_zero_checkpoint``.
+        ValueError: likewise.
+        OSError: the output cannot be written.
+    """
+    checkpoint = _open(checkpoint_dir, tag)
+    if not exclude_frozen_parameters:
+        _refuse_left_out(checkpoint)
+    state = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
+    weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+    split = _split(state, weights_name, max_shard_size)
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
+        folder = Path(name)
+        with _as_builtin(OSError), SourceReader(state.files) as reader:
+            for filename, names in split.filename_to_tensors.items():
+                shard = _read({name: state.tensors[name] for name in names}, reader)
+                _save(shard, folder / filename)
+            reader.finish()
+        filenames = list(split.filename_to_tensors)
+        if split.is_sharded:
+            filenames.append(f"{weights_name}.index.json")
+            (folder / filenames[-1]).write_text(_index(split), encoding="utf-8")
+        for filename in filenames:  # the index last
+            (folder / filename).replace(output_dir / filename)
+
+
+@contextmanager
+def _as_builtin(kind: type[OSError] | type[ValueError]) -> Iterator[None]:
+    """Every ``ZexportError`` as a builtin one: ``kind`` where files are amiss, else ValueError."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise ValueError(str(error)) from error
+    except CheckpointError as error:
+        raise kind(str(error)) from error
+    except ZexportError as error:
+        raise ValueError(str(error)) from error
+
+
+def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> ZeroCheckpoint:
+    """The checkpoint, without problems; what is raised is of the type that DeepSpeed raises.
+
+    Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``: ValueError without a tag and ``latest``,
+    and where files of some ranks are missing; FileNotFoundError where the tag folder is, or all
+    files of one kind are.
+    """
+    is_named = tag is not None or (Path(checkpoint_dir) / "latest").is_file()
+    with _as_builtin(FileNotFoundError if is_named else ValueError):
+        checkpoint = open_checkpoint(Path(checkpoint_dir), tag=tag)
+    kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}
+    with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
+        raise_problems(checkpoint)
+    return checkpoint
+
+
+def _refuse_left_out(checkpoint: ZeroCheckpoint) -> None:
+    if not (checkpoint.left_out or checkpoint.frozen_left_out):
+        return
+    with _as_builtin(ValueError):
+        raise FrozenLeftOutError(
+            "frozen weights may have been left out when the checkpoint was saved",
+            path=checkpoint.location.tag_dir,
+            found=f"no values for {_some(checkpoint.left_out)}" if checkpoint.left_out else None,
+            expected="every weight of the model",
+            hint="Give exclude_frozen_parameters=True to do without them on purpose",
+        )
+
+
+def _state(
+    checkpoint: ZeroCheckpoint,
+    dtype_of: Callable[[StoredTensor], torch.dtype],
+    *,
+    exclude_frozen: bool,
+) -> _State:
+    """Every name of the checkpoint, in the order of DeepSpeed's state dict."""
+    roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
+    tensors = OrderedDict(
+        (stored.name, LazyTensor(stored, dtype_of(stored), checkpoint.torch_files))
+        for role in roles
+        for stored in checkpoint.of_role(role)
+    )
+    for alias, name in checkpoint.aliases.items():
+        if name in tensors:
+            tensors[alias] = tensors[name]
+    return _State(tensors, checkpoint.torch_files)
+
+
+def _own_dtype(stored: StoredTensor) -> torch.dtype:
+    import torch  # noqa: PLC0415 - takes seconds
+
+    dtype: torch.dtype = getattr(torch, stored.dtype.torch_name)
+    return dtype
+
+
+def _widened(stored: StoredTensor) -> torch.dtype:
+    """Float32 for all floating types whose every value it can hold."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    own = _own_dtype(stored)
+    is_narrow = own.is_floating_point and own.itemsize < torch.float32.itemsize
+    return torch.float32 if is_narrow else own
+
+
+def _dtype_in_memory(stored: StoredTensor) -> torch.dtype:
+    return _widened(stored) if stored.role is Role.BUFFER else _own_dtype(stored)
+
+
+def _read_all(state: _State) -> dict[str, torch.Tensor]:
+    with _as_builtin(OSError), SourceReader(state.files) as reader:
+        values = _read(state.tensors, reader)
+        reader.finish()
+    return values
+
+
+def _read(tensors: Mapping[str, LazyTensor], reader: SourceReader) -> dict[str, torch.Tensor]:
+    """The tensors, each read once: tied names stand for one tensor here, too."""
+    read: dict[LazyTensor, torch.Tensor] = {}
+    for lazy in tensors.values():
+        if lazy not in read:
+            read[lazy] = lazy.read(reader)
+    return {name: read[lazy] for name, lazy in tensors.items()}
+
+
+def _split(state: _State, weights_name: str, max_shard_size: int | str | None) -> StateDictSplit:
+    """Which name goes into which file; tied names share their room where the format lets them."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
+
+    stem, suffix = weights_name.rsplit(".", 1)
+    return split_state_dict_into_shards_factory(
+        state.tensors,
+        get_storage_size=lambda lazy: lazy.shape.numel() * lazy.dtype.itemsize,
+        get_storage_id=lambda lazy: lazy if suffix == "bin" else None,
+        filename_pattern=f"{stem}{{suffix}}.{suffix}",
+        max_shard_size=sys.maxsize if max_shard_size is None else max_shard_size,
+    )
+
+
+def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
+    import torch  # noqa: PLC0415 - takes seconds
+    from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
+
+    if path.suffix == ".bin":
+        torch.save(shard, path)
+        return
+    first = {id(shard[name]): name for name in reversed(shard)}
+    own = {n: t if first[id(t)] == n else t.clone() for n, t in shard.items()}
+    path.touch()
+    mode = (
+        path.stat().st_mode
+    )  # as the umask leaves it; safetensors makes files for the owner alone
+    save_file(own, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def _index(split: StateDictSplit) -> str:
+    content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,64 @@
+"""What the caller of an export may choose."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class ExportDType(Enum):
+    """The element type of the exported floating-point tensors."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    AUTO = "auto"
+    """The type that the module trained in."""
+
+
+class NameLayout(Enum):
+    """Whose names the tensors carry."""
+
+    HUB = "hub"
+    """Those that ``save_pretrained`` of the installed transformers writes."""
+    MEMORY = "memory"
+    """Those of the checkpoint's ``param_shapes``."""
+
+
+class Engine(Enum):
+    """Who rebuilds the weights."""
+
+    NATIVE = "native"
+    DEEPSPEED = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The choices of one export, with their defaults.
+
+    Attributes:
+        dtype: element type of the floating-point tensors.
+        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks.
+        max_shard_nbytes: largest size of a safetensors file's data.
+        engine: who rebuilds the weights.
+        exclude_frozen: leave out frozen weights, whether they are there or not.
+        layout: whose names the tensors carry.
+        renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint before
+            it is compared with the model's names.
+        jobs: worker threads.
+        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
+        overwrite: replace an existing output folder.
+    """
+
+    dtype: ExportDType = ExportDType.FP32
+    base: Path | None = None
+    max_shard_nbytes: int = 5_000_000_000
+    engine: Engine = Engine.NATIVE
+    exclude_frozen: bool = False
+    layout: NameLayout = NameLayout.HUB
+    renames: tuple[tuple[str, str], ...] = ()
+    jobs: int = min(4, os.cpu_count() or 1)
+    max_memory_nbytes: int | None = None
+    overwrite: bool = False
