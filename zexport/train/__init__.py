@@ -1,0 +1,1 @@
+"""Making checkpoints: a short sharded training run with real DeepSpeed."""

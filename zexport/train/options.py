@@ -1,0 +1,167 @@
+"""What a training run is asked to do, and which of it a resumed run must keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from zexport.errors import UsageError
+
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
+
+OPTIONS_FILE = "zexport_train.json"
+"""Rank 0 writes the options here, in plain JSON, so that a resume can be judged without torch."""
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """The options of one ``zexport train``; the field names are the command's option names.
+
+    Attributes:
+        ds_config: the parsed content of ``--ds-config``, merged over our DeepSpeed configuration.
+        steps: the step to train up to, counted from the start of the run and not of the resume.
+        save_every: steps between two saves; 0 saves at the end only.
+        keep: newest checkpoints to keep; 0 keeps all.
+        timeout: seconds that a collective call, and the start of the workers, may take.
+    """
+
+    out: Path
+    model: Path | None = None
+    tokenizer: Path | None = None
+    data: Path | None = None
+    world_size: int = 2
+    stage: int = 3
+    dtype: Precision = "bf16"
+    steps: int = 20
+    save_every: int = 0
+    keep: int = 0
+    save: SaveKind = "partitioned"
+    resume: bool = False
+    ds_config: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    freeze: tuple[str, ...] = ()
+    seed: int = 0
+    lr: float = 3e-3
+    batch_size: int = 4
+    seq_len: int = 64
+    vocab_size: int = 384
+    hidden_size: int = 64
+    layers: int = 2
+    timeout: int = 600
+
+    def to_json(self) -> str:
+        """The options as a JSON object that :meth:`from_json` reads back equal."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainOptions:
+        """The options that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such an object.
+        """
+        stored = json.loads(text)
+        if not isinstance(stored, dict) or stored.pop("schema", None) != SCHEMA:
+            raise ValueError(f"not an options object of schema {SCHEMA}")
+        for name in _PATHS & stored.keys():
+            stored[name] = None if stored[name] is None else Path(stored[name])
+        stored["freeze"] = tuple(stored.get("freeze", ()))
+        try:
+            return cls(**stored)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether a save writes every rank's part."""
+        return self.save in ("partitioned", "both")
+
+    @property
+    def gathered(self) -> bool:
+        """Whether a save writes the whole weights from rank 0."""
+        return self.save in ("gathered", "both")
+
+
+_PATHS = {"out", "model", "tokenizer", "data"}
+
+FREE_ON_RESUME = frozenset(
+    {"out", "steps", "save_every", "keep", "save", "resume", "timeout"},
+)
+"""What a resumed run may choose anew. The rest decides the weights and must stay as it was."""
+
+
+def read_ds_config(path: Path) -> dict[str, Any]:
+    """The DeepSpeed configuration in a JSON file, without the keys left to ``"auto"``.
+
+    ``"auto"`` is the Hugging Face Trainer's word for "the caller knows"; here our own value stands.
+
+    Raises:
+        UsageError: the file cannot be read, or is not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read as JSON: {error}", path=path) from error
+    if not isinstance(config, dict):
+        raise UsageError(
+            "is not a DeepSpeed configuration",
+            path=path,
+            found=type(config).__name__,
+            expected="a JSON object",
+        )
+    return _without_auto(config)
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto"
+    }
+
+
+def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
+    """The options of the stored run, with what was asked anew for this one.
+
+    Options that were not typed (not in ``explicit``) are taken from the run that is continued.
+
+    Raises:
+        UsageError: there is nothing to resume, or an option that decides the weights was typed
+            with another value than the run began with.
+    """
+    stored = _stored_options(asked.out)
+    for name in (one.name for one in fields(TrainOptions) if one.name not in FREE_ON_RESUME):
+        now, then = getattr(asked, name), getattr(stored, name)
+        if name in explicit and now != then:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} cannot change in a resumed run",
+                path=asked.out,
+                found=now,
+                expected=then,
+                hint=f"Leave {option} out, or train into another folder",
+            )
+    kept = {name: getattr(stored, name) for name in ("save_every", "keep", "save")}
+    chosen = {name: getattr(asked, name) for name in FREE_ON_RESUME}
+    return replace(stored, **{**chosen, **{n: v for n, v in kept.items() if n not in explicit}})
+
+
+def _stored_options(out: Path) -> TrainOptions:
+    path = out / OPTIONS_FILE
+    if not path.is_file() or not (out / "latest").is_file():
+        raise UsageError(
+            "holds no checkpoint to resume",
+            path=out,
+            hint="Leave --resume out to begin a run (one saved with --save gathered alone"
+            " cannot be resumed)",
+        )
+    try:
+        return TrainOptions.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", path=path) from error

@@ -1,0 +1,170 @@
+"""Saving a checkpoint that all ranks agree is whole, or leaving everything as it was."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from zexport.train.files import cause_of, sync, write_atomically
+from zexport.train.gather import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
+from zexport.train.options import TrainOptions
+from zexport.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+GATHERED = "gathered"
+"""The folder in OUT with the gathered models, one folder a tag."""
+
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+"""What torch's zip writer and safetensors' file writer raise when the disk says no."""
+
+_TAG = re.compile(r"global_step(\d+)")
+
+
+def tag_of(step: int) -> str:
+    """DeepSpeed's own name for the checkpoint of a step."""
+    return f"global_step{step}"
+
+
+def tags_in(folder: Path) -> tuple[str, ...]:
+    """The tags that lie in a folder, the oldest step first."""
+    children = folder.iterdir() if folder.is_dir() else ()
+    found = [child.name for child in children if child.is_dir() and _TAG.fullmatch(child.name)]
+    return tuple(sorted(found, key=lambda tag: int(tag.removeprefix("global_step"))))
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """Saves the engine's state; every method is a collective call unless it says otherwise.
+
+    The order decides what a crash leaves behind: every rank writes and syncs its files, all tell
+    each other how it went, and only then rank 0 moves ``latest`` and removes what is too old.
+    """
+
+    engine: DeepSpeedEngine
+    ranks: Ranks
+    options: TrainOptions
+    writer: ModelWriter | AdapterWriter
+
+    def save(self, tag: str, client_state: dict[str, Any]) -> str:
+        """Why the save failed, with the rank; empty if it is whole and ``latest`` names it.
+
+        A save that failed leaves nothing of its tag, and every earlier checkpoint as it was.
+        """
+        failure = self._agree(self._alone(lambda: self._discard(tag)))
+        if not failure and self.options.partitioned:
+            failure = self._agree(self._write_partitions(tag, client_state))
+        if not failure:
+            failure = self._agree(self._write_gathered(tag))
+        if not failure:
+            failure = self._agree(self._alone(lambda: self._publish(tag)))
+        if failure:
+            self._alone(lambda: self._discard(tag))
+        self.ranks.gather(None)  # nobody begins the next save while rank 0 still clears up
+        return failure
+
+    def _agree(self, cause: str) -> str:
+        """The first failing rank's cause, on every rank."""
+        causes = enumerate(self.ranks.gather(cause))
+        return next((f"rank {rank}: {cause}" for rank, cause in causes if cause), "")
+
+    def _alone(self, act: Callable[[], None]) -> str:
+        """Why ``act`` failed on rank 0; the other ranks do nothing. Not a collective call."""
+        try:
+            if self.ranks.is_first:
+                act()
+        except _WRITE_ERRORS as error:
+            return cause_of(error, self.options.out)
+        return ""
+
+    def _write_partitions(self, tag: str, client_state: dict[str, Any]) -> str:
+        out = self.options.out
+        with recorded_failures(self.engine) as causes:
+            self.engine.save_checkpoint(str(out), tag, client_state, save_latest=False)
+        return causes[0] if causes else self._alone(lambda: sync(out / tag))
+
+    def _write_gathered(self, tag: str) -> str:
+        """The model folder of ``--save gathered``, and the adapter beside the partitions."""
+        adapter = self.writer if isinstance(self.writer, AdapterWriter) else None
+        if not self.options.gathered and adapter is None:
+            return ""
+        weights = gathered_weights(self.engine) or {}
+
+        def write() -> None:
+            if self.options.gathered:
+                fresh = self._fresh_model(tag)
+                self.writer.write(fresh, weights)
+                for file in (*fresh.iterdir(), fresh):
+                    sync(file)
+            if self.options.partitioned and adapter is not None:
+                adapter.write_weights(self.options.out / f".{ADAPTER_FILE}.new", weights)
+
+        return self._alone(write)
+
+    def _publish(self, tag: str) -> None:
+        """``latest`` names the new tag, and only the newest ``--keep`` tags remain."""
+        out, keep = self.options.out, self.options.keep
+        fresh_adapter = out / f".{ADAPTER_FILE}.new"
+        if fresh_adapter.exists():
+            fresh_adapter.replace(out / ADAPTER_FILE)
+        if self.options.gathered:
+            self._fresh_model(tag).replace(out / GATHERED / tag)
+        if self.options.partitioned:
+            write_atomically(out / "latest", tag)
+        for folder in (out, out / GATHERED):
+            for old in tags_in(folder)[:-keep] if keep else ():
+                if old != tag:
+                    shutil.rmtree(folder / old, ignore_errors=True)
+
+    def _discard(self, tag: str) -> None:
+        """Nothing of the tag remains; it is never one that was published."""
+        gathered = self.options.out / GATHERED / tag
+        for folder in (self.options.out / tag, gathered, self._fresh_model(tag)):
+            shutil.rmtree(folder, ignore_errors=True)
+        (self.options.out / f".{ADAPTER_FILE}.new").unlink(missing_ok=True)
+
+    def _fresh_model(self, tag: str) -> Path:
+        """Where a gathered model is written until it is whole."""
+        return self.options.out / GATHERED / f".{tag}.new"
+
+
+@contextmanager
+def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
+    """The causes of this rank's write errors while the engine saves, which goes on to the end.
+
+    ``save_checkpoint`` has barriers after the folders are made and after all files are written
+    (deepspeed 0.19.8, ``runtime/engine.py``): a rank that raised in between would leave the others
+    waiting there. So the three calls that write are replaced by ones that take note and return.
+    """
+    causes: list[str] = []
+    files, engine_copy = engine.checkpoint_engine, engine._copy_recovery_script
+    save, makedirs = files.save, files.makedirs
+
+    def noted(write: Callable[[], None], path: Path) -> None:
+        try:
+            write()
+        except _WRITE_ERRORS as error:
+            causes.append(cause_of(error, path))
+
+    def noted_save(state_dict: object, path: str) -> None:
+        def write() -> None:
+            save(state_dict, path)
+            sync(Path(path))
+
+        noted(write, Path(path))
+
+    files.save = noted_save
+    files.makedirs = lambda path, **how: noted(lambda: makedirs(path, **how), Path(path))
+    engine._copy_recovery_script = lambda path: noted(lambda: engine_copy(path), Path(path))
+    try:
+        yield causes
+    finally:
+        del files.save, files.makedirs, engine._copy_recovery_script

@@ -1,0 +1,134 @@
+"""The text that is learned: its tokenizer, its tokens, and their order by seed and position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zexport.errors import UsageError
+from zexport.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BEGIN, _END, _PAD = "<s>", "</s>", "<pad>"
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The windows of a text, drawn in an order that seed and position alone decide.
+
+    Attributes:
+        windows: token numbers, one row of ``seq_len`` tokens a window.
+        vocab_size: how many token numbers the tokenizer has.
+    """
+
+    windows: torch.Tensor
+    vocab_size: int
+    seed: int
+
+    def epoch(self, position: int) -> int:
+        """How often the whole text has been drawn when ``position`` windows have been."""
+        return position // len(self.windows)
+
+    def draw(self, position: int, count: int) -> torch.Tensor:
+        """The windows number ``position`` to ``position + count`` of the endless sequence."""
+        epochs = range(self.epoch(position), self.epoch(position + count - 1) + 1)
+        order = torch.cat([self._order(epoch) for epoch in epochs])
+        start = position - epochs.start * len(self.windows)
+        return self.windows[order[start : start + count]]
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.windows), generator=generator)
+
+
+def read_text(data: Path | None) -> str:
+    """The text of ``--data``, or the one that comes with zexport.
+
+    Raises:
+        UsageError: the file cannot be read as UTF-8.
+    """
+    if data is None:
+        return resources.files("zexport.train").joinpath("corpus.txt").read_text(encoding="utf-8")
+    try:
+        return data.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read as UTF-8 text: {error}", path=data) from error
+
+
+def make_tokenizer(options: TrainOptions, text: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``--tokenizer`` or ``--model``, or a byte-level BPE learned from the text.
+
+    Raises:
+        UsageError: the folder holds no tokenizer.
+    """
+    folder = options.tokenizer or options.model
+    if folder is None:
+        return _learned_tokenizer(text, options.vocab_size)
+
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds; rank 0 alone needs it
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "holds no tokenizer that transformers can read",
+            path=folder,
+            hint="Name one with --tokenizer",
+        ) from error
+    return tokenizer
+
+
+def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_BEGIN, _END, _PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_lines(text), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_BEGIN,
+        eos_token=_END,
+        pad_token=_PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _lines(text: str) -> Iterator[str]:
+    yield from text.splitlines(keepends=True)
+
+
+def make_corpus(tokenizer: PreTrainedTokenizerBase, text: str, options: TrainOptions) -> Corpus:
+    """The text cut into windows of ``--seq-len`` tokens.
+
+    Raises:
+        UsageError: the text is shorter than one window.
+    """
+    tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    count = len(tokens) // options.seq_len
+    if count == 0:
+        raise UsageError(
+            "the text is shorter than one sequence",
+            path=options.data,
+            found=f"{len(tokens)} tokens",
+            expected=f"at least {options.seq_len}",
+            hint="Use a longer text or a smaller --seq-len",
+        )
+    windows = tokens[: count * options.seq_len].reshape(count, options.seq_len)
+    return Corpus(windows=windows, vocab_size=len(tokenizer), seed=options.seed)

@@ -1,0 +1,100 @@
+"""A rank's process: its output kept in a log, its failure written down, its end when orphaned."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zexport.errors import TrainingError, ZexportError
+from zexport.train.options import TrainOptions
+from zexport.train.outcome import MARK, SUMMARY_FILE, Failure, failure_file, log_file
+from zexport.train.summary import TrainSummary
+
+
+def run_worker(options: TrainOptions, log: Path, progress: Callable[[str], None]) -> TrainSummary:
+    """Trains as one rank, with all that this process prints kept in ``log``.
+
+    Raises:
+        ZexportError: what the user can mend; ``TrainingError`` for whatever else goes wrong, with
+            the last line of its traceback, which is in the log in full.
+    """
+    with _output_kept_in(log):
+        try:
+            from zexport.train.rank_run import run_rank  # noqa: PLC0415 - torch, transformers
+
+            return run_rank(options, progress)
+        except ZexportError:
+            raise
+        except Exception as error:  # anything that DeepSpeed or the model raise ends the run
+            traceback.print_exc()
+            last = traceback.format_exception_only(error)[-1].strip()
+            raise TrainingError(
+                f"rank {os.environ['RANK']} failed: {last}",
+                hint=f"The full traceback is in {log}",
+            ) from error
+
+
+@contextmanager
+def _output_kept_in(log: Path) -> Iterator[None]:
+    """File descriptors 1 and 2 write to the log, those of C++ libraries included."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def end_with_the_command() -> None:
+    """Ends this process when the command that started it is gone, however it went.
+
+    The command holds the other end of our standard input; it closes when the command ends.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """``python -m zexport.train.worker``, as ``zexport train`` starts it through torchrun."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--options-file", type=Path, required=True)
+    options_file: Path = parser.parse_args().options_file
+    run, rank = options_file.parent, int(os.environ["RANK"])
+    end_with_the_command()
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    options = TrainOptions.from_json(options_file.read_text(encoding="utf-8"))
+    try:
+        summary = run_worker(
+            options, log_file(run, rank), lambda line: print(MARK + line, file=terminal)
+        )
+    except ZexportError as error:
+        failure_file(run, rank).write_text(Failure.of(error, time.time()).to_json())
+        # The other ranks may be waiting for this one: no clean-up that would wait for them.
+        os._exit(error.exit_code)
+    if rank == 0:
+        (run / SUMMARY_FILE).write_text(summary.to_json())
+    # The work is done and on disk; threads of torch and DeepSpeed have aborted a tidy exit.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
