@@ -1,0 +1,110 @@
+"""A ZeRO-3 checkpoint of any size that takes no room: its tensors are holes in the files."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch._utils import _rebuild_tensor_v2
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Stands for a float32 tensor of zeros; ``key`` names its record."""
+
+    key: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Storage:
+    hole: Hole
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> object:
+        if isinstance(obj, _Storage):
+            return ("storage", torch.FloatStorage, obj.hole.key, "cpu", obj.hole.numel)
+        return None
+
+    def reducer_override(self, obj: object) -> object:
+        if not isinstance(obj, Hole):
+            return NotImplemented
+        args = (_Storage(obj), 0, (obj.numel,), (1,), False, OrderedDict())
+        return _rebuild_tensor_v2, args
+
+
+def write_with_holes(path: Path, value: object, holes: tuple[Hole, ...]) -> None:
+    """What ``torch.save`` would write, every tensor of ``holes`` a hole of its size."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(value)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(f"{path.stem}/data.pkl", buffer.getvalue())
+        archive.writestr(f"{path.stem}/byteorder", "little")
+        for hole in holes:
+            _skip_record(archive, f"{path.stem}/data/{hole.key}", hole.numel * 4)
+
+
+def _skip_record(archive: zipfile.ZipFile, name: str, nbytes: int) -> None:
+    info = zipfile.ZipInfo(name)
+    info.file_size = info.compress_size = nbytes
+    info.header_offset = archive.start_dir
+    info.CRC = 0
+    assert archive.fp is not None
+    archive.fp.seek(info.header_offset)
+    archive.fp.write(info.FileHeader(zip64=True))
+    archive.fp.seek(nbytes, 1)
+    archive.start_dir = archive.fp.tell()
+    archive.filelist.append(info)
+    archive.NameToInfo[name] = info
+
+
+def write_sparse_zero3(root: Path, shapes: Mapping[str, Shape], world_size: int) -> None:
+    """A whole checkpoint of step 1000 below ``root``, with ``latest``."""
+    tag_dir = root / "global_step1000"
+    tag_dir.mkdir(parents=True)
+    (root / "latest").write_text("global_step1000")
+    numel = sum(-(-prod(shape) // world_size) for shape in shapes.values())
+    holes = (Hole("0", numel), Hole("1", numel), Hole("2", numel))
+    for rank in range(world_size):
+        torch.save(_model(shapes), tag_dir / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        write_with_holes(tag_dir / name, _optimizer(holes, world_size), holes)
+
+
+def _model(shapes: Mapping[str, Shape]) -> dict[str, object]:
+    return {
+        "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in shapes),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((n, torch.Size(shape)) for n, shape in shapes.items())],
+        "frozen_param_shapes": OrderedDict(),
+        "frozen_param_fragments": OrderedDict(),
+        "shared_params": {},
+        "lr_scheduler": {"last_epoch": 1000},
+        "global_steps": 1000,
+        "mp_world_size": 1,
+        "ds_config": {"optimizer": {"type": "AdamW"}},
+        "ds_version": "0.19.8",
+    }
+
+
+def _optimizer(holes: tuple[Hole, ...], world_size: int) -> dict[str, object]:
+    flat, first, second = holes
+    moments = {"step": 1000, "exp_avg": first, "exp_avg_sq": second}
+    states = {
+        "zero_stage": 3,
+        "partition_count": world_size,
+        "optimizer_state_dict": {"state": {0: moments}, "param_groups": [{"params": [0]}]},
+        "fp32_flat_groups": [flat],
+    }
+    return {"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}

@@ -1,0 +1,1 @@
+"""The command line: Click options in, one call of the library, a report out."""

@@ -1,0 +1,144 @@
+"""``zexport consolidate``: a ZeRO checkpoint in, a Hugging Face model folder out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from zexport.cli.options import (
+    PATH,
+    ByteSize,
+    Rename,
+    json_option,
+    progress_options,
+    tag_option,
+)
+from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+
+_DEFAULTS = ExportOptions()
+
+
+@click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
+@click.argument("ckpt", type=PATH)
+@click.argument("out", type=PATH)
+@tag_option
+@click.option(
+    "--dtype",
+    type=click.Choice([dtype.value for dtype in ExportDType]),
+    default=_DEFAULTS.dtype.value,
+    show_default=True,
+    help="Element type of the weights; auto is the one the module trained in.",
+)
+@click.option(
+    "--base", type=PATH, help="Model folder for config, tokenizer and frozen weights not saved."
+)
+@click.option(
+    "--max-shard-size",
+    type=ByteSize(),
+    default="5GB",
+    show_default=True,
+    help="Largest safetensors file.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice([engine.value for engine in Engine]),
+    default=_DEFAULTS.engine.value,
+    show_default=True,
+    help="Who rebuilds the weights; deepspeed runs its own converter, as a reference.",
+)
+@click.option("--exclude-frozen", is_flag=True, help="Leave frozen weights out.")
+@click.option(
+    "--layout",
+    type=click.Choice([layout.value for layout in NameLayout]),
+    default=_DEFAULTS.layout.value,
+    show_default=True,
+    help="Tensor names: the hub's, or the module's in memory as the checkpoint records them.",
+)
+@click.option(
+    "--rename",
+    "renames",
+    type=Rename(),
+    multiple=True,
+    help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.jobs,
+    show_default="one a core, up to 4",
+    help="Worker threads.",
+)
+@click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
+@click.option(
+    "--verify",
+    "verify_mode",
+    type=click.Choice(["readback", "disk", "none"]),
+    default="readback",
+    show_default=True,
+    help="Read the result again before it appears; disk drops the page cache first.",
+)
+@click.option("--no-verify", is_flag=True, help="The same as --verify none.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT once the new folder is complete.")
+@json_option
+@progress_options
+def consolidate(
+    ckpt: Path,
+    out: Path,
+    tag: str | None,
+    verify_mode: str,
+    no_verify: bool,
+    dry_run: bool,
+    as_json: bool,
+    progress: str,
+    quiet: bool,
+    dtype: str,
+    engine: str,
+    layout: str,
+    base: Path | None,
+    max_shard_size: int,
+    exclude_frozen: bool,
+    renames: tuple[tuple[str, str], ...],
+    jobs: int,
+    max_memory: int | None,
+    overwrite: bool,
+) -> None:
+    """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
+
+    CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
+    itself. OUT appears complete or not at all.
+
+    Example: zexport consolidate run/checkpoint-100 model --dtype bf16
+    """
+    from zexport import api, report
+    from zexport.cli.console import console
+    from zexport.cli.progress import ProgressPrinter
+
+    options = ExportOptions(
+        dtype=ExportDType(dtype),
+        base=base,
+        max_shard_nbytes=max_shard_size,
+        engine=Engine(engine),
+        exclude_frozen=exclude_frozen,
+        layout=NameLayout(layout),
+        renames=renames,
+        jobs=jobs,
+        max_memory_nbytes=max_memory,
+        overwrite=overwrite,
+    )
+    plan = api.plan_export(api.open_checkpoint(ckpt, tag=tag), out, options)
+    if dry_run:
+        if as_json:
+            click.echo(json.dumps(report.plan_json(plan), indent=2))
+        else:
+            report.print_plan(console(), plan)
+        return
+    mode = api.VerifyMode("none" if no_verify else verify_mode)
+    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+        done = api.run_export(plan, verify=mode, progress=on_progress)
+    if as_json:
+        click.echo(json.dumps(report.export_json(done, plan), indent=2))
+    elif not quiet:
+        report.print_export(console(), done)

@@ -1,0 +1,70 @@
+"""``zexport inspect``: what is in a checkpoint, is it whole, and what would an export give?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zexport.cli.options import PATH, json_option, progress_options, tag_option
+
+if TYPE_CHECKING:
+    from zexport.checkpoint import ZeroCheckpoint
+    from zexport.statistics import TensorStatistics
+
+
+@click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
+@click.argument("ckpt", type=PATH)
+@tag_option
+@click.option("--tensors", is_flag=True, help="A line for each tensor.")
+@click.option("--files", is_flag=True, help="A line for each rank file.")
+@click.option(
+    "--stats", is_flag=True, help="Read the data too: norm, min, max, mean, NaN and Inf of tensors."
+)
+@json_option
+@progress_options
+def inspect(
+    *,
+    ckpt: Path,
+    tag: str | None,
+    tensors: bool,
+    files: bool,
+    stats: bool,
+    as_json: bool,
+    progress: str,
+    quiet: bool,
+) -> None:
+    """Show what is in the ZeRO checkpoint CKPT, whether it is whole, and what an export would give.
+
+    CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
+    itself. Without --stats no tensor data is read. Whatever can be described ends with exit code 0;
+    the verdict says whether it can be exported.
+
+    Example: zexport inspect run/checkpoint-100 --tensors
+    """
+    from zexport import report
+    from zexport.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(ckpt, tag=tag)
+    statistics = None
+    if stats and found.checkpoint is not None:
+        statistics = _measure(found.checkpoint, progress, quiet=quiet)
+    if as_json:
+        content = report.inspection_json(found, tensors=tensors, statistics=statistics)
+        click.echo(json.dumps(content, indent=2, allow_nan=False))
+        return
+    from zexport.cli.console import console
+
+    report.print_inspection(console(), found, tensors, files=files, statistics=statistics)
+
+
+def _measure(
+    checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool
+) -> tuple[TensorStatistics, ...]:
+    from zexport.cli.progress import ProgressPrinter
+    from zexport.statistics import measure
+
+    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+        return measure(checkpoint, progress=on_progress)

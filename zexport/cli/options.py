@@ -1,0 +1,81 @@
+"""Option types and options that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+# A missing path is reported by the library, in the words and with the exit code of its errors.
+PATH = click.Path(path_type=Path)
+
+
+class ByteSize(click.ParamType):
+    """A number of bytes such as ``5GB`` (decimal, as on the hub), ``512MiB`` or ``1000000``."""
+
+    name = "size"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Bytes, 1 or more."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value))
+        factors = _UNITS | _BINARY_UNITS
+        nbytes = int(float(match[1]) * factors[(match[2] or "").lower()]) if match else 0
+        if nbytes < 1:
+            self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
+        return nbytes
+
+
+class Rename(click.ParamType):
+    """A renaming such as ``^model\\.=transformer.``: pattern, equals sign, replacement."""
+
+    name = "regex=repl"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        """Pattern and replacement."""
+        pattern, equals, replacement = str(value).partition("=")
+        if not equals or not pattern:
+            self.fail(f"{value!r} is no renaming; write REGEX=REPLACEMENT", param, ctx)
+        return pattern, replacement
+
+
+def tag_option(command: F) -> F:
+    """``--tag``: which checkpoint, where there are several."""
+    return click.option(
+        "--tag",
+        metavar="TAG",
+        help="Which tag: a name such as global_step100, or 'newest'. Default: what `latest` names.",
+    )(command)
+
+
+def json_option(command: F) -> F:
+    """``--json``: one object on stdout in place of text."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(
+        command
+    )
+
+
+def progress_options(command: F) -> F:
+    """``--progress`` and ``--quiet``: what is said on stderr while the work goes on."""
+    command = click.option("-q", "--quiet", is_flag=True, help="No progress and no notes.")(command)
+    return click.option(
+        "--progress",
+        type=click.Choice(["auto", "json"]),
+        default="auto",
+        show_default=True,
+        help="Progress on stderr: a bar or plain lines, or JSON lines.",
+    )(command)

@@ -1,0 +1,40 @@
+"""``zexport verify``: is an export what its manifest, and its checkpoint, say it is?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from zexport.cli.options import PATH, json_option, progress_options
+from zexport.errors import VerificationError
+
+
+@click.command(short_help="Check an export against its manifest and its checkpoint.")
+@click.argument("out", type=PATH)
+@click.option(
+    "--against", type=PATH, metavar="CKPT", help="Make every tensor again from this checkpoint."
+)
+@click.option("--base", type=PATH, help="The base model, where the export was given one.")
+@json_option
+@progress_options
+def verify(
+    out: Path, against: Path | None, base: Path | None, as_json: bool, progress: str, quiet: bool
+) -> None:
+    """Read the export OUT again and hold every byte against its manifest.
+
+    Example: zexport verify model --against run/checkpoint-100
+    """
+    from zexport import api, report
+    from zexport.cli.console import console
+    from zexport.cli.progress import ProgressPrinter
+
+    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+        found = api.verify_export(out, against=against, base=base, progress=on_progress)
+    if as_json:
+        click.echo(json.dumps(report.verify_json(found), indent=2))
+    else:
+        report.print_verify(console(), found)
+    if not found.ok:
+        click.get_current_context().exit(VerificationError.exit_code)

@@ -1,0 +1,92 @@
+"""What an export did and what a verification found, as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zexport.jsontypes import JsonObject
+from zexport.report.text import (
+    duration,
+    plural,
+    print_facts,
+    print_line,
+    print_list,
+    print_table,
+    size,
+    some,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zexport.execute import ExportReport
+    from zexport.plan import ExportPlan
+    from zexport.verify import Problem, VerifyReport
+
+_PROBLEMS_SHOWN = 20
+_VERIFIED = {
+    "readback": "every file was read again and compared",
+    "disk": "every file was read again from the disk and compared",
+    "none": "the files were not read again",
+}
+
+
+def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
+    """The report as one JSON object: what was done, and what the plan said of the output.
+
+    Keys: those of ``ExportReport.to_json``, and from the plan ``checkpoint``, ``options``,
+    ``loadable``, ``tied`` and ``from_base``.
+    """
+    return report.to_json() | dict(plan.provenance)
+
+
+def print_export(console: Console, report: ExportReport) -> None:
+    """The report for people."""
+    speed = report.nbytes_written / max(report.seconds, 1e-9)
+    print_line(console, f"Exported to {report.out_dir}", "bold green")
+    print_facts(
+        console,
+        (
+            ("Tensors", f"{report.tensors:,}"),
+            ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
+            ("Read", size(report.nbytes_read)),
+            ("Written", f"{size(report.nbytes_written)}"),
+            ("Time", f"{duration(report.seconds)} ({size(round(speed))}/s)"),
+            ("Verified", _VERIFIED[report.verified.value]),
+        ),
+    )
+    print_list(
+        console,
+        "Remarkable values (exported as they are)",
+        (f"{f.tensor}: {f.kind} ({plural(f.count, 'element')})" for f in report.findings),
+        "bold yellow",
+    )
+    print_list(console, "Warnings", report.warnings, "bold yellow")
+
+
+def verify_json(report: VerifyReport) -> JsonObject:
+    """The report as one JSON object; see ``VerifyReport.to_json``."""
+    return report.to_json()
+
+
+def print_verify(console: Console, report: VerifyReport) -> None:
+    """The report for people: one line of verdict, and a line for each problem."""
+    looked_at = f"{plural(report.files, 'file')}, {plural(report.tensors, 'tensor')}"
+    against = " and made again from the checkpoint" if report.against_checkpoint else ""
+    if report.ok:
+        print_line(console, f"{report.out_dir}: whole ({looked_at} compared{against})", "green")
+        return
+    count = plural(len(report.problems), "problem")
+    print_line(console, f"{report.out_dir}: {count} ({looked_at} compared{against})", "bold red")
+    print_table(
+        console,
+        ("File", "Tensor", "Problem"),
+        (_problem_row(problem) for problem in report.problems[:_PROBLEMS_SHOWN]),
+    )
+    if len(report.problems) > _PROBLEMS_SHOWN:
+        more = len(report.problems) - _PROBLEMS_SHOWN
+        print_line(console, f"  and {more:,} more; --json lists all of them")
+
+
+def _problem_row(problem: Problem) -> tuple[str, str, str]:
+    return problem.file, problem.tensor, problem.problem

@@ -1,0 +1,271 @@
+"""What is in a checkpoint, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from zexport.checkpoint import CheckpointFile, Role, ZeroCheckpoint
+from zexport.dtypes import DType
+from zexport.inspection import Count, Inspection, Outcome
+from zexport.report.inspect_json import inspection_json
+from zexport.report.text import (
+    plural,
+    print_facts,
+    print_line,
+    print_list,
+    print_table,
+    size,
+    some,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zexport.statistics import TensorStatistics
+    from zexport.tag_summary import TagSummary
+    from zexport.weight_files import WeightFile
+
+__all__ = ["inspection_json", "print_inspection"]
+
+_TAGS_SHOWN = 16
+_COLOR = {
+    Outcome.EXPORTABLE: "bold green",
+    Outcome.NEEDS_BASE: "bold yellow",
+    Outcome.CHOOSE_TAG: "bold yellow",
+    Outcome.NOT_EXPORTABLE: "bold red",
+}
+
+
+def print_inspection(
+    console: Console,
+    inspection: Inspection,
+    tensors: bool = False,
+    *,
+    files: bool = False,
+    statistics: Sequence[TensorStatistics] | None = None,
+) -> None:
+    """The inspection for people; the verdict comes last.
+
+    Args:
+        console: where to print it.
+        inspection: what was found.
+        tensors: a line for each tensor.
+        files: a line for each rank file instead of one for each kind.
+        statistics: a table of these.
+    """
+    checkpoint = inspection.checkpoint
+    print_line(console, str(inspection.path), "bold")
+    if checkpoint is not None:
+        print_facts(console, _facts(inspection, checkpoint))
+    if checkpoint is None or len(inspection.tags) > 1:
+        _print_tags(console, inspection.tags)
+    if checkpoint is not None:
+        _print_contents(console, inspection)
+        _print_files(console, checkpoint, one_a_line=files)
+    if tensors and checkpoint is not None:
+        _print_tensors(console, checkpoint)
+    if statistics is not None:
+        _print_statistics(console, statistics)
+    if checkpoint is not None:
+        _print_remarks(console, inspection, checkpoint)
+    print_line(console)
+    print_line(
+        console, f"Verdict: {inspection.verdict.sentence}.", _COLOR[inspection.verdict.outcome]
+    )
+    print_line(console, f"Next: {inspection.verdict.next_step}")
+
+
+def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, str]]:
+    location = checkpoint.location
+    written = f"DeepSpeed {checkpoint.ds_version}" if checkpoint.ds_version else ""
+    step = checkpoint.global_steps
+    masters = checkpoint.master_dtype and f"{checkpoint.master_dtype.torch_name} masters"
+    module = checkpoint.module_dtype and f"{checkpoint.module_dtype.torch_name} module"
+    yield "Folder", f"{location.root} ({location.framework.value})"
+    yield "Tag", f"{location.tag} ({location.chosen.value})"
+    yield "Step", "" if step is None else f"{step:,}"
+    yield "Layout", checkpoint.layout if checkpoint.stage is not None else ""
+    yield "World size", "" if checkpoint.world_size is None else f"{checkpoint.world_size:,}"
+    yield "Written by", written
+    yield "Weights", ", ".join(part for part in (masters, module) if part)
+    yield "Optimizer", _optimizer(checkpoint)
+    if inspection.tensors:
+        fp32, bf16 = (size(inspection.nbytes_written(t)) for t in (DType.F32, DType.BF16))
+        yield "An export", f"reads {size(inspection.nbytes_read())}"
+        yield "", f"writes {fp32} as fp32, {bf16} as bf16"
+
+
+def _optimizer(checkpoint: ZeroCheckpoint) -> str:
+    step = checkpoint.lr_step
+    parts = (checkpoint.optimizer, None if step is None else f"learning-rate step {step:,}")
+    return ", ".join(part for part in parts if part)
+
+
+def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
+    hidden = len(tags) - _TAGS_SHOWN
+    print_table(
+        console,
+        ("Tag", ">Step", "Files of ranks", ""),
+        (_tag_row(tag) for tag in tags[-_TAGS_SHOWN:]),
+        "Tags",
+    )
+    if hidden > 0:
+        print_line(console, f"  and {hidden:,} older; --json lists all of them")
+
+
+def _tag_row(tag: TagSummary) -> tuple[str, str, str, str]:
+    whole = {True: "complete", False: "incomplete", None: ""}[tag.is_complete]
+    of = "" if tag.world_size is None else f" of {tag.world_size:,}"
+    return (
+        tag.name,
+        "" if tag.step is None else f"{tag.step:,}",
+        f"{tag.optimizer_files:,}{of} {whole}".rstrip(),
+        "this one" if tag.is_chosen else "",
+    )
+
+
+def _print_contents(console: Console, inspection: Inspection) -> None:
+    if not inspection.tensors:
+        return
+    counts = inspection.counts()
+    rows = [
+        _count_row("trainable", counts[Role.TRAINABLE]),
+        _count_row("frozen", counts[Role.FROZEN]),
+        _count_row("buffers", counts[Role.BUFFER]),
+        _count_row("tied (stored once, counted above)", inspection.tied()),
+    ]
+    print_table(console, ("Parameters", ">Tensors", ">Elements"), rows)
+
+
+def _count_row(name: str, count: Count) -> tuple[str, str, str]:
+    return name, f"{count.tensors:,}", f"{count.numel:,}"
+
+
+def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bool) -> None:
+    if one_a_line:
+        rows = [(f.path.name, size(f.nbytes), _needed(f)) for f in checkpoint.files]
+        print_table(console, ("File", ">Size", "For an export"), rows)
+        return
+    groups: dict[tuple[str, str], list[int]] = {}
+    for file in checkpoint.files:
+        groups.setdefault((_kind(file), _needed(file)), []).append(file.nbytes)
+    print_table(
+        console,
+        ("Files", ">Number", ">Each", ">Together", "For an export"),
+        (
+            (kind, f"{len(sizes):,}", _each(sizes), size(sum(sizes)), needed)
+            for (kind, needed), sizes in groups.items()
+        ),
+    )
+
+
+def _kind(file: CheckpointFile) -> str:
+    return file.kind.value.partition(" (")[0]
+
+
+def _needed(file: CheckpointFile) -> str:
+    return "needed" if file.needed else "not needed"
+
+
+def _each(sizes: Sequence[int]) -> str:
+    low, high = size(min(sizes)), size(max(sizes))
+    return low if low == high else f"up to {high}"
+
+
+def _print_tensors(console: Console, checkpoint: ZeroCheckpoint) -> None:
+    rows = [
+        (t.name, t.role.value, t.dtype.torch_name, str(list(t.shape)), f"{t.numel:,}")
+        for t in checkpoint.tensors
+    ]
+    rows += [(alias, "tied", "", f"= {name}", "") for alias, name in checkpoint.aliases.items()]
+    columns = ("Tensor", "Role", "Type", "Shape", ">Elements")
+    print_table(console, columns, rows)
+
+
+def _print_statistics(console: Console, statistics: Sequence[TensorStatistics]) -> None:
+    columns = ("Values of", ">Norm", ">Min", ">Max", ">Mean", ">NaN", ">Inf")
+    print_table(console, columns, (_statistics_row(found) for found in statistics))
+
+
+def _statistics_row(found: TensorStatistics) -> tuple[str, ...]:
+    numbers = (found.norm, found.minimum, found.maximum, found.mean)
+    written = ("-" if number is None else f"{number:.5g}" for number in numbers)
+    return (found.name, *written, f"{found.nan:,}", f"{found.inf:,}")
+
+
+def _print_remarks(console: Console, inspection: Inspection, checkpoint: ZeroCheckpoint) -> None:
+    missing = inspection.missing_files()
+    title = (
+        f"{plural(len(missing), 'missing file')}, to be fetched into {checkpoint.location.tag_dir}"
+    )
+    print_list(console, title, _shortened(missing), "bold red")
+    sentences = (problem.sentence() for problem in inspection.problems)
+    print_list(console, "Problems", sentences, "bold red")
+    unknown = _unknown_globals(inspection, checkpoint)
+    print_list(console, "Unknown code in pickles (it was not run)", unknown, "bold yellow")
+    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_lacking(inspection))
+    print_list(console, "Notes", (*notes, *_beside(inspection.weight_files)))
+
+
+def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:
+    yield from names[:shown]
+    if len(names) > shown:
+        yield f"and {len(names) - shown:,} more; --json lists all of them"
+
+
+def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    found = [(file.path, file.unknown_globals) for file in checkpoint.files]
+    found += [(file.path, file.unknown_globals) for file in inspection.weight_files]
+    for path, names in found:
+        if names:
+            yield f"{path.name}: {some([str(name) for name in names])}"
+
+
+def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    if checkpoint.left_out:
+        yield (
+            f"{plural(len(checkpoint.left_out), 'weight')} were left out when it was saved: "
+            f"{some(checkpoint.left_out)}"
+        )
+    elif checkpoint.frozen_left_out:
+        yield (
+            "the record of frozen weights was switched off when it was saved, as the Hugging Face "
+            "Trainer does for LoRA: frozen weights, if there were any, are in no file"
+        )
+
+
+def _lacking(inspection: Inspection) -> Iterator[str]:
+    if inspection.missing_sidecars:
+        yield (
+            f"not with the checkpoint: {', '.join(inspection.missing_sidecars)}; an export takes "
+            "them from --base DIR"
+        )
+
+
+def _beside(files: Sequence[WeightFile]) -> Iterator[str]:
+    """What the weight files beside the tag are, and where the real weights are if not there."""
+    for file in files:
+        if file.problem:
+            yield f"{file.path.name} beside the tag cannot be read: {file.problem}"
+    hollow = [file for file in files if file.placeholders]
+    if hollow:
+        empty = sum(len(file.placeholders) for file in hollow)
+        yield (
+            f"{_names(hollow)}: placeholders, {empty:,} of {_tensors_in(hollow)} are empty; the "
+            "real weights are in the rank files, and an export needs no gathering on save"
+        )
+    real = [file for file in files if not file.placeholders and not file.problem]
+    if real:
+        yield (
+            f"{_names(real)} ({size(sum(file.nbytes for file in real))}, {_tensors_in(real)}): "
+            "weights beside the tag, which an export does not read"
+        )
+
+
+def _names(files: Sequence[WeightFile]) -> str:
+    return some([file.path.name for file in files], 2)
+
+
+def _tensors_in(files: Sequence[WeightFile]) -> str:
+    return plural(sum(file.tensors for file in files), "tensor")

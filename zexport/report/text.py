@@ -1,0 +1,112 @@
+"""How numbers are written, and how lines and tables are put on a console.
+
+All text goes through ``printable``: names in a checkpoint may hold what a terminal would obey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_STEP = 1000
+_NAMES_SHOWN = 8
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people write them, decimal as on the hub: ``512 B``, ``1.6 GB``."""
+    value, unit = float(nbytes), 0
+    while round(value, 1) >= _STEP and unit < len(_UNITS) - 1:
+        value, unit = value / _STEP, unit + 1
+    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: ``0.4 s``, ``42 s``, ``3 min 20 s``, ``1 h 5 min``."""
+    whole = round(seconds)
+    if whole >= 3600:  # noqa: PLR2004 - an hour
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole >= 60:  # noqa: PLR2004 - a minute
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"  # noqa: PLR2004 - one digit
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 file``, ``1,024 files``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - shown
+    listed = ", ".join(names[:shown])
+    return f"{listed} and {more:,} more" if more > 0 else listed
+
+
+def printable(text: str) -> str:
+    """``text`` with everything that is not visible written out as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def print_line(console: Console, text: str = "", style: str = "") -> None:
+    """One line, neither wrapped nor cut."""
+    from rich.text import Text  # noqa: PLC0415 - JSON output does without rich
+
+    console.print(Text(printable(text), style=style), soft_wrap=True)
+
+
+def print_list(console: Console, title: str, items: Iterable[str], style: str = "") -> None:
+    """A title and its items, one a line; nothing at all for no items."""
+    items = tuple(items)
+    if items:
+        print_line(console)
+        print_line(console, title, style or "bold")
+    for item in items:
+        print_line(console, f"  - {item}")
+
+
+def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Labels and values in two columns; rows without a value are left out."""
+    _print_columns(console, "<<", [row for row in rows if row[1]])
+
+
+def print_table(
+    console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = ""
+) -> None:
+    """A table after an empty line, as wide as it needs to be: a name is never cut.
+
+    Args:
+        console: where to print it.
+        columns: the headings; one that begins with ``>`` is a column of numbers, set to the right.
+        rows: the cells.
+        title: a line above it.
+    """
+    print_line(console)
+    if title:
+        print_line(console, title, "bold")
+    heads = [name.removeprefix(">") for name in columns]
+    sides = "".join(">" if name.startswith(">") else "<" for name in columns)
+    _print_columns(console, sides, [heads, *rows], heads_style="dim")
+
+
+def _print_columns(
+    console: Console, sides: str, rows: Sequence[Sequence[str]], heads_style: str = ""
+) -> None:
+    """Rows with their columns under one another; rich's own table would fold or cut long cells."""
+    from rich.cells import cell_len  # noqa: PLC0415 - JSON output does without rich
+
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    style = heads_style
+    for row in rows:
+        cells = []
+        for cell, side, width in zip(row, sides, widths, strict=True):
+            blanks = " " * (width - cell_len(cell))
+            cells.append(blanks + cell if side == ">" else cell + blanks)
+        print_line(console, f"  {'  '.join(cells)}".rstrip(), style)
+        style = ""
