@@ -39,6 +39,10 @@ class Place:
     position: int = 0
 
 
+_LINES_SAID = 20
+"""Steps that are spoken of, however many are trained; the log has them all."""
+
+
 def train_steps(
     saver: Saver, corpus: Corpus, place: Place, say: Callable[[str], None]
 ) -> TrainSummary:
@@ -46,11 +50,13 @@ def train_steps(
     options, losses, failure = saver.options, [], ""
     log = _StepLog(options.out / LOG_FILE, enabled=saver.ranks.is_first)
     log.cut(place.step)
+    every = -(-options.steps // _LINES_SAID)
     while place.step < options.steps:
         lr = saver.engine.get_lr()[0]
         losses.append(_step(saver, corpus, place))
         log.add(place.step, losses[-1], lr)
-        say(f"step {place.step}/{options.steps} loss {losses[-1]:.4f} lr {lr:.3g}")
+        if len(losses) == 1 or place.step % every == 0 or place.step == options.steps:
+            say(f"step {place.step}/{options.steps} loss {losses[-1]:.4f} lr {lr:.3g}")
         if _save_is_due(place.step, options):
             tag = tag_of(place.step)
             failure = saver.save(tag, _client_state(place, corpus, saver.ranks))
