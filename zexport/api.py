@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from zexport import execute, verify
-from zexport.checkpoint import ZeroCheckpoint
+from zexport.errors import VerificationError
 from zexport.execute import ExportReport, Progress, VerifyMode
-from zexport.manifest import read_manifest
+from zexport.manifest import MANIFEST_NAME, read_manifest
 from zexport.opening import open_checkpoint
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.plan import ExportPlan
@@ -73,9 +73,10 @@ def verify_export(
     out_dir = Path(out_dir)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
-    provenance = read_manifest(out_dir).provenance
-    options = _options_of(provenance.get("options"), Path(base) if base is not None else None)
-    checkpoint = open_checkpoint(against, tag=_tag_of(provenance.get("checkpoint")))
+    manifest = read_manifest(out_dir)
+    base = Path(base) if base is not None else None
+    options = _options_of(manifest.provenance.get("options"), out_dir / MANIFEST_NAME, base)
+    checkpoint = open_checkpoint(against, tag=_tag_of(manifest.provenance.get("checkpoint")))
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
 
@@ -111,15 +112,20 @@ def _tag_of(recorded: object) -> str | None:
     return tag if isinstance(tag, str) else None
 
 
-def _options_of(recorded: object, base: Path | None) -> ExportOptions:
-    """The options that a manifest records; only those that change what is written."""
+def _options_of(recorded: object, path: Path, base: Path | None) -> ExportOptions:
+    """The options that the manifest at ``path`` records; only those that change what is written."""
     known = recorded if isinstance(recorded, dict) else {}
-    return ExportOptions(
-        dtype=ExportDType(known.get("dtype", ExportDType.FP32.value)),
-        layout=NameLayout(known.get("layout", NameLayout.HUB.value)),
-        engine=Engine.NATIVE,
-        exclude_frozen=known.get("exclude_frozen") is True,
-        max_shard_nbytes=int(known.get("max_shard_nbytes", ExportOptions().max_shard_nbytes)),
-        renames=tuple((str(old), str(new)) for old, new in known.get("renames", ())),
-        base=base,
-    )
+    try:
+        return ExportOptions(
+            dtype=ExportDType(known.get("dtype", ExportDType.FP32.value)),
+            layout=NameLayout(known.get("layout", NameLayout.HUB.value)),
+            engine=Engine.NATIVE,
+            exclude_frozen=known.get("exclude_frozen") is True,
+            max_shard_nbytes=int(known.get("max_shard_nbytes", ExportOptions().max_shard_nbytes)),
+            renames=tuple((str(old), str(new)) for old, new in known.get("renames", ())),
+            base=base,
+        )
+    except (ValueError, TypeError) as cause:
+        raise VerificationError(
+            "records options that no export can have", path=path, found=str(cause)
+        ) from cause

@@ -11,7 +11,7 @@ from typing import Protocol
 from zexport.errors import DamagedCheckpointError
 from zexport.extents import ByteSource, Extent, Strided
 from zexport.legacy_container import read_legacy
-from zexport.pickles import Global, StorageRef, TensorRef
+from zexport.pickles import Global, Pickle, StorageRef, TensorRef
 from zexport.zip_container import COPY_AGAIN, Member, opened, read_zip
 
 __all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
@@ -112,8 +112,14 @@ def _is_dense(tensor: TensorRef) -> bool:
     return True
 
 
-def read_torch_file(path: Path) -> TorchFile:
+def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> TorchFile:
     """What ``path`` holds, without its tensor data; no code in it runs.
+
+    Args:
+        path: the file.
+        known: pickles of zip files that were read before, by their bytes, to which this one is
+            added. The ranks of one save often write equal ones; those are read, and held in
+            memory, once.
 
     Raises:
         CheckpointError: it is not a file, or cannot be opened or read.
@@ -125,8 +131,11 @@ def read_torch_file(path: Path) -> TorchFile:
         status = os.fstat(file.fileno())
         start = file.read(len(_ZIP_START))
         container = _container(path, start, status.st_size)
-        read = read_zip if container is Container.ZIP else read_legacy
-        pickle, records = read(file, path)
+        pickle, records = (
+            read_zip(file, path, known)
+            if container is Container.ZIP
+            else read_legacy(file, path)
+        )
     return TorchFile(
         path=path,
         nbytes=status.st_size,

@@ -23,7 +23,9 @@ def model_card(checkpoint: ZeroCheckpoint, dtype: DType, sidecars: Sidecars) -> 
         "",
         f"# {architecture or 'Model'} from a DeepSpeed checkpoint",
         "",
-        f"The weights are those of the DeepSpeed {checkpoint.ds_version or ''} checkpoint".replace("  ", " ")
+        f"The weights are those of the DeepSpeed {checkpoint.ds_version or ''} checkpoint".replace(
+            "  ", " "
+        )
         + f" `{checkpoint.location.tag}` ({checkpoint.layout}, {checkpoint.world_size} ranks){step},",
         f"consolidated to {dtype.torch_name} by zexport {__version__}. "
         "`zexport_manifest.json` has a digest of every tensor;",

@@ -86,12 +86,12 @@ def list_run_checkpoints(path: Path) -> tuple[str, ...]:
 
 
 def _children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
-    """Names of the wanted folders in ``folder``; one that may not be read (``lost+found``) is none."""
+    """Names of the wanted folders in ``folder``; one that may not be read is none of them."""
 
     def is_readable_and_wanted(child: Path) -> bool:
         try:
             return is_wanted(child)
-        except PermissionError:
+        except PermissionError:  # such as lost+found, where a disk holds the checkpoints
             return False
 
     names = (child.name for child in folder.iterdir() if is_readable_and_wanted(child))

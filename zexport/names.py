@@ -66,9 +66,7 @@ class NamesUnknown:
     reason: str
 
 
-def learn_names(
-    sidecars: Sidecars, stored: Mapping[str, Shape]
-) -> ModelNames | NamesUnknown:
+def learn_names(sidecars: Sidecars, stored: Mapping[str, Shape]) -> ModelNames | NamesUnknown:
     """The names of the model that ``sidecars`` describe: from its sidecar, else from its config.
 
     A config that names no architecture leaves several classes possible; then it is the one whose

@@ -33,7 +33,9 @@ def describe(config_path: Path) -> dict[str, Any]:
     content = json.loads(config_path.read_bytes())
     model_type = content.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
-        return {"error": f"transformers {transformers.__version__} has no model type {model_type!r}"}
+        return {
+            "error": f"transformers {transformers.__version__} has no model type {model_type!r}"
+        }
     architectures = content.get("architectures") or _architectures_of(model_type)
     known = [name for name in architectures if hasattr(transformers, name)]
     if not known:
@@ -57,7 +59,7 @@ def _architectures_of(model_type: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _state_of(architecture: str, config: Any) -> dict[str, Any]:  # noqa: ANN401 - untyped library
+def _state_of(architecture: str, config: Any) -> dict[str, Any]:
     """Names, shapes, buffers and ties of one class."""
     with torch.device("meta"):
         model = getattr(transformers, architecture)._from_config(config)

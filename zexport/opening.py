@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from a path to everything its metadata says, with what is wrong gathered."""
+"""Opening a checkpoint: from a path to all that its metadata says, with what is wrong gathered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from zexport.archive import TorchFile
 from zexport.checkpoint import CheckpointFile, Role, ZeroCheckpoint
 from zexport.errors import (
-    CheckpointError,
     IncompleteCheckpointError,
     UnsupportedError,
     ZexportError,
@@ -120,8 +119,8 @@ def _describe_file(file: RankFile, ranks: RankStates) -> CheckpointFile:
 
 
 def _torch_files(ranks: RankStates) -> Iterable[TorchFile]:
-    for states in (*ranks.model.values(), *ranks.optimizer.values()):
-        yield states.file
+    yield from (states.file for states in ranks.model.values())
+    yield from (states.file for states in ranks.optimizer.values())
 
 
 def _optimizer_name(ranks: RankStates) -> str | None:
@@ -149,7 +148,7 @@ def _missing_frozen(
     missing = [rank for rank in ranks.missing_model_ranks if rank != 0]
     if frozen and missing:
         yield IncompleteCheckpointError(
-            f"lacks the model files of ranks {ranges_of(missing)}, which hold parts of frozen weights",
+            f"lacks the model files of ranks {ranges_of(missing)}, with parts of frozen weights",
             path=tag_dir,
             found=f"{len(ranks.model)} of {ranks.world_size} model files",
             expected=f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt and the like",
@@ -197,7 +196,7 @@ def _unsupported(tag_dir: Path, layout: str) -> UnsupportedError:
 def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
     """Lengths do not add up where the optimizer was swapped to NVMe: its tensors lie elsewhere.
 
-    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` beside the rank files).
+    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` beside rank files).
     """
     swapped = tag_dir / "offloaded_tensors"
     if not swapped.is_dir():
@@ -210,14 +209,13 @@ def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
 
 
 def raise_problems(checkpoint: ZeroCheckpoint) -> None:
-    """Raise what stands in the way of an export, all of it in one error; nothing if nothing does."""
+    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind."""
     problems = checkpoint.problems
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        worst = max(problems, key=lambda problem: problem.exit_code)
-        kind = type(worst) if isinstance(worst, CheckpointError) else type(problems[0])
-        raise kind(
+        gravest = max(problems, key=lambda problem: problem.exit_code)
+        raise type(gravest)(
             f"has {len(problems)} problems",
             path=checkpoint.location.tag_dir,
             found="; ".join(problem.sentence().rstrip(".") for problem in problems),

@@ -45,8 +45,8 @@ class ExportOptions:
         engine: who rebuilds the weights.
         exclude_frozen: leave out frozen weights, whether they are there or not.
         layout: whose names the tensors carry.
-        renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint before
-            it is compared with the model's names.
+        renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint,
+            before it is compared with the model's names.
         jobs: worker threads.
         max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
         overwrite: replace an existing output folder.

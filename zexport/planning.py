@@ -16,8 +16,8 @@ from zexport.jsontypes import JsonObject
 from zexport.names import learn_names
 from zexport.opening import raise_problems
 from zexport.options import Engine, ExportDType, ExportOptions
-from zexport.rank_files import RankFileKind
 from zexport.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
+from zexport.rank_files import RankFileKind
 from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
 from zexport.selection import Selection, name_tensors, select_tensors
 from zexport.sidecars import Sidecars, find_sidecars, read_json_object

@@ -1,4 +1,4 @@
-"""The rank files of one tag, read and held against each other: are they all here, and of one save?"""
+"""The rank files of one tag, held against each other: are they all here, and of one save?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from zexport.errors import (
     IncompleteCheckpointError,
     ZexportError,
 )
-from zexport.pickles import TensorRef
+from zexport.pickles import Pickle, TensorRef
 from zexport.rank_files import RankFile, RankFileKind, parse_rank_file, ranges_of
 from zexport.states import (
     ModelStates,
@@ -100,9 +100,10 @@ def _read_all(
     problems: list[ZexportError],
 ) -> dict[int, _States]:
     states: dict[int, _States] = {}
+    known: dict[bytes, Pickle] = {}
     for file in files:
         try:
-            torch_file = read_torch_file(file.path)
+            torch_file = read_torch_file(file.path, known)
             check_written_as_named(torch_file)
             if file.rank in states:
                 raise DamagedCheckpointError(
@@ -112,7 +113,9 @@ def _read_all(
                     expected="the files of one save",
                     hint="Remove the files of the other run",
                 )
-            states[file.rank] = read(torch_file)
+            # Equal pickles come as one value, and then the states differ in nothing but the file.
+            twin = next((s for s in states.values() if s.file.value is torch_file.value), None)
+            states[file.rank] = read(torch_file) if twin is None else replace(twin, file=torch_file)
         except ZexportError as error:
             problems.append(error)
     return states
@@ -122,8 +125,8 @@ def check_written_as_named(file: TorchFile) -> None:
     """Refuse a file with another rank file's name: its zip's root folder keeps the first name.
 
     A root that is no rank file's name says nothing: it is ``archive`` for a file written through a
-    stream (torch 2.13, ``torch/serialization.py``, ``_open_zipfile_writer_buffer``), and any word for one
-    that was written beside its place and then renamed into it.
+    stream (torch 2.13, ``torch/serialization.py``, ``_open_zipfile_writer_buffer``), and any word
+    for one that was written beside its place and then renamed into it.
     """
     written_as = parse_rank_file(file.path.with_name(f"{file.root}.pt"))
     if written_as is not None and written_as.path != file.path:

@@ -21,8 +21,8 @@ class Selection:
     Attributes:
         tensors: output name to the stored tensor it is.
         tied: names that are left to the model to tie, to the output name they are tied to.
-        loadable: whether transformers would load it with no missing and no unexpected key; ``False``
-            where that is not so or not known.
+        loadable: whether transformers would load it with no missing and no unexpected key;
+            ``False`` where that is not so or not known.
         from_base: names that the base model filled in.
         warnings: what the user should know.
     """
@@ -89,8 +89,8 @@ def select_tensors(
         options: layout and exclusions.
 
     Raises:
-        FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them out
-            was not asked for.
+        FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them
+            out was not asked for.
     """
     own = {
         name: tensor
@@ -153,17 +153,26 @@ def _missing_weights(
 ) -> dict[str, Shape]:
     """Weights that the model has and a save that may leave out frozen ones has not stored.
 
-    ZeRO-1 keeps no record of frozen weights (``frozen_param_shapes`` is always ``None``), so there, too,
-    a name that is missing may be one of them. Of tied names one is enough, and the source is wanted.
+    ZeRO-1 keeps no record of frozen weights (``frozen_param_shapes`` is always ``None``), so there,
+    too, a missing name may be one of them. Of tied names one is enough, and the source is wanted.
     """
     if not (checkpoint.frozen_left_out or checkpoint.left_out or checkpoint.stage == 1):
         return {}
-    present = {names.tied.get(name, name) for name in stored} | names.buffers
     return {
-        name: shape
-        for name, shape in names.shapes.items()
-        if name not in present and name not in names.tied
+        name: names.shapes[name]
+        for name in _absent(names, stored)
+        if name not in names.buffers and name not in names.tied
     }
+
+
+def _absent(names: ModelNames, stored: Iterable[str]) -> list[str]:
+    """The model's names that are not stored, nor any that they are tied to.
+
+    transformers fills a tie from whichever of its names is there (5.23, ``modeling_utils.py``,
+    ``tie_weights``).
+    """
+    sources = {names.tied.get(name, name) for name in stored}
+    return [name for name in names.shapes if names.tied.get(name, name) not in sources]
 
 
 def _frozen_left_out(
@@ -186,7 +195,7 @@ def _differences(
     """What the model would miss, not know, or find in another shape; empty if it loads."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    missing = [n for n in names.shapes if n not in shapes and names.tied.get(n) not in shapes]
+    missing = _absent(names, shapes)
     unknown = [n for n in shapes if n not in names.shapes]
     reshaped = [
         f"{n} {list(shapes[n])} for {list(names.shapes[n])}"

@@ -1,4 +1,4 @@
-"""The files around the weights: where config, tokenizer and their kin are found, and what is edited."""
+"""The files around the weights: where config, tokenizer and their kin are, and what is edited."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def find_sidecars(root: Path, base: Path | None = None) -> Sidecars:
     if base is not None and not base.is_dir():
         raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")
     folders = [root, root.parent, *([base] if base is not None else [])]
-    config = _find_config(folders)
+    config = _find_config(root, folders)
     copied: dict[str, Path] = {}
     generation = _first(folders, (_GENERATION_CONFIG,))
     tokenizer = _first(folders, _TOKENIZER_CORE)
@@ -122,14 +122,24 @@ def find_sidecars(root: Path, base: Path | None = None) -> Sidecars:
     return Sidecars(config, _read_source_sidecar(root), copied, missing, base)
 
 
-def _find_config(folders: Sequence[Path]) -> ConfigFile | None:
+def _find_config(root: Path, folders: Sequence[Path]) -> ConfigFile | None:
     for folder in folders:
         path = folder / _CONFIG
         if path.is_file():
-            content = read_json_object(path)
+            content = _read_config(path, is_the_models=folder != root.parent)
             if "model_type" in content or "architectures" in content:
                 return ConfigFile(path, content)
     return None
+
+
+def _read_config(path: Path, *, is_the_models: bool) -> JsonObject:
+    """What a config says; nothing for an unreadable one above the checkpoint: it may be any."""
+    try:
+        return read_json_object(path)
+    except DamagedCheckpointError:
+        if is_the_models:
+            raise
+        return {}
 
 
 def _read_source_sidecar(root: Path) -> Mapping[str, Json] | None:

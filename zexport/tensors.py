@@ -138,7 +138,10 @@ def _frozen(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
 
 
 def _quantized(model: ModelStates, name: str, dtype: DType) -> UnsupportedError:
-    """Source: DeepSpeed 0.19, ``runtime/zero/partition_parameters.py``; the scales are not saved."""
+    """Why int8 stripes are no weights: their scales are not saved.
+
+    Source: DeepSpeed 0.19, ``runtime/zero/partition_parameters.py`` (``ds_quant_scale``).
+    """
     return UnsupportedError(
         f"holds the frozen parameter {name!r} in quantized form, without its scales",
         path=model.file.path,
@@ -206,7 +209,7 @@ def _resolve_aliases(ranks: RankStates, model: ModelStates, known: set[str]) -> 
     """Tied name to stored name, through chains of aliases.
 
     Names that are stored themselves are no aliases: DeepSpeed reports all parameters without
-    elements as tied to one another (``runtime/engine.py``, ``_get_shared_params``, by ``data_ptr``).
+    elements as tied to one another (``runtime/engine.py``, ``_get_shared_params``: ``data_ptr``).
     Nor are names tied to what was left out of the save, such as frozen embeddings under an adapter.
     """
     aliases: dict[str, str] = {}

@@ -204,7 +204,9 @@ def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> byt
     return data
 
 
-def read_zip(file: BinaryIO, path: Path) -> tuple[Pickle, ZipRecords]:
+def read_zip(
+    file: BinaryIO, path: Path, known: dict[bytes, Pickle] | None = None
+) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -221,4 +223,7 @@ def read_zip(file: BinaryIO, path: Path) -> tuple[Pickle, ZipRecords]:
         for name, entry in entries.items()
         if name.startswith(prefix)
     }
-    return load(data, path=path), ZipRecords(path, root, records)
+    known = {} if known is None else known
+    if data not in known:
+        known[data] = load(data, path=path)
+    return known[data], ZipRecords(path, root, records)

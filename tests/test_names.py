@@ -1,0 +1,141 @@
+"""A model's names, from the training's sidecar and from transformers, against transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from zexport.jsontypes import Json
+from zexport.names import ModelNames, NamesUnknown, learn_names
+from zexport.sidecars import Sidecars, find_sidecars
+
+_TINY_LLAMA: dict[str, Json] = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 11,
+    "tie_word_embeddings": True,
+}
+
+
+def _sidecars(folder: Path, config: Mapping[str, Json]) -> Sidecars:
+    (folder / "config.json").write_text(json.dumps(config))
+    return find_sidecars(folder)
+
+
+def _source(**more: Json) -> Mapping[str, Json]:
+    return {
+        "schema": 1,
+        "architecture": "Small",
+        "tensors": {"a": {"shape": [2, 3]}, "b": {"shape": [], "stored_name": "inner.b"}},
+        "tied": {"c": "a"},
+        "buffers": ["inner.b"],
+        "names_match_memory": True,
+        **more,
+    }
+
+
+def _learn_from_source(source: Mapping[str, Json]) -> ModelNames | NamesUnknown:
+    return learn_names(Sidecars(None, source, {}, (), None), {})
+
+
+def test_the_trainings_sidecar_is_enough() -> None:
+    names = _learn_from_source(_source())
+    assert isinstance(names, ModelNames)
+    assert names.shapes == {"a": (2, 3), "inner.b": (), "c": (2, 3)}
+    assert (names.tied, names.buffers) == ({"c": "a"}, {"inner.b"})
+    assert names.hub_is_memory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"schema": 2}, {"adapter": {"r": 8}}, {"tensors": None}, {"tensors": {"a": {"shape": 3}}}],
+)
+def test_a_sidecar_of_another_kind_says_nothing(change: dict[str, Json]) -> None:
+    assert isinstance(_learn_from_source(_source(**change)), NamesUnknown)
+
+
+def test_without_a_config_nothing_is_known() -> None:
+    names = learn_names(Sidecars(None, None, {}, (), None), {})
+    assert names == NamesUnknown("there is no config.json")
+
+
+@pytest.mark.slow
+def test_names_are_those_of_the_model_that_transformers_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
+    sidecars = _sidecars(tmp_path, config)
+    names = learn_names(sidecars, {})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_dict(dict(config)))
+    assert isinstance(names, ModelNames)
+    assert names.shapes == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert names.hub_is_memory
+
+    monkeypatch.setattr(subprocess, "run", None)  # what is cached is not asked for again
+    assert learn_names(sidecars, {}) == names
+
+
+@pytest.mark.slow
+def test_without_an_architecture_the_class_that_fits_is_found(tmp_path: Path) -> None:
+    sidecars = _sidecars(tmp_path, {**_TINY_LLAMA, "tie_word_embeddings": False})
+    full = learn_names(sidecars, {})
+    assert isinstance(full, NamesUnknown)
+    assert "LlamaForCausalLM" in full.reason
+    hidden, inner, vocab = 8, 12, 11
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (4, hidden),
+        "self_attn.v_proj": (4, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    stored = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()} | {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    names = learn_names(sidecars, stored)
+    assert isinstance(names, ModelNames)
+    assert names.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "no_such_model"}, "no_such_model"),
+        ({**_TINY_LLAMA, "architectures": ["OwnForCausalLM"]}, "OwnForCausalLM"),
+        (
+            {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], "hidden_size": "x"},
+            "transformers",
+        ),
+    ],
+)
+def test_a_config_that_transformers_cannot_build_says_why_and_runs_nothing(
+    config: dict[str, Json], word: str, tmp_path: Path
+) -> None:
+    own = "import pathlib\npathlib.Path(__file__).with_name('PWNED').touch()\n"
+    (tmp_path / "modeling_own.py").write_text(own)
+    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    names = learn_names(_sidecars(tmp_path, {**config, "auto_map": auto_map}), {})
+    assert isinstance(names, NamesUnknown)
+    assert word in names.reason
+    assert not (tmp_path / "PWNED").exists()
