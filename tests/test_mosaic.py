@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,11 @@ def split_arrays(draw: st.DrawFn) -> tuple[np.ndarray, Mosaic, bytes]:
     """An array, its mosaic of blocks cut along every dimension, and the file they lie in."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     whole = np.arange(np.prod(shape), dtype="<i4").reshape(shape)
-    cuts = [
-        sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape
-    ]
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     file, tiles = b"", []
     blocks = [((), ())]
     for edges in cuts:
-        pairs = list(zip(edges, edges[1:], strict=False))
+        pairs = list(pairwise(edges))
         blocks = [((*s, a), (*n, b - a)) for s, n in blocks for a, b in pairs]
     for start, size in draw(st.permutations(blocks)):
         block = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
@@ -44,9 +43,7 @@ def test_any_window_of_a_mosaic_is_that_window_of_the_whole(
     whole, mosaic, file = split
     start = data.draw(st.integers(0, mosaic.nbytes))
     stop = data.draw(st.integers(start, mosaic.nbytes))
-    found = b"".join(
-        file[e.offset : e.offset + e.nbytes] for e in mosaic.extents(start, stop)
-    )
+    found = b"".join(file[e.offset : e.offset + e.nbytes] for e in mosaic.extents(start, stop))
     assert found == whole.tobytes()[start:stop]
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from zexport import execute, verify
 from zexport.errors import VerificationError
 from zexport.execute import ExportReport, Progress, VerifyMode
-from zexport.manifest import MANIFEST_NAME, read_manifest
+from zexport.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.opening import open_checkpoint
-from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+from zexport.options import ExportOptions
 from zexport.plan import ExportPlan
 from zexport.planning import plan_export
 from zexport.verify import VerifyReport
@@ -75,7 +75,7 @@ def verify_export(
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     base = Path(base) if base is not None else None
-    options = _options_of(manifest.provenance.get("options"), out_dir / MANIFEST_NAME, base)
+    options = _options_of(manifest, out_dir / MANIFEST_NAME, base)
     checkpoint = open_checkpoint(against, tag=_tag_of(manifest.provenance.get("checkpoint")))
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
@@ -112,20 +112,13 @@ def _tag_of(recorded: object) -> str | None:
     return tag if isinstance(tag, str) else None
 
 
-def _options_of(recorded: object, path: Path, base: Path | None) -> ExportOptions:
-    """The options that the manifest at ``path`` records; only those that change what is written."""
-    known = recorded if isinstance(recorded, dict) else {}
+def _options_of(manifest: Manifest, path: Path, base: Path | None) -> ExportOptions:
+    recorded = manifest.provenance.get("options")
     try:
-        return ExportOptions(
-            dtype=ExportDType(known.get("dtype", ExportDType.FP32.value)),
-            layout=NameLayout(known.get("layout", NameLayout.HUB.value)),
-            engine=Engine.NATIVE,
-            exclude_frozen=known.get("exclude_frozen") is True,
-            max_shard_nbytes=int(known.get("max_shard_nbytes", ExportOptions().max_shard_nbytes)),
-            renames=tuple((str(old), str(new)) for old, new in known.get("renames", ())),
-            base=base,
+        return ExportOptions.from_recorded(
+            recorded if isinstance(recorded, dict) else {}, base=base
         )
-    except (ValueError, TypeError) as cause:
+    except ValueError as cause:
         raise VerificationError(
-            "records options that no export can have", path=path, found=str(cause)
+            "records options that no export can have", path=path, found=cause
         ) from cause

@@ -132,9 +132,7 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
         start = file.read(len(_ZIP_START))
         container = _container(path, start, status.st_size)
         pickle, records = (
-            read_zip(file, path, known)
-            if container is Container.ZIP
-            else read_legacy(file, path)
+            read_zip(file, path, known) if container is Container.ZIP else read_legacy(file, path)
         )
     return TorchFile(
         path=path,

@@ -1,4 +1,4 @@
-"""The model card: what the weights are and where they come from, with no number that was not read."""
+"""The model card: what the weights are and where they come from, with no invented number."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def model_card(checkpoint: ZeroCheckpoint, dtype: DType, sidecars: Sidecars) -> 
         "",
         f"# {architecture or 'Model'} from a DeepSpeed checkpoint",
         "",
-        f"The weights are those of the DeepSpeed {checkpoint.ds_version or ''} checkpoint".replace(
-            "  ", " "
-        )
-        + f" `{checkpoint.location.tag}` ({checkpoint.layout}, {checkpoint.world_size} ranks){step},",
+        f"The weights are those of the {checkpoint.layout} checkpoint `{checkpoint.location.tag}`,",
+        f"written by {checkpoint.world_size} ranks of DeepSpeed {checkpoint.ds_version}{step} and",
         f"consolidated to {dtype.torch_name} by zexport {__version__}. "
         "`zexport_manifest.json` has a digest of every tensor;",
         "`zexport verify .` checks them.",

@@ -49,6 +49,16 @@ class StoredTensor:
         """Number of elements (1 for a scalar)."""
         return prod(self.shape)
 
+    def output_dtype(self, target: DType) -> DType:
+        """What it becomes in an export to ``target``.
+
+        Integer and bool tensors never change, nor do floating buffers unless the target has 16
+        bits.
+        """
+        if not self.dtype.is_floating or (self.role is Role.BUFFER and target is DType.F32):
+            return self.dtype
+        return target
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -134,6 +144,15 @@ class ZeroCheckpoint:
     torch_files: tuple[TorchFile, ...]
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def may_lack_weights(self) -> bool:
+        """Whether the save may have left weights out.
+
+        ZeRO-1 keeps no record of frozen weights (``frozen_param_shapes`` is always ``None``), so
+        there a save without them leaves no trace.
+        """
+        return self.frozen_left_out or bool(self.left_out) or self.stage == 1
 
     def of_role(self, role: Role) -> tuple[StoredTensor, ...]:
         """The tensors of one role."""

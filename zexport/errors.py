@@ -42,7 +42,7 @@ class ZexportError(Exception):
         super().__init__(self.sentence())
 
     def sentence(self) -> str:
-        """``<path>: <what is wrong> (found X, expected Y). <what to do>.``"""
+        """The message: ``<path>: <what is wrong> (found X, expected Y). <what to do>``."""
         where = f"{self.path}: " if self.path is not None else ""
         facts = ", ".join(
             f"{word} {value}"

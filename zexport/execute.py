@@ -16,6 +16,7 @@ from zexport.commit import staged_folder, writing
 from zexport.convert import FileReader, TensorReader
 from zexport.dtypes import DType
 from zexport.errors import CheckpointError
+from zexport.jsontypes import Json
 from zexport.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -25,7 +26,7 @@ from zexport.manifest import (
     TensorEntry,
     new_manifest,
 )
-from zexport.plan import ExportPlan, Json, SideFile, TensorPlan
+from zexport.plan import ExportPlan, SideFile, TensorPlan
 from zexport.readback import Checks, Meter, Phase, Progress, VerifyMode
 from zexport.streams import SourceReader
 from zexport.writer import ShardResult, TensorResult, write_shards

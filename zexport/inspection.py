@@ -99,9 +99,7 @@ class Inspection:
 
     def nbytes_written(self, target: DType) -> int:
         """Bytes of tensors that an export to ``target`` writes."""
-        return sum(
-            tensor.numel * _written_dtype(tensor, target).itemsize for tensor in self.tensors
-        )
+        return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
 
     def missing_files(self) -> tuple[str, ...]:
         """Names of the rank files to fetch."""
@@ -182,13 +180,6 @@ def _fault(problem: ZexportError) -> str:
 
 def _remedy(problem: ZexportError) -> str:
     return problem.hint or "Use a version of zexport or DeepSpeed that supports it"
-
-
-def _written_dtype(tensor: StoredTensor, target: DType) -> DType:
-    """What a plan makes of a tensor (``zexport.planning``), known here without a plan."""
-    keeps = not tensor.dtype.is_floating
-    keeps |= tensor.role is Role.BUFFER and target.itemsize > 2  # noqa: PLR2004 - a 16-bit type
-    return tensor.dtype if keeps else target
 
 
 def _count(tensors: tuple[StoredTensor, ...], role: Role) -> Count:

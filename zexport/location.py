@@ -6,7 +6,6 @@ The levels, from the top: a run's ``output_dir`` (holding ``checkpoint-N`` folde
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,7 +150,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _folder(path: Path) -> Path:
-    path = Path(os.path.abspath(path))  # not resolve(): messages should say what the user wrote
+    path = path.absolute()  # not resolve(): messages should say what the user wrote
     if not path.is_dir():
         what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
         raise NotACheckpointError(what, path=path, hint="Give the folder that holds `latest`")

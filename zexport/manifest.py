@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
-from zexport.plan import Json
+from zexport.jsontypes import Json
 from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"

@@ -1,4 +1,4 @@
-"""Tensors laid together from boxes of other tensors, as a tensor-parallel weight is from its shards.
+"""Tensors laid together from boxes of others, as a tensor-parallel weight is from its shards.
 
 Still a byte source: any window of the whole can be asked for, and no more than the ranges of that
 window are ever named.
@@ -44,9 +44,7 @@ class Tile:
 
     def holds(self, index: Sequence[int]) -> bool:
         """Whether the element of the whole at ``index`` is in this box."""
-        return all(
-            a <= i < a + n for a, i, n in zip(self.start, index, self.shape, strict=True)
-        )
+        return all(a <= i < a + n for a, i, n in zip(self.start, index, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +110,12 @@ class Mosaic:
 def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
     for tile in tiles:
         inside = len(tile.start) == len(tile.shape) == len(tile.stride) == len(shape) and all(
-            0 <= a and 0 < n and a + n <= size
+            a >= 0 and n > 0 and a + n <= size
             for a, n, size in zip(tile.start, tile.shape, shape, strict=True)
         )
         if not inside:
             raise LayoutError("a piece of a split tensor reaches outside it", tile.shape, shape)
-        last = tile.offset + sum(
-            (n - 1) * s for n, s in zip(tile.shape, tile.stride, strict=True)
-        )
+        last = tile.offset + sum((n - 1) * s for n, s in zip(tile.shape, tile.stride, strict=True))
         if min(tile.offset, *tile.stride, 0) < 0 or (last + 1) * itemsize > tile.source.nbytes:
             raise LayoutError(
                 "a piece of a split tensor reaches outside its shard",

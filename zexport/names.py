@@ -1,8 +1,8 @@
-"""Which names and shapes a model should have: from the training's sidecar, or asked of transformers.
+"""Which names and shapes a model should have: told by a sidecar, or asked of transformers.
 
-Importing transformers takes seconds and hundreds of megabytes, so it happens in a short-lived process
-(``zexport.names_process``), once for each config: the answer is cached by the config's digest and
-the version of transformers.
+Importing transformers takes seconds and hundreds of megabytes, so it happens in a short-lived
+process (``zexport.names_process``), once for each config: the answer is cached by the config's
+digest and the version of transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that asks transformers for a model's names: ``python -m zexport.names_process CONFIG``.
+"""Asks transformers for a model's names: ``python -m zexport.names_process CONFIG``.
 
 It prints one line of JSON. The model is built on the meta device, without weights, and from classes
 that transformers itself ships: code that a config names is never imported.
@@ -29,7 +29,7 @@ _MAPPINGS = (
 
 
 def describe(config_path: Path) -> dict[str, Any]:
-    """The state dicts that the config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
+    """State dicts that the config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
     content = json.loads(config_path.read_bytes())
     model_type = content.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
@@ -55,7 +55,7 @@ def _architectures_of(model_type: str) -> list[str]:
     found: list[str] = []
     for mapping in _MAPPINGS:
         names = getattr(modeling_auto, mapping).get(model_type, ())
-        found += [name for name in ([names] if isinstance(names, str) else names)]
+        found += [names] if isinstance(names, str) else names
     return list(dict.fromkeys(found))
 
 

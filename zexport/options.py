@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from zexport.jsontypes import Json, JsonObject
 
 
 class ExportDType(Enum):
@@ -62,3 +65,34 @@ class ExportOptions:
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
     overwrite: bool = False
+
+    def recorded(self) -> JsonObject:
+        """Those choices that change what is written, as a manifest keeps them."""
+        return {
+            "dtype": self.dtype.value,
+            "layout": self.layout.value,
+            "engine": self.engine.value,
+            "exclude_frozen": self.exclude_frozen,
+            "max_shard_nbytes": self.max_shard_nbytes,
+            "renames": [list(rename) for rename in self.renames],
+        }
+
+    @classmethod
+    def from_recorded(cls, recorded: Mapping[str, Json], *, base: Path | None) -> ExportOptions:
+        """The choices that ``recorded`` came from; the native engine, whichever was used.
+
+        Raises:
+            ValueError: no export can have had these.
+        """
+        size, renames = recorded.get("max_shard_nbytes"), recorded.get("renames")
+        if type(size) is not int or not isinstance(renames, list):
+            raise ValueError("max_shard_nbytes is no number, or renames no list")
+        pairs = [rename for rename in renames if isinstance(rename, list)]
+        return cls(
+            dtype=ExportDType(recorded.get("dtype")),
+            layout=NameLayout(recorded.get("layout")),
+            exclude_frozen=recorded.get("exclude_frozen") is True,
+            max_shard_nbytes=size,
+            renames=tuple((str(pattern), str(new)) for pattern, new in pairs),
+            base=base,
+        )

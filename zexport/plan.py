@@ -9,7 +9,7 @@ from pathlib import Path
 from zexport.archive import Member
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
-from zexport.jsontypes import Json as Json
+from zexport.jsontypes import Json
 from zexport.location import Location
 
 
@@ -91,8 +91,9 @@ class SourceFile:
         path: the file.
         nbytes: its size when the plan was made.
         mtime_ns: its modification time when the plan was made.
-        members: the zip records that hold tensor bytes, by ascending offset; a record's CRC-32 covers
-            all of it. Empty for files that carry no CRC (torch's old container, safetensors).
+        members: the zip records that hold tensor bytes, by ascending offset; a record's CRC-32
+            covers all of it. Empty for files that carry no CRC (torch's old container,
+            safetensors).
     """
 
     path: Path
@@ -115,8 +116,8 @@ class ExportPlan:
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
-        reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where the
-            bytes come from ``sources``.
+        reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where
+            the bytes come from ``sources``.
     """
 
     out_dir: Path

@@ -1,9 +1,9 @@
-"""Making the plan: checkpoint, names, element type and shard size in; every output byte's origin out."""
+"""Making the plan: from a checkpoint and the options to the origin of every output byte."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from zexport.dtypes import DType
 from zexport.errors import MemoryLimitError
 from zexport.extents import ByteSource
 from zexport.jsontypes import JsonObject
-from zexport.names import learn_names
+from zexport.names import ModelNames, NamesUnknown, Shape, learn_names
 from zexport.opening import raise_problems
-from zexport.options import Engine, ExportDType, ExportOptions
+from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
 from zexport.rank_files import RankFileKind
 from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
@@ -49,15 +49,18 @@ def plan_export(
     jobs, chunk_nbytes = _share_memory(options)
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     stored = name_tensors(checkpoint, options.renames)
-    names = learn_names(sidecars, stored.shapes)
+    names = _learn_names(checkpoint, sidecars, stored.shapes, options)
     base = _read_base(options.base)
     selection = select_tensors(checkpoint, stored, names, _base_tensors(base), options)
-    shards = _plan_shards(selection.tensors, _target(checkpoint, options), options.max_shard_nbytes)
-    architecture = getattr(names, "architecture", None) if selection.loadable else None
+    target = _target(checkpoint, options)
+    shards = _plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
         out_dir=Path(out_dir),
         shards=shards,
-        side_files=_side_files(checkpoint, sidecars, selection, shards, options, architecture),
+        side_files=(
+            *_copied_files(sidecars),
+            *_written_files(checkpoint, sidecars, selection, shards, target),
+        ),
         sources=_sources(checkpoint, base, selection),
         provenance=_provenance(checkpoint, selection, options),
         warnings=(*checkpoint.warnings, *_missing_sidecars(sidecars), *selection.warnings),
@@ -66,6 +69,20 @@ def plan_export(
         chunk_nbytes=chunk_nbytes,
         reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _learn_names(
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    stored: Mapping[str, Shape],
+    options: ExportOptions,
+) -> ModelNames | NamesUnknown:
+    """The model's names, where something depends on them: asking transformers takes seconds."""
+    if options.layout is NameLayout.MEMORY and (
+        options.exclude_frozen or not checkpoint.may_lack_weights
+    ):
+        return NamesUnknown("they were not asked for")
+    return learn_names(sidecars, stored)
 
 
 def memory_nbytes(plan: ExportPlan) -> int:
@@ -102,15 +119,6 @@ def _target(checkpoint: ZeroCheckpoint, options: ExportOptions) -> DType:
     }[options.dtype]
 
 
-def _output_dtype(tensor: StoredTensor, target: DType) -> DType:
-    """What a tensor becomes: integer and bool tensors never change, nor do buffers under fp32."""
-    if not tensor.dtype.is_floating:
-        return tensor.dtype
-    if tensor.role is Role.BUFFER and target.itemsize > 2:  # noqa: PLR2004 - a 16-bit type
-        return tensor.dtype
-    return target
-
-
 def _plan_shards(
     tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
 ) -> tuple[ShardPlan, ...]:
@@ -118,7 +126,7 @@ def _plan_shards(
     from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
 
     nbytes = {
-        name: tensor.numel * _output_dtype(tensor, target).itemsize
+        name: tensor.numel * tensor.output_dtype(target).itemsize
         for name, tensor in tensors.items()
     }
     split = split_state_dict_into_shards_factory(
@@ -135,7 +143,7 @@ def _plan_shards(
 
 def _plan_shard(filename: str, tensors: Mapping[str, StoredTensor], target: DType) -> ShardPlan:
     """One file: widest elements first, then by name, as safetensors itself orders them."""
-    dtypes = {name: _output_dtype(tensor, target) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
     header, offsets = build_header(
         [HeaderEntry(name, dtypes[name], tensors[name].shape) for name in order]
@@ -158,29 +166,29 @@ def _plan_shard(filename: str, tensors: Mapping[str, StoredTensor], target: DTyp
 def _source_of(tensor: StoredTensor) -> ByteSource:
     source = tensor.source
     if source is None or source.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
-        raise AssertionError(
-            f"{tensor.name} was laid out wrongly"
-        )  # a bug, never the input's fault
+        # Opening has checked both; to come here is a bug, never the input's fault.
+        raise AssertionError(f"{tensor.name} was laid out wrongly")
     return source
 
 
-def _side_files(
+def _copied_files(sidecars: Sidecars) -> tuple[SideFile, ...]:
+    return tuple(SideFile(name, origin=path) for name, path in sorted(sidecars.copied.items()))
+
+
+def _written_files(
     checkpoint: ZeroCheckpoint,
     sidecars: Sidecars,
     selection: Selection,
     shards: Sequence[ShardPlan],
-    options: ExportOptions,
-    architecture: str | None,
-) -> tuple[SideFile, ...]:
-    """Everything beside the shards and the manifest."""
-    target = _target(checkpoint, options)
-    files = [SideFile(name, origin=path) for name, path in sidecars.copied.items()]
+    target: DType,
+) -> Iterator[SideFile]:
+    """The files beside the shards whose content is new: card, config, index."""
+    yield SideFile("README.md", model_card(checkpoint, target, sidecars))
     if sidecars.config is not None:
-        files.append(SideFile("config.json", sidecars.config.edited(target, architecture)))
+        content = sidecars.config.edited(target, selection.architecture)
+        yield SideFile("config.json", content)
     if [shard.filename for shard in shards] != [_SINGLE_FILE]:
-        files.append(SideFile(_INDEX_FILE, _index(shards, selection)))
-    files.append(SideFile("README.md", model_card(checkpoint, target, sidecars)))
-    return tuple(sorted(files, key=lambda file: file.filename))
+        yield SideFile(_INDEX_FILE, _index(shards, selection))
 
 
 def _index(shards: Sequence[ShardPlan], selection: Selection) -> bytes:
@@ -245,14 +253,7 @@ def _provenance(
             "module_dtype": module_dtype,
             "master_dtype": master_dtype,
         },
-        "options": {
-            "dtype": options.dtype.value,
-            "layout": options.layout.value,
-            "engine": options.engine.value,
-            "exclude_frozen": options.exclude_frozen,
-            "max_shard_nbytes": options.max_shard_nbytes,
-            "renames": [list(rename) for rename in options.renames],
-        },
+        "options": options.recorded(),
         "loadable": selection.loadable,
         "tied": dict(sorted(selection.tied.items())),
         "from_base": list(selection.from_base),
@@ -260,7 +261,7 @@ def _provenance(
 
 
 def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:
-    """The headers of a base model's weight files: those that its index names, else the single one."""
+    """Headers of a base model's weight files: those that its index names, else the single one."""
     if base is None:
         return ()
     index = base / _INDEX_FILE

@@ -2,7 +2,8 @@
 
 Names are parsed whole: ``layer_0_expert_1_mp_rank_00_model_states.pt`` and stray copies end like
 rank files without being them. Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py``
-(``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name``) and ``runtime/pipe/module.py``.
+(``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name``) and
+``runtime/pipe/module.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class RankFile:
         path: the file.
         kind: what it holds.
         rank: data-parallel rank (0 where the name carries none).
-        mp_rank: model-parallel index: tensor rank or pipeline stage (0 where the name carries none).
+        mp_rank: model-parallel index: tensor rank or pipeline stage (0 where the name carries
+            none).
     """
 
     path: Path

@@ -20,6 +20,7 @@ from zexport.errors import (
 from zexport.pickles import Pickle, TensorRef
 from zexport.rank_files import RankFile, RankFileKind, parse_rank_file, ranges_of
 from zexport.states import (
+    ZERO3,
     ModelStates,
     OptimizerStates,
     read_model_states,
@@ -78,7 +79,7 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     named = {f.rank for f in files if f.kind is RankFileKind.OPTIMIZER}
     missing = tuple(sorted(set(range(world_size or 0)) - named))
     per_rank = any(f.kind is RankFileKind.MODEL_PER_RANK for f in files)
-    is_zero3 = per_rank or any(states.stage == 3 for states in optimizer.values())
+    is_zero3 = per_rank or any(states.stage == ZERO3 for states in optimizer.values())
     model_expected = range(world_size or 1) if is_zero3 else range(1)
     model_named = {
         f.rank for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)

@@ -24,12 +24,14 @@ class Selection:
         loadable: whether transformers would load it with no missing and no unexpected key;
             ``False`` where that is not so or not known.
         from_base: names that the base model filled in.
+        architecture: the model class that it loads as, where ``loadable``.
         warnings: what the user should know.
     """
 
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
     loadable: bool
+    architecture: str | None
     from_base: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -100,27 +102,37 @@ def select_tensors(
     filled = _fill_from_base(checkpoint, stored, names, base, options)
     tensors = own | filled
     aliases = {a: n for a, n in stored.aliases.items() if n in tensors}
-    warnings = [f"{len(filled)} weights come from the base model"] if filled else []
-    loadable = False
-    if options.layout is NameLayout.HUB and isinstance(names, NamesUnknown):
-        warnings.append(f"names are written as stored, unchecked: {names.reason}")
-    elif options.layout is NameLayout.HUB and isinstance(names, ModelNames):
-        differences = _differences(tensors, aliases, names)
-        tensors, aliases = _tie_as_declared(tensors, aliases, names)
-        loadable = not differences and names.hub_is_memory
-        if differences:
-            warnings.append(f"the folder will not load as it is: {'; '.join(differences)}")
-        elif not names.hub_is_memory:
-            warnings.append(
-                f"names and shapes are those in memory; for {names.architecture} the hub's differ"
-            )
+    obstacle = ""
+    architecture = None
+    if options.layout is NameLayout.HUB:
+        obstacle = _obstacle(tensors, aliases, names)
+        if isinstance(names, ModelNames):
+            tensors, aliases = _tie_as_declared(tensors, aliases, names)
+            architecture = None if obstacle else names.architecture
+    from_base = f"{len(filled)} weights come from the base model" if filled else ""
     return Selection(
         tensors=tensors,
         tied=aliases,
-        loadable=loadable,
+        loadable=architecture is not None,
+        architecture=architecture,
         from_base=tuple(filled),
-        warnings=tuple(warnings),
+        warnings=tuple(filter(None, (from_base, obstacle))),
     )
+
+
+def _obstacle(
+    tensors: Mapping[str, StoredTensor],
+    aliases: Mapping[str, str],
+    names: ModelNames | NamesUnknown,
+) -> str:
+    """Why transformers may not load these names as they are; empty if it will."""
+    if isinstance(names, NamesUnknown):
+        return f"names are written as stored, unchecked: {names.reason}"
+    if differences := _differences(tensors, aliases, names):
+        return f"the folder will not load as it is: {'; '.join(differences)}"
+    if not names.hub_is_memory:
+        return f"names and shapes are those in memory; for {names.architecture} the hub's differ"
+    return ""
 
 
 def _fill_from_base(
@@ -151,12 +163,11 @@ def _fill_from_base(
 def _missing_weights(
     checkpoint: ZeroCheckpoint, names: ModelNames, stored: Mapping[str, Shape]
 ) -> dict[str, Shape]:
-    """Weights that the model has and a save that may leave out frozen ones has not stored.
+    """Weights that the model has and a save that may leave some out has not stored.
 
-    ZeRO-1 keeps no record of frozen weights (``frozen_param_shapes`` is always ``None``), so there,
-    too, a missing name may be one of them. Of tied names one is enough, and the source is wanted.
+    Of tied names one is enough, and the source is wanted.
     """
-    if not (checkpoint.frozen_left_out or checkpoint.left_out or checkpoint.stage == 1):
+    if not checkpoint.may_lack_weights:
         return {}
     return {
         name: names.shapes[name]

@@ -58,8 +58,8 @@ class ConfigFile:
         """The file's new content: every key as it was, but for the element type.
 
         ``architecture`` is written where the file names none: servers choose their code by it.
-        transformers 5 writes ``dtype``, transformers 4 wrote ``torch_dtype``; the older key is kept up
-        to date where it stands, and so are both in the configs of sub-models.
+        transformers 5 writes ``dtype``, transformers 4 wrote ``torch_dtype``; the older key is
+        kept up to date where it stands, and so are both in the configs of sub-models.
         """
         edited = _with_dtype(dict(self.content), dtype.torch_name)
         edited["dtype"] = dtype.torch_name
@@ -154,16 +154,20 @@ def read_json_object(path: Path) -> JsonObject:
         DamagedCheckpointError: it is too large, not JSON, or no object.
     """
     try:
-        if path.stat().st_size > _JSON_NBYTES_MAX:
-            raise ValueError("a file of more than 64 MiB")
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise TypeError(f"a {type(value).__name__}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            "is not a JSON object", path=path, found=error, hint="Mend or remove the file"
-        ) from error
+        with path.open("rb") as file:
+            content = file.read(_JSON_NBYTES_MAX + 1)
+        value = json.loads(content) if len(content) <= _JSON_NBYTES_MAX else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _not_an_object(path, error) from error
+    if not isinstance(value, dict):
+        raise _not_an_object(path, f"a {type(value).__name__}")
     return cast(JsonObject, value)
+
+
+def _not_an_object(path: Path, found: object) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        "is not a JSON object", path=path, found=found, hint="Mend or remove the file"
+    )
 
 
 def _first(folders: Sequence[Path], names: Sequence[str]) -> Path | None:

@@ -15,6 +15,9 @@ from zexport.archive import TorchFile
 from zexport.pickles import TensorRef
 from zexport.untrusted import Shape, Value
 
+ZERO3 = 3
+"""The stage that stripes parameters over the ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
@@ -25,8 +28,8 @@ class ModelStates:
         module: the module's state dict; under ZeRO-3 its parameters are empty placeholders.
         buffer_names: names in ``module`` that are buffers.
         param_shapes: one dict per flat group, name to shape, in the order of the flat data.
-        frozen_shapes: shapes of the frozen parameters; ``None`` where the key holds ``None``: frozen
-            parameters are not recorded as such (ZeRO-1) or were left out (ZeRO-2, 3).
+        frozen_shapes: shapes of the frozen parameters; ``None`` where the key holds ``None``:
+            frozen parameters are not recorded as such (ZeRO-1) or were left out (ZeRO-2, 3).
         frozen_fragments: the frozen parameters: whole (ZeRO-2) or this rank's stripe (ZeRO-3).
         shared_params: alias to stored name; only rank 0's is filled.
         global_steps: optimizer steps taken.

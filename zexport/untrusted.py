@@ -74,9 +74,7 @@ class Value:
             return []
         if not isinstance(self.value, list | tuple):
             self.fail("is not a list")
-        return [
-            Value(self.path, f"{self.where}[{i}]", value) for i, value in enumerate(self.value)
-        ]
+        return [Value(self.path, f"{self.where}[{i}]", value) for i, value in enumerate(self.value)]
 
     def items_or_self(self) -> list[Value]:
         """The items of a list; a single value as a list of one."""

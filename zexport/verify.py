@@ -15,8 +15,9 @@ from zexport.chunks import pieces
 from zexport.convert import Buffers, FileReader, TensorReader, convert
 from zexport.digests import digest_file
 from zexport.errors import VerificationError, ZexportError
+from zexport.jsontypes import Json
 from zexport.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, read_manifest
-from zexport.plan import ExportPlan, Json, TensorPlan
+from zexport.plan import ExportPlan, TensorPlan
 from zexport.readback import Phase, Progress
 from zexport.safetensors_file import SafetensorsHeader, StoredTensor, read_header
 from zexport.streams import SourceReader

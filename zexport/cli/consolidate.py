@@ -112,9 +112,13 @@ def consolidate(
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
-    from zexport import api, report
+    from zexport.api import run_export
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
+    from zexport.execute import VerifyMode
+    from zexport.opening import open_checkpoint
+    from zexport.planning import plan_export
+    from zexport.report import export_json, plan_json, print_export, print_plan
 
     options = ExportOptions(
         dtype=ExportDType(dtype),
@@ -128,17 +132,17 @@ def consolidate(
         max_memory_nbytes=max_memory,
         overwrite=overwrite,
     )
-    plan = api.plan_export(api.open_checkpoint(ckpt, tag=tag), out, options)
+    plan = plan_export(open_checkpoint(ckpt, tag=tag), out, options)
     if dry_run:
         if as_json:
-            click.echo(json.dumps(report.plan_json(plan), indent=2))
+            click.echo(json.dumps(plan_json(plan), indent=2))
         else:
-            report.print_plan(console(), plan)
+            print_plan(console(), plan)
         return
-    mode = api.VerifyMode("none" if no_verify else verify_mode)
+    mode = VerifyMode("none" if no_verify else verify_mode)
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
-        done = api.run_export(plan, verify=mode, progress=on_progress)
+        done = run_export(plan, verify=mode, progress=on_progress)
     if as_json:
-        click.echo(json.dumps(report.export_json(done, plan), indent=2))
+        click.echo(json.dumps(export_json(done, plan), indent=2))
     elif not quiet:
-        report.print_export(console(), done)
+        print_export(console(), done)

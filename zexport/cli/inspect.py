@@ -44,20 +44,20 @@ def inspect(
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
-    from zexport import report
     from zexport.inspection import inspect_checkpoint
+    from zexport.report import inspection_json, print_inspection
 
     found = inspect_checkpoint(ckpt, tag=tag)
     statistics = None
     if stats and found.checkpoint is not None:
         statistics = _measure(found.checkpoint, progress, quiet=quiet)
     if as_json:
-        content = report.inspection_json(found, tensors=tensors, statistics=statistics)
+        content = inspection_json(found, tensors=tensors, statistics=statistics)
         click.echo(json.dumps(content, indent=2, allow_nan=False))
         return
     from zexport.cli.console import console
 
-    report.print_inspection(console(), found, tensors, files=files, statistics=statistics)
+    print_inspection(console(), found, tensors, files=files, statistics=statistics)
 
 
 def _measure(

@@ -28,7 +28,7 @@ _BUG = 1
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
     },
-    epilog="Completion: eval \"$(_ZEXPORT_COMPLETE=bash_source zexport)\" (or zsh_source, "
+    epilog='Completion: eval "$(_ZEXPORT_COMPLETE=bash_source zexport)" (or zsh_source, '
     "fish_source). Every option also reads ZEXPORT_<COMMAND>_<OPTION>.",
 )
 @click.version_option(__version__, prog_name="zexport")

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 PATH = click.Path(path_type=Path)
 
 
-class ByteSize(click.ParamType):
+class ByteSize(click.ParamType[int]):
     """A number of bytes such as ``5GB`` (decimal, as on the hub), ``512MiB`` or ``1000000``."""
 
     name = "size"
@@ -38,8 +38,8 @@ class ByteSize(click.ParamType):
         return nbytes
 
 
-class Rename(click.ParamType):
-    """A renaming such as ``^model\\.=transformer.``: pattern, equals sign, replacement."""
+class Rename(click.ParamType[tuple[str, str]]):
+    """A renaming such as ``^model=transformer``: pattern, equals sign, replacement."""
 
     name = "regex=repl"
 

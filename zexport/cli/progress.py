@@ -68,7 +68,7 @@ def _is_terminal() -> bool:
     """Whether stderr can draw a line over: not in a pipe, and not on a dumb terminal."""
     if not sys.stderr.isatty():
         return False
-    from rich.console import Console  # noqa: PLC0415 - a pipe does without rich
+    from rich.console import Console
 
     return not Console(stderr=True).is_dumb_terminal
 
@@ -169,15 +169,15 @@ class _Bar:
 
 
 def _new_bar() -> Bar:
-    from rich.console import Console  # noqa: PLC0415 - 40 ms that a pipe does without
-    from rich.progress import (  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import (
         BarColumn,
         DownloadColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
-    from rich.progress import Progress as Bar  # noqa: PLC0415
+    from rich.progress import Progress as Bar
 
     return Bar(
         TextColumn("{task.description}"),

@@ -26,15 +26,16 @@ def verify(
 
     Example: zexport verify model --against run/checkpoint-100
     """
-    from zexport import api, report
+    from zexport.api import verify_export
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
+    from zexport.report import print_verify, verify_json
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
-        found = api.verify_export(out, against=against, base=base, progress=on_progress)
+        found = verify_export(out, against=against, base=base, progress=on_progress)
     if as_json:
-        click.echo(json.dumps(report.verify_json(found), indent=2))
+        click.echo(json.dumps(verify_json(found), indent=2))
     else:
-        report.print_verify(console(), found)
+        print_verify(console(), found)
     if not found.ok:
         click.get_current_context().exit(VerificationError.exit_code)

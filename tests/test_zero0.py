@@ -1,0 +1,230 @@
+"""ZeRO-0: which master is whose, on made-up files and on DeepSpeed's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
+from tests.real_cases import facts
+from zexport.archive import read_torch_file
+from zexport.assembly.cast_check import check_cast
+from zexport.assembly.zero0 import Zero0Inventory, is_zero0, take_zero0_inventory
+from zexport.checkpoint import Role
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.layouts import LayoutError
+from zexport.layouts.zero0 import is_tiled, match_in_order
+from zexport.states import read_model_states
+from zexport.streams import SourceReader
+
+Tensors = dict[str, torch.Tensor]
+
+on_every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=f"{case.parent.name}-{case.name}") for case in cases_named("z0_")],
+)
+
+
+def all_matches(parameters: Sequence[str], groups: list[list[str]]) -> list[list[int]]:
+    """The naive answer: every assignment of masters to parameters, tried."""
+    masters = [kind for group in groups for kind in group]
+    ends = [sum(map(len, groups[: n + 1])) for n in range(len(groups))]
+    starts = [0, *ends[:-1]]
+    return [
+        list(chosen)
+        for chosen in permutations(range(len(parameters)), len(masters))
+        if all(parameters[i] == kind for i, kind in zip(chosen, masters, strict=True))
+        and all(sorted(chosen[a:b]) == list(chosen[a:b]) for a, b in zip(starts, ends, strict=True))
+    ]
+
+
+@given(data=st.data(), kinds=st.lists(st.sampled_from("abc"), min_size=1, max_size=6))
+def test_what_is_called_certain_is_the_only_possibility(
+    data: st.DataObject, kinds: list[str]
+) -> None:
+    owners = data.draw(st.lists(st.integers(-1, 2), min_size=len(kinds), max_size=len(kinds)))
+    groups = [[k for k, o in zip(kinds, owners, strict=True) if o == g] for g in range(3)]
+    spans = [span for group in match_in_order(kinds, groups) for span in group]
+    matches = all_matches(kinds, groups)
+    assert matches
+    for number, span in enumerate(spans):
+        possible = {match[number] for match in matches}
+        assert span.first <= min(possible)
+        assert max(possible) <= span.last
+    if sum(map(bool, groups)) == 1:
+        for number, span in enumerate(spans):
+            possible = {match[number] for match in matches}
+            assert (span.first, span.last) == (min(possible), max(possible))
+
+
+@given(
+    kinds=st.lists(st.sampled_from("ab"), max_size=5),
+    groups=st.lists(st.lists(st.sampled_from("ab"), max_size=3), max_size=2),
+)
+def test_what_is_refused_is_impossible(kinds: list[str], groups: list[list[str]]) -> None:
+    try:
+        match_in_order(kinds, groups)
+    except LayoutError:
+        assert not all_matches(kinds, groups)
+
+
+def test_groups_by_shape_are_certain() -> None:
+    spans = match_in_order("mvmvm", ["mmm", "vv"])
+    assert [[span.first for span in group] for group in spans] == [[0, 2, 4], [1, 3]]
+    assert all(span.is_certain for group in spans for span in group)
+
+
+@pytest.mark.parametrize(
+    ("views", "numel", "tiled"),
+    [
+        ([(3, 2), (0, 3)], 5, True),
+        ([(0, 3)], 5, False),
+        ([(0, 3), (2, 3)], 5, False),
+        ([(1, 4)], 5, False),
+        ([(0, 3), (3, 0), (3, 2)], 5, True),
+    ],
+)
+def test_views_tile_a_storage_without_gap_or_overlap(
+    views: list[tuple[int, int]], numel: int, tiled: bool
+) -> None:
+    assert is_tiled(views, numel) is tiled
+
+
+# --- made-up files ---
+
+
+def save(
+    folder: Path,
+    module: Tensors,
+    optimizer: object,
+    buffers: Sequence[str] = (),
+) -> Zero0Inventory:
+    path = folder / "mp_rank_00_model_states.pt"
+    state = {
+        "module": module,
+        "buffer_names": list(buffers),
+        "optimizer": optimizer,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "dp_world_size": 2,
+    }
+    torch.save(state, path)
+    return take_zero0_inventory(read_model_states(read_torch_file(path)))
+
+
+def masters(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def check_casts(taken: Zero0Inventory) -> None:
+    path = taken.casts[0].path
+    with SourceReader([read_torch_file(path)]) as reader:
+        for replica in taken.casts:
+            check_cast(replica, reader, chunk_numel=7)
+
+
+def test_layers_of_the_same_shapes_are_told_apart_by_their_values(tmp_path: Path) -> None:
+    names = [f"{layer}.{part}" for layer in range(4) for part in ("w", "b")]
+    trained = dict(zip(names, masters(*[(5, 3), (3,)] * 4), strict=True))
+    module = {name: value.bfloat16() for name, value in trained.items()}
+    by_layer = [[trained["2.w"], trained["2.b"]], [trained["0.w"], trained["0.b"]]]
+    taken = save(tmp_path, module, {"fp32_groups": by_layer})
+    chosen = {name: trained[name] for name in ("2.w", "2.b", "0.w", "0.b")}
+    assert facts_of(taken.inventory) == facts(module | chosen)
+    frozen = [t.name for t in taken.inventory.tensors if t.role is Role.FROZEN]
+    assert frozen == ["1.w", "1.b", "3.w", "3.b"]
+    check_casts(taken)
+
+
+def test_values_that_are_alike_after_rounding_are_refused(tmp_path: Path) -> None:
+    module = {name: torch.ones(4, dtype=torch.bfloat16) for name in ("a", "b")}
+    with pytest.raises(UnsupportedError, match=r"several weights look like one.*'a' and 'b'"):
+        save(tmp_path, module, {"fp32_groups": [[torch.full((4,), 1.0001)]]})
+
+
+def test_masters_that_fit_no_weight_are_refused(tmp_path: Path) -> None:
+    module = {"a": torch.ones(4, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedError, match="do not fit the module's weights"):
+        save(tmp_path, module, {"fp32_groups": [[torch.ones(5)]]})
+
+
+def test_masters_in_another_order_are_found_out_when_values_are_compared(tmp_path: Path) -> None:
+    one, other = masters((40, 3), (40, 3))
+    module = {"a": one.bfloat16(), "b": other.bfloat16()}
+    taken = save(tmp_path, module, {"fp32_groups": [[other, one]]})
+    with pytest.raises(DamagedCheckpointError, match="'a' does not belong to the module's weight"):
+        check_casts(taken)
+
+
+def test_one_master_that_rounds_otherwise_is_found_out_wherever_it_is(tmp_path: Path) -> None:
+    (one,) = masters((40, 3))
+    module = {"a": one.half()}
+    module["a"].view(-1)[113] += 1
+    taken = save(tmp_path, module, {"fp32_groups": [[one]]})
+    with pytest.raises(DamagedCheckpointError, match="element 113 is another"):
+        check_casts(taken)
+
+
+def test_nan_is_nan_and_infinity_infinity(tmp_path: Path) -> None:
+    one = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0])
+    module = {"a": one.half()}
+    module["a"].view(torch.int16)[0] = 0x7FFF
+    check_casts(save(tmp_path, module, {"fp32_groups": [[one]]}))
+
+
+def test_a_fused_optimizers_flat_groups_are_cut_as_the_modules_weights_are(tmp_path: Path) -> None:
+    flats = masters((22,), (22,))
+    module: Tensors = {"frozen": torch.ones(22, dtype=torch.bfloat16)}
+    for group, flat in enumerate(flats):
+        low = flat.bfloat16()
+        module[f"{group}.b"] = low[15:22]
+        module[f"{group}.w"] = low[:15].view(5, 3)
+    module["tied"] = module["0.w"]
+    taken = save(tmp_path, module, {"fp32_groups_flat": flats[::-1]})
+    truth = dict(module)
+    for group, flat in enumerate(flats):
+        truth |= {f"{group}.b": flat[15:22], f"{group}.w": flat[:15].view(5, 3)}
+    truth["tied"] = truth["0.w"]
+    assert facts_of(taken.inventory) == facts(truth)
+    assert taken.inventory.aliases == {"tied": "0.w"}
+    check_casts(taken)
+
+
+def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path) -> None:
+    module = {
+        "a": torch.ones(4, dtype=torch.bfloat16),
+        "none": torch.ones(0, 3),
+        "count": torch.tensor(2**40 + 1),
+    }
+    taken = save(tmp_path, module, {"state": {}, "param_groups": []}, buffers=["count", "lost"])
+    assert facts_of(taken.inventory) == facts(module)
+    assert taken.inventory.left_out == ("lost",)
+    assert taken.casts == ()
+    assert "no fp32 masters" in taken.inventory.notes[0]
+    roles = {tensor.name: tensor.role for tensor in taken.inventory.tensors}
+    assert roles == {"a": Role.TRAINABLE, "none": Role.TRAINABLE, "count": Role.BUFFER}
+
+
+# --- DeepSpeed's own ---
+
+
+@on_every_case
+def test_every_value_is_the_live_one(case: Path) -> None:
+    (ranks,) = read_cells(tag_of(case)).values()
+    assert is_zero0(ranks)
+    assert ranks.first_model is not None
+    taken = take_zero0_inventory(ranks.first_model)
+    assert facts_of(taken.inventory) == truth_of(case)
+    with SourceReader([ranks.first_model.file]) as reader:
+        for replica in taken.casts:
+            check_cast(replica, reader)
+        reader.finish()
