@@ -126,7 +126,7 @@ _REFUSED: dict[str, tuple[type[ZexportError], str]] = {
     "dmg_z2_other_world": (DamagedCheckpointError, "another name"),
     "dmg_z3_deflated": (UnsupportedError, "compressed"),
     "dmg_z3_flip_weight": (DamagedCheckpointError, "CRC-32"),
-    "dmg_z3_missing_optim": (IncompleteCheckpointError, "optimizer files of ranks 1"),
+    "dmg_z3_missing_optim": (IncompleteCheckpointError, "optimizer files of rank 1"),
     "dmg_z3_param_shapes_huge": (DamagedCheckpointError, "do not add up"),
     "dmg_z3_swapped_ranks": (DamagedCheckpointError, "another name"),
     "dmg_z3_tensor_oob": (DamagedCheckpointError, "reaches beyond its storage"),

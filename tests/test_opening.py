@@ -46,7 +46,7 @@ def test_a_missing_model_file_matters_only_with_frozen_weights(tmp_path: Path) -
     for name, run in (("frozen", Run()), ("none", Run(exclude_frozen=True))):
         root = save(small_model(), run, tmp_path / name)
         model_file(root / "global_step2", run, 1).unlink()
-    with pytest.raises(IncompleteCheckpointError, match="model files of ranks 1"):
+    with pytest.raises(IncompleteCheckpointError, match="model files of rank 1"):
         raise_problems(open_checkpoint(tmp_path / "frozen"))
     checkpoint = open_checkpoint(tmp_path / "none")
     assert checkpoint.problems == ()

@@ -130,7 +130,7 @@ def test_a_weight_of_whole_numbers_is_damage(from_zero3: Path) -> None:
 
 def test_frozen_weights_need_the_model_files_of_all_ranks(from_zero3: Path) -> None:
     (from_zero3 / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    refused(from_zero3, IncompleteCheckpointError, "lacks the model files of ranks 1")
+    refused(from_zero3, IncompleteCheckpointError, "lacks the model files of rank 1")
 
 
 def test_names_need_the_model_file_of_rank_0(from_zero3: Path) -> None:

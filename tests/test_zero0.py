@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,13 +17,14 @@ from tests.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
 from tests.real_cases import facts
 from zexport.archive import read_torch_file
 from zexport.assembly.cast_check import check_cast
-from zexport.assembly.zero0 import Zero0Inventory, is_zero0, take_zero0_inventory
+from zexport.assembly.zero0 import is_zero0, take_zero0_inventory
 from zexport.checkpoint import Role
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.zero0 import is_tiled, match_in_order
 from zexport.states import read_model_states
 from zexport.streams import SourceReader
+from zexport.tensors import Inventory
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,7 +38,7 @@ def all_matches(parameters: Sequence[str], groups: list[list[str]]) -> list[list
     """The naive answer: every assignment of masters to parameters, tried."""
     masters = [kind for group in groups for kind in group]
     ends = [sum(map(len, groups[: n + 1])) for n in range(len(groups))]
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(groups)]
     return [
         list(chosen)
         for chosen in permutations(range(len(parameters)), len(masters))
@@ -67,11 +70,16 @@ def test_what_is_called_certain_is_the_only_possibility(
     kinds=st.lists(st.sampled_from("ab"), max_size=5),
     groups=st.lists(st.lists(st.sampled_from("ab"), max_size=3), max_size=2),
 )
-def test_what_is_refused_is_impossible(kinds: list[str], groups: list[list[str]]) -> None:
+def test_what_is_refused_is_impossible_and_what_is_certain_possible(
+    kinds: list[str], groups: list[list[str]]
+) -> None:
     try:
-        match_in_order(kinds, groups)
+        spans = [span for group in match_in_order(kinds, groups) for span in group]
     except LayoutError:
         assert not all_matches(kinds, groups)
+    else:
+        if all(span.is_certain for span in spans):
+            assert all_matches(kinds, groups) == [[span.first for span in spans]]
 
 
 def test_groups_by_shape_are_certain() -> None:
@@ -104,7 +112,8 @@ def save(
     module: Tensors,
     optimizer: object,
     buffers: Sequence[str] = (),
-) -> Zero0Inventory:
+    **keys: object,
+) -> Inventory:
     path = folder / "mp_rank_00_model_states.pt"
     state = {
         "module": module,
@@ -115,6 +124,7 @@ def save(
         "shared_params": None,
         "frozen_param_fragments": None,
         "dp_world_size": 2,
+        **keys,
     }
     torch.save(state, path)
     return take_zero0_inventory(read_model_states(read_torch_file(path)))
@@ -125,10 +135,10 @@ def masters(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def check_casts(taken: Zero0Inventory) -> None:
-    path = taken.casts[0].path
+def check_casts(taken: Inventory) -> None:
+    path = taken.replicas[0].path
     with SourceReader([read_torch_file(path)]) as reader:
-        for replica in taken.casts:
+        for replica in taken.replicas:
             check_cast(replica, reader, chunk_numel=7)
 
 
@@ -139,8 +149,8 @@ def test_layers_of_the_same_shapes_are_told_apart_by_their_values(tmp_path: Path
     by_layer = [[trained["2.w"], trained["2.b"]], [trained["0.w"], trained["0.b"]]]
     taken = save(tmp_path, module, {"fp32_groups": by_layer})
     chosen = {name: trained[name] for name in ("2.w", "2.b", "0.w", "0.b")}
-    assert facts_of(taken.inventory) == facts(module | chosen)
-    frozen = [t.name for t in taken.inventory.tensors if t.role is Role.FROZEN]
+    assert facts_of(taken) == facts(module | chosen)
+    frozen = [t.name for t in taken.tensors if t.role is Role.FROZEN]
     assert frozen == ["1.w", "1.b", "3.w", "3.b"]
     check_casts(taken)
 
@@ -181,6 +191,24 @@ def test_nan_is_nan_and_infinity_infinity(tmp_path: Path) -> None:
     check_casts(save(tmp_path, module, {"fp32_groups": [[one]]}))
 
 
+def test_nan_is_not_infinity(tmp_path: Path) -> None:
+    taken = save(
+        tmp_path,
+        {"a": torch.tensor([float("inf")], dtype=torch.float16)},
+        {"fp32_groups": [[torch.tensor([float("nan")])]]},
+    )
+    with pytest.raises(DamagedCheckpointError, match="element 0 is another"):
+        check_casts(taken)
+
+
+def test_weights_without_elements_are_not_tied_to_one_another(tmp_path: Path) -> None:
+    storage = torch.ones(4)
+    module = {"a": storage[:0], "b": storage[:0], "c": storage[:2], "d": storage[:2]}
+    taken = save(tmp_path, module, None)
+    assert taken.aliases == {"d": "c"}
+    assert facts_of(taken) == facts(module)
+
+
 def test_a_fused_optimizers_flat_groups_are_cut_as_the_modules_weights_are(tmp_path: Path) -> None:
     flats = masters((22,), (22,))
     module: Tensors = {"frozen": torch.ones(22, dtype=torch.bfloat16)}
@@ -194,9 +222,58 @@ def test_a_fused_optimizers_flat_groups_are_cut_as_the_modules_weights_are(tmp_p
     for group, flat in enumerate(flats):
         truth |= {f"{group}.b": flat[15:22], f"{group}.w": flat[:15].view(5, 3)}
     truth["tied"] = truth["0.w"]
-    assert facts_of(taken.inventory) == facts(truth)
-    assert taken.inventory.aliases == {"tied": "0.w"}
+    assert facts_of(taken) == facts(truth)
+    assert taken.aliases == {"tied": "0.w"}
     check_casts(taken)
+
+
+def test_weights_that_leave_a_hole_in_their_storage_are_no_flat_group(tmp_path: Path) -> None:
+    (flat,) = masters((22,))
+    low = flat.bfloat16()
+    module = {"w": low[:15].view(5, 3), "b": low[16:]}
+    with pytest.raises(UnsupportedError, match="do not fit the module's weights"):
+        save(tmp_path, module, {"fp32_groups_flat": [flat]})
+
+
+class fragment_address:  # noqa: N801 - DeepSpeed's name
+    """Stands for DeepSpeed's class of this name while pickle looks for it."""
+
+    def __init__(self, start: int, numel: int) -> None:
+        self.start, self.numel = start, numel
+
+
+def bf16_optimizer(flat: torch.Tensor, places: dict[str, tuple[int, int]]) -> dict[str, object]:
+    mapping = {name: fragment_address(*place) for name, place in places.items()}
+    return {"single_partition_of_fp32_groups": [flat], "param_slice_mappings": [mapping]}
+
+
+@pytest.fixture
+def named_as_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = ModuleType("deepspeed.utils.tensor_fragment")
+    home.fragment_address = fragment_address  # type: ignore[attr-defined]
+    for name in ("deepspeed", "deepspeed.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    monkeypatch.setattr(fragment_address, "__module__", home.__name__)
+
+
+@pytest.mark.usefixtures("named_as_deepspeeds")
+def test_masters_that_are_named_are_taken_by_name(tmp_path: Path) -> None:
+    (flat,) = masters((8,))
+    module = {"w": flat[2:8].view(2, 3).bfloat16(), "b": flat[:2].bfloat16()}
+    taken = save(tmp_path, module, bf16_optimizer(flat, {"b": (0, 2), "w": (2, 6)}))
+    assert facts_of(taken) == facts({"w": flat[2:8].view(2, 3), "b": flat[:2]})
+    check_casts(taken)
+
+
+@pytest.mark.usefixtures("named_as_deepspeeds")
+@pytest.mark.parametrize("places", [{"w": (0, 4)}, {"w": (4, 6)}, {"other": (0, 4)}])
+def test_named_masters_that_are_not_all_there_are_refused(
+    tmp_path: Path, places: dict[str, tuple[int, int]]
+) -> None:
+    module = {"w": torch.ones(2, 3, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedError, match="is not all there"):
+        save(tmp_path, module, bf16_optimizer(torch.ones(8), places))
 
 
 def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path) -> None:
@@ -206,12 +283,18 @@ def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path
         "count": torch.tensor(2**40 + 1),
     }
     taken = save(tmp_path, module, {"state": {}, "param_groups": []}, buffers=["count", "lost"])
-    assert facts_of(taken.inventory) == facts(module)
-    assert taken.inventory.left_out == ("lost",)
-    assert taken.casts == ()
-    assert "no fp32 masters" in taken.inventory.notes[0]
-    roles = {tensor.name: tensor.role for tensor in taken.inventory.tensors}
+    assert facts_of(taken) == facts(module)
+    assert taken.left_out == ("lost",)
+    assert taken.replicas == ()
+    assert "no fp32 masters" in taken.notes[0]
+    roles = {tensor.name: tensor.role for tensor in taken.tensors}
     assert roles == {"a": Role.TRAINABLE, "none": Role.TRAINABLE, "count": Role.BUFFER}
+
+
+def test_experts_whose_masters_lie_elsewhere_are_refused(tmp_path: Path) -> None:
+    module = {"a": torch.ones(4, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedError, match="masters of a model with experts"):
+        save(tmp_path, module, None, num_experts=[4])
 
 
 # --- DeepSpeed's own ---
@@ -223,8 +306,8 @@ def test_every_value_is_the_live_one(case: Path) -> None:
     assert is_zero0(ranks)
     assert ranks.first_model is not None
     taken = take_zero0_inventory(ranks.first_model)
-    assert facts_of(taken.inventory) == truth_of(case)
+    assert facts_of(taken) == truth_of(case)
     with SourceReader([ranks.first_model.file]) as reader:
-        for replica in taken.casts:
+        for replica in taken.replicas:
             check_cast(replica, reader)
         reader.finish()

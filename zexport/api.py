@@ -13,7 +13,7 @@ from zexport import execute, verify
 from zexport.errors import VerificationError
 from zexport.execute import ExportReport, Progress, VerifyMode
 from zexport.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zexport.opening import open_checkpoint
+from zexport.opening import Checkpoint, open_checkpoint
 from zexport.options import ExportOptions
 from zexport.plan import ExportPlan
 from zexport.planning import plan_export
@@ -54,7 +54,7 @@ def run_export(
 def verify_export(
     out_dir: Path | str,
     *,
-    against: Path | str | None = None,
+    against: Checkpoint | None = None,
     base: Path | str | None = None,
     progress: OnProgress | None = None,
 ) -> VerifyReport:
@@ -82,7 +82,7 @@ def verify_export(
 
 
 def consolidate(
-    checkpoint: Path | str,
+    checkpoint: Checkpoint,
     out_dir: Path | str,
     options: ExportOptions | None = None,
     *,
@@ -93,7 +93,7 @@ def consolidate(
     """Turn a ZeRO checkpoint into a Hugging Face model folder.
 
     Args:
-        checkpoint: any level of the checkpoint's folders.
+        checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
         out_dir: the folder to make; it appears complete or not at all.
         options: element type, names, sizes; see ``ExportOptions``.
         tag: which checkpoint, where there are several.

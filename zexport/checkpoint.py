@@ -76,6 +76,32 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class CastReplica:
+    """A second copy of a tensor in a narrower type, which a cast of the first must give.
+
+    Attributes:
+        name: the tensor that both hold.
+        path: the file, for messages.
+        kept: the copy that is exported.
+        kept_dtype: its element type.
+        other: the narrower copy.
+        other_dtype: its element type.
+    """
+
+    name: str
+    path: Path
+    kept: ByteSource
+    kept_dtype: DType
+    other: ByteSource
+    other_dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.other.nbytes // self.other_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A rank file and whether an export reads it.
 
@@ -120,6 +146,7 @@ class ZeroCheckpoint:
         missing_model_ranks: ranks whose model file is not there although it should be.
         files: the rank files.
         torch_files: those that an export may read, as the inert reader sees them.
+        replicas: second copies that must agree with what is exported.
         problems: what stands in the way of an export, all of it.
         warnings: what does not, but should be known.
     """
@@ -142,6 +169,7 @@ class ZeroCheckpoint:
     missing_model_ranks: tuple[int, ...]
     files: tuple[CheckpointFile, ...]
     torch_files: tuple[TorchFile, ...]
+    replicas: tuple[Replica | CastReplica, ...]
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
 

@@ -28,6 +28,7 @@ from zexport.manifest import (
 )
 from zexport.plan import ExportPlan, SideFile, TensorPlan
 from zexport.readback import Checks, Meter, Phase, Progress, VerifyMode
+from zexport.replicas import compare_replicas
 from zexport.streams import SourceReader
 from zexport.writer import ShardResult, TensorResult, write_shards
 
@@ -111,8 +112,8 @@ def run_plan(
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        if reader is None:
-            reader = FileReader(stack.enter_context(SourceReader(plan.sources)))
+        sources = stack.enter_context(SourceReader(plan.sources))
+        reader = FileReader(sources) if reader is None else reader
         folder = stack.enter_context(
             staged_folder(
                 plan.out_dir,
@@ -121,6 +122,7 @@ def run_plan(
                 sources=tuple(source.path for source in plan.sources),
             )
         )
+        compare_replicas(plan.replicas, sources)
         files, shards = _fill(plan, folder, reader, verify, Meter(plan, verify, progress))
     return ExportReport(
         out_dir=plan.out_dir,

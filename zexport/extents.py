@@ -9,7 +9,7 @@ tensors is stored once.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -29,6 +29,10 @@ class ByteSource(Protocol):
         """The ranges that hold bytes ``start`` to ``stop`` (half-open), in order, none empty."""
         ...
 
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The sources it is made of; nothing for a range of a file."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -42,6 +46,10 @@ class Extent:
         """The window of this range, as one range."""
         if start < stop:
             yield Extent(self.path, self.offset + start, stop - start)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """Nothing: it is a range of a file."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,10 @@ class Chain:
             start = max(start, end)
             index += 1
 
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The parts."""
+        return self.parts
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -81,6 +93,10 @@ class Window:
     def extents(self, start: int, stop: int) -> Iterator[Extent]:
         """The ranges of a window within this window."""
         return self.source.extents(self.start + start, self.start + stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The larger source."""
+        return (self.source,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,10 @@ class Striped:
             begin = self.offset + within
             yield from self.sources[index].extents(begin, begin + count)
             start += count
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The sources of the stripes."""
+        return self.sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +168,10 @@ class Strided:
         if offset < end:
             yield Extent(self.path, offset, end - offset)
 
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """Nothing: it lies in one file."""
+        return ()
+
     def _runs(self) -> tuple[int, list[tuple[int, int]]]:
         """Bytes of a dense run, and (size, byte step) of the dimensions above, innermost first."""
         run, outer = self.itemsize, list[tuple[int, int]]()
@@ -160,3 +184,23 @@ class Strided:
             else:
                 outer.append((count, step))
         return run, outer
+
+
+def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
+    """The files that hold bytes of ``sources``.
+
+    A source that many tensors share, such as a flat group, is looked into once.
+    """
+    found: set[Path] = set()
+    seen: set[int] = set()
+    waiting = list(sources)
+    while waiting:
+        source = waiting.pop()
+        if id(source) in seen:
+            continue
+        seen.add(id(source))
+        constituents = source.constituents()
+        waiting.extend(constituents)
+        if not constituents:
+            found.update(extent.path for extent in source.extents(0, min(1, source.nbytes)))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.errors import AmbiguousTagError, ZexportError
-from zexport.opening import open_checkpoint
+from zexport.opening import Checkpoint, open_checkpoint
 from zexport.rank_files import RankFileKind
 from zexport.sidecars import find_sidecars
 from zexport.tag_summary import TagSummary, summarize_choice, summarize_tags
@@ -106,22 +106,22 @@ class Inspection:
         return _missing_files(self.checkpoint) if self.checkpoint is not None else ()
 
 
-def inspect_checkpoint(path: Path | str, *, tag: str | None = None) -> Inspection:
+def inspect_checkpoint(path: Checkpoint, *, tag: str | None = None) -> Inspection:
     """What is at ``path``; no tensor data is read, but for one scalar a rank file.
 
     Args:
-        path: any level of a checkpoint's folders.
+        path: any level of a checkpoint's folders; several where nodes kept their own parts.
         tag: name of the tag, or ``newest``.
 
     Raises:
         CheckpointError: there is no checkpoint, or the tag is not there.
         UnsafeError: ``latest`` leads outside its folder.
     """
-    path = Path(path)
+    paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     try:
-        checkpoint = open_checkpoint(path, tag=tag)
+        checkpoint = open_checkpoint(paths, tag=tag)
     except AmbiguousTagError:
-        return _choice(path)
+        return _choice(paths[0])
     root = checkpoint.location.root
     problems = list(checkpoint.problems)
     missing_sidecars: tuple[str, ...] = ()
@@ -130,13 +130,13 @@ def inspect_checkpoint(path: Path | str, *, tag: str | None = None) -> Inspectio
     except ZexportError as error:
         problems.append(error)
     return Inspection(
-        path=path,
+        path=paths[0],
         tags=summarize_tags(checkpoint),
         checkpoint=checkpoint,
         weight_files=list_weight_files(root, _stored_empty(checkpoint)),
         missing_sidecars=missing_sidecars,
         problems=tuple(problems),
-        verdict=_verdict(path, tag, checkpoint, problems),
+        verdict=_verdict(paths, tag, checkpoint, problems),
     )
 
 
@@ -153,7 +153,7 @@ def _choice(path: Path) -> Inspection:
 
 
 def _verdict(
-    path: Path, tag: str | None, checkpoint: ZeroCheckpoint, problems: list[ZexportError]
+    paths: Sequence[Path], tag: str | None, checkpoint: ZeroCheckpoint, problems: list[ZexportError]
 ) -> Verdict:
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -161,7 +161,7 @@ def _verdict(
         return Verdict(
             Outcome.NOT_EXPORTABLE, f"not exportable: {_fault(first)}{more}", _remedy(first)
         )
-    command = f"zexport consolidate {shlex.quote(str(path))} OUT"
+    command = f"zexport consolidate {shlex.join(map(str, paths))} OUT"
     command += f" --tag {shlex.quote(tag)}" if tag is not None else ""
     if checkpoint.left_out or checkpoint.frozen_left_out:
         return Verdict(

@@ -31,6 +31,8 @@ class Framework(Enum):
 
     HF_TRAINER = "Hugging Face Trainer"
     ACCELERATE = "Accelerate"
+    LIGHTNING = "PyTorch Lightning"
+    OPENRLHF = "OpenRLHF"
     ZEXPORT = "zexport train"
     DEEPSPEED = "DeepSpeed"
 
@@ -210,7 +212,7 @@ def _locate_in_root(root: Path, tag: str | None) -> Location:
         raise CheckpointError(
             f"has no tag {tag!r}", path=root, found=_listed(tags), hint="Choose one of these tags"
         )
-    latest = read_latest(root)
+    latest = read_latest(root) or read_latest(root, "latest_universal")
     if latest is not None:
         if is_tag_dir(root / latest):
             return _location(root, latest, TagChoice.LATEST)
@@ -230,14 +232,16 @@ def _locate_in_root(root: Path, tag: str | None) -> Location:
     return _location(root, tags[0], TagChoice.ONLY)
 
 
-def read_latest(root: Path) -> str | None:
+def read_latest(root: Path, name: str = "latest") -> str | None:
     """The tag that ``root/latest`` names, or ``None`` without that file.
+
+    A converted checkpoint's is called ``latest_universal`` (DeepSpeed, ``ds_to_universal.py``).
 
     Raises:
         DamagedCheckpointError: the file is not a line of text.
         UnsafeError: it names anything but a child of ``root``.
     """
-    path = root / "latest"
+    path = root / name
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -280,6 +284,10 @@ def _framework(root: Path, tag: str) -> Framework:
         return Framework.HF_TRAINER
     if tag == "pytorch_model":
         return Framework.ACCELERATE
+    if root.suffix == ".ckpt" and tag == "checkpoint":
+        return Framework.LIGHTNING
+    if root.name in ("_actor", "_critic"):
+        return Framework.OPENRLHF
     return Framework.DEEPSPEED
 
 

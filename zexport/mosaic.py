@@ -81,6 +81,10 @@ class Mosaic:
             yield from tile.source.extents(begin, begin + count)
             start += count
 
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The sources that the tiles are cut from."""
+        return tuple(tile.source for tile in self.tiles)
+
     def _index(self, element: int) -> Shape:
         index = []
         for stride in self._strides:

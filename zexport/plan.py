@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.archive import Member
+from zexport.checkpoint import CastReplica, Replica
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
 from zexport.jsontypes import Json
@@ -111,6 +112,8 @@ class ExportPlan:
         shards: the safetensors files, in order.
         side_files: everything else but the manifest.
         sources: the checkpoint files that are read, each once.
+        replicas: second copies that must agree with what is exported; compared before any byte is
+            written.
         provenance: what the manifest says of the checkpoint and the options, as JSON values.
         warnings: sentences for the user that are known before the work starts.
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
@@ -130,3 +133,4 @@ class ExportPlan:
     jobs: int
     chunk_nbytes: int
     reference: Location | None = None
+    replicas: tuple[Replica | CastReplica, ...] = ()

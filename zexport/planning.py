@@ -11,13 +11,12 @@ from zexport.card import model_card
 from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.errors import MemoryLimitError
-from zexport.extents import ByteSource
+from zexport.extents import ByteSource, paths_of
 from zexport.jsontypes import JsonObject
 from zexport.names import ModelNames, NamesUnknown, Shape, learn_names
 from zexport.opening import raise_problems
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
-from zexport.rank_files import RankFileKind
 from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
 from zexport.selection import Selection, name_tensors, select_tensors
 from zexport.sidecars import Sidecars, find_sidecars, read_json_object
@@ -62,6 +61,7 @@ def plan_export(
             *_written_files(checkpoint, sidecars, selection, shards, target),
         ),
         sources=_sources(checkpoint, base, selection),
+        replicas=checkpoint.replicas,
         provenance=_provenance(checkpoint, selection, options),
         warnings=(*checkpoint.warnings, *_missing_sidecars(sidecars), *selection.warnings),
         overwrite=options.overwrite,
@@ -210,11 +210,10 @@ def _sources(
     base: Iterable[SafetensorsHeader],
     selection: Selection,
 ) -> tuple[SourceFile, ...]:
-    """The files that the plan reads, each once: every optimizer file, and what the rest lies in."""
-    read = {file.path for file in checkpoint.files if file.kind is RankFileKind.OPTIMIZER}
-    for tensor in selection.tensors.values():
-        if tensor.role is not Role.TRAINABLE and tensor.source is not None:
-            read.update(part.path for part in tensor.source.extents(0, tensor.source.nbytes))
+    """The files that the plan reads, each once."""
+    kept = [t.source for t in selection.tensors.values() if t.source is not None]
+    others = [replica.other for replica in checkpoint.replicas]
+    read = paths_of([*kept, *others])
     files = [
         SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
         for file in checkpoint.torch_files

@@ -78,6 +78,12 @@ def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
     )
 
 
+def name_ranks(numbers: Iterable[int]) -> str:
+    """The ranks in words: ``rank 3`` or ``ranks 0-3, 7``."""
+    numbers = set(numbers)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {ranges_of(numbers)}"
+
+
 def ranges_of(numbers: Iterable[int]) -> str:
     """Numbers as people write them: ``0-3, 7, 9-10``."""
     runs: list[list[int]] = []

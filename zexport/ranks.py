@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.pickles import Pickle, TensorRef
-from zexport.rank_files import RankFile, RankFileKind, parse_rank_file, ranges_of
+from zexport.rank_files import RankFile, RankFileKind, name_ranks, parse_rank_file
 from zexport.states import (
     ZERO3,
     ModelStates,
@@ -26,6 +26,9 @@ from zexport.states import (
     read_model_states,
     read_optimizer_states,
 )
+
+_WORLD_SIZE_MAX = 1 << 20
+"""More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
 
 _States = TypeVar("_States", ModelStates, OptimizerStates)
 
@@ -76,6 +79,9 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
         [f for f in files if f.kind is RankFileKind.OPTIMIZER], read_optimizer_states, problems
     )
     world_size = _world_size(model, optimizer)
+    if world_size is not None and not 0 < world_size <= _WORLD_SIZE_MAX:
+        problems.append(_impossible(tag_dir, world_size))
+        world_size = None
     named = {f.rank for f in files if f.kind is RankFileKind.OPTIMIZER}
     missing = tuple(sorted(set(range(world_size or 0)) - named))
     per_rank = any(f.kind is RankFileKind.MODEL_PER_RANK for f in files)
@@ -85,13 +91,23 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
         f.rank for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
     }
     missing_model = tuple(sorted(set(model_expected) - model_named))
-    if not named:
-        problems.append(_no_optimizer_files(tag_dir))
-    problems += _missing(tag_dir, missing, missing_model, world_size, is_zero3)
+    problems += _missing(files, tag_dir, missing, world_size)
+    if 0 in missing_model:
+        problems.append(_no_first_model(files, tag_dir, is_zero3=is_zero3))
     problems += _surplus(tag_dir, named, world_size)
     problems += _disagreements(tag_dir, model, optimizer)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
+    )
+
+
+def _impossible(tag_dir: Path, world_size: int) -> ZexportError:
+    return DamagedCheckpointError(
+        "records an impossible number of ranks",
+        path=tag_dir,
+        found=world_size,
+        expected=f"1 to {_WORLD_SIZE_MAX}",
+        hint="Copy the optimizer files again",
     )
 
 
@@ -143,14 +159,21 @@ def check_written_as_named(file: TorchFile) -> None:
 def _world_size(
     model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
 ) -> int | None:
-    """The most common partition count among the ranks, the largest of a rank's groups counting."""
+    """The number of data-parallel ranks: the recorded one if there are as many files.
+
+    Else the most common partition count among the ranks, the largest of a rank's groups counting.
+    """
+    first = model[min(model)] if model else None
+    if first is not None and optimizer and first.dp_world_size == len(optimizer):
+        return first.dp_world_size  # where only experts are trained, no group has a part on all
     counts = Counter(max(s.partition_counts) for s in optimizer.values() if s.partition_counts)
     if counts:
         return counts.most_common(1)[0][0]
     return len(model) if len(model) > 1 else None
 
 
-def _no_optimizer_files(tag_dir: Path) -> ZexportError:
+def no_optimizer_files(tag_dir: Path) -> ZexportError:
+    """The problem of a tag folder without any file that holds master weights."""
     return IncompleteCheckpointError(
         "lacks the optimizer files of all ranks, which hold the weights",
         path=tag_dir,
@@ -161,36 +184,40 @@ def _no_optimizer_files(tag_dir: Path) -> ZexportError:
 
 
 def _missing(
-    tag_dir: Path,
-    missing: tuple[int, ...],
-    missing_model: tuple[int, ...],
-    world_size: int | None,
-    is_zero3: bool,
+    files: Sequence[RankFile], tag_dir: Path, missing: Sequence[int], world_size: int | None
 ) -> Iterable[ZexportError]:
-    if missing and len(missing) < (world_size or 0):
+    written = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    if missing and written:
+        here = written[0]
+        name = here.path.name.replace(f"pp_rank_{here.rank}_", f"pp_rank_{missing[0]}_")
         yield IncompleteCheckpointError(
-            f"lacks the optimizer files of ranks {ranges_of(missing)}",
+            f"lacks the optimizer files of {name_ranks(missing)}",
             path=tag_dir,
             found=f"{(world_size or 0) - len(missing)} of {world_size} ranks",
-            expected=f"zero_pp_rank_{missing[0]}_mp_rank_00_optim_states.pt and the like",
+            expected=name if len(missing) == 1 else f"{name} and the like",
             hint="Copy them from the nodes that wrote them",
         )
-    if 0 in missing_model:
-        name = "zero_pp_rank_0_mp_rank_00" if is_zero3 else "mp_rank_00"
-        yield IncompleteCheckpointError(
-            "lacks the model file of rank 0, which names and shapes come from",
-            path=tag_dir,
-            found="no such file",
-            expected=f"{name}_model_states.pt",
-            hint="Copy it from the node of rank 0",
-        )
+
+
+def _no_first_model(
+    files: Sequence[RankFile], tag_dir: Path, *, is_zero3: bool
+) -> IncompleteCheckpointError:
+    mp_rank = f"mp_rank_{files[0].mp_rank if files else 0:02d}"
+    name = f"zero_pp_rank_0_{mp_rank}" if is_zero3 else mp_rank
+    return IncompleteCheckpointError(
+        "lacks the model file of rank 0, which names and shapes come from",
+        path=tag_dir,
+        found="no such file",
+        expected=f"{name}_model_states.pt",
+        hint="Copy it from the node of rank 0",
+    )
 
 
 def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable[ZexportError]:
     surplus = sorted(rank for rank in named if world_size is not None and rank >= world_size)
     if surplus:
         yield DamagedCheckpointError(
-            f"has optimizer files of ranks {ranges_of(surplus)}, beyond its world size",
+            f"has optimizer files of {name_ranks(surplus)}, beyond its world size",
             path=tag_dir,
             found=f"{len(named)} optimizer files",
             expected=f"{world_size}, ranks 0-{(world_size or 1) - 1}",
@@ -217,8 +244,7 @@ def _disagreements(
                 f"mixes files of different saves: the {what} differs",
                 path=tag_dir,
                 found="; ".join(
-                    f"{value} on ranks "
-                    + ranges_of(r for r, v in by_rank.items() if str(v) == value)
+                    f"{value} on " + name_ranks(r for r, v in by_rank.items() if str(v) == value)
                     for value in values
                 ),
                 expected="one save",

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zexport.checkpoint import Replica
+from zexport.assembly.cast_check import check_cast
+from zexport.checkpoint import CastReplica, Replica
 from zexport.errors import DamagedCheckpointError
 from zexport.streams import SourceReader
 
 _CHUNK_NBYTES = 1 << 20
 
 
-def compare_replicas(replicas: Iterable[Replica], files: SourceReader) -> None:
+def compare_replicas(replicas: Iterable[Replica | CastReplica], files: SourceReader) -> None:
     """Read both copies of every replica, piece by piece, and hold one against the other.
 
     Raises:
-        DamagedCheckpointError: the copies of some tensors differ; all of them are named.
+        DamagedCheckpointError: the copies of some tensors differ; of equal copies all that differ
+            are named, of rounded ones the first.
         CheckpointError: a file cannot be read.
     """
     one, other = (memoryview(bytearray(_CHUNK_NBYTES)) for _ in range(2))
-    differing = [replica for replica in replicas if not _equal(replica, files, one, other)]
+    differing = []
+    for replica in replicas:
+        if isinstance(replica, CastReplica):
+            check_cast(replica, files)
+        elif not _equal(replica, files, one, other):
+            differing.append(replica)
     if differing:
         where = next(differing[0].other.extents(0, 1)).path
         raise DamagedCheckpointError(

@@ -33,6 +33,7 @@ class ModelStates:
         frozen_fragments: the frozen parameters: whole (ZeRO-2) or this rank's stripe (ZeRO-3).
         shared_params: alias to stored name; only rank 0's is filled.
         global_steps: optimizer steps taken.
+        dp_world_size: number of data-parallel ranks.
         ds_version: version of DeepSpeed that wrote the file.
         ds_config: the DeepSpeed configuration of the run.
         lr_step: step of the learning-rate scheduler.
@@ -49,6 +50,7 @@ class ModelStates:
     frozen_fragments: Mapping[str, TensorRef]
     shared_params: Mapping[str, str]
     global_steps: int | None
+    dp_world_size: int | None
     ds_version: str | None
     ds_config: Mapping[str, object]
     lr_step: int | None
@@ -105,6 +107,7 @@ def read_model_states(file: TorchFile) -> ModelStates:
             alias: name.text() for alias, name in root.get("shared_params").entries().items()
         },
         global_steps=root.get("global_steps").number_or_none(),
+        dp_world_size=root.get("dp_world_size").number_or_none(),
         ds_version=root.get("ds_version").text_or_none(),
         ds_config=root.get("ds_config").mapping_or_empty(),
         lr_step=root.get("lr_scheduler").lr_step(),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from zexport.checkpoint import Replica, Role, StoredTensor
+from zexport.checkpoint import CastReplica, Replica, Role, StoredTensor
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.extents import ByteSource, Chain, Striped, Window
 from zexport.layouts import LayoutError, zero3, zero12
+from zexport.pickles import TensorRef
 from zexport.ranks import RankStates
 from zexport.states import ModelStates, OptimizerStates
 
@@ -31,7 +32,7 @@ class Inventory:
     tensors: tuple[StoredTensor, ...]
     aliases: Mapping[str, str]
     left_out: tuple[str, ...]
-    replicas: tuple[Replica, ...] = ()
+    replicas: tuple[Replica | CastReplica, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -245,12 +246,10 @@ def _master_dtype(ranks: RankStates) -> DType:
 def module_dtype(model: ModelStates) -> DType | None:
     """The element type most floating parameters of the module have (placeholders keep theirs)."""
     buffers = set(model.buffer_names)
-    counted = Counter(
-        tensor.dtype
-        for name, tensor in model.module.items()
-        if tensor.dtype.is_floating and name not in buffers
-    )
+    return commonest_dtype(t for name, t in model.module.items() if name not in buffers)
+
+
+def commonest_dtype(tensors: Iterable[TensorRef]) -> DType | None:
+    """The element type most of the floating tensors have; ``None`` if none is floating."""
+    counted = Counter(tensor.dtype for tensor in tensors if tensor.dtype.is_floating)
     return counted.most_common(1)[0][0] if counted else None
-
-
-__all__ = ["Inventory", "module_dtype", "take_inventory"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from pathlib import Path
 
 import click
@@ -21,7 +21,7 @@ _DEFAULTS = ExportOptions()
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
-@click.argument("ckpt", type=PATH)
+@click.argument("ckpts", type=PATH, nargs=-1, required=True, metavar="CKPT...")
 @click.argument("out", type=PATH)
 @tag_option
 @click.option(
@@ -58,7 +58,6 @@ _DEFAULTS = ExportOptions()
 )
 @click.option(
     "--rename",
-    "renames",
     type=Rename(),
     multiple=True,
     help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
@@ -73,7 +72,6 @@ _DEFAULTS = ExportOptions()
 @click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
 @click.option(
     "--verify",
-    "verify_mode",
     type=click.Choice(["readback", "disk", "none"]),
     default="readback",
     show_default=True,
@@ -85,13 +83,13 @@ _DEFAULTS = ExportOptions()
 @json_option
 @progress_options
 def consolidate(
-    ckpt: Path,
+    ckpts: tuple[Path, ...],
     out: Path,
     tag: str | None,
-    verify_mode: str,
+    verify: str,
     no_verify: bool,
     dry_run: bool,
-    as_json: bool,
+    json: bool,
     progress: str,
     quiet: bool,
     dtype: str,
@@ -100,7 +98,7 @@ def consolidate(
     base: Path | None,
     max_shard_size: int,
     exclude_frozen: bool,
-    renames: tuple[tuple[str, str], ...],
+    rename: tuple[tuple[str, str], ...],
     jobs: int,
     max_memory: int | None,
     overwrite: bool,
@@ -108,7 +106,7 @@ def consolidate(
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
 
     CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
-    itself. OUT appears complete or not at all.
+    itself; several, where nodes kept their own parts. OUT appears complete or not at all.
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
@@ -127,22 +125,22 @@ def consolidate(
         engine=Engine(engine),
         exclude_frozen=exclude_frozen,
         layout=NameLayout(layout),
-        renames=renames,
+        renames=rename,
         jobs=jobs,
         max_memory_nbytes=max_memory,
         overwrite=overwrite,
     )
-    plan = plan_export(open_checkpoint(ckpt, tag=tag), out, options)
+    plan = plan_export(open_checkpoint(ckpts, tag=tag), out, options)
     if dry_run:
-        if as_json:
-            click.echo(json.dumps(plan_json(plan), indent=2))
+        if json:
+            click.echo(dumps(plan_json(plan), indent=2))
         else:
             print_plan(console(), plan)
         return
-    mode = VerifyMode("none" if no_verify else verify_mode)
+    mode = VerifyMode("none" if no_verify else verify)
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         done = run_export(plan, verify=mode, progress=on_progress)
-    if as_json:
-        click.echo(json.dumps(export_json(done, plan), indent=2))
+    if json:
+        click.echo(dumps(export_json(done, plan), indent=2))
     elif not quiet:
         print_export(console(), done)

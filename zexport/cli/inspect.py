@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
-@click.argument("ckpt", type=PATH)
+@click.argument("ckpts", type=PATH, nargs=-1, required=True, metavar="CKPT...")
 @tag_option
 @click.option("--tensors", is_flag=True, help="A line for each tensor.")
 @click.option("--files", is_flag=True, help="A line for each rank file.")
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 @progress_options
 def inspect(
     *,
-    ckpt: Path,
+    ckpts: tuple[Path, ...],
     tag: str | None,
     tensors: bool,
     files: bool,
     stats: bool,
-    as_json: bool,
+    json: bool,
     progress: str,
     quiet: bool,
 ) -> None:
@@ -47,13 +47,13 @@ def inspect(
     from zexport.inspection import inspect_checkpoint
     from zexport.report import inspection_json, print_inspection
 
-    found = inspect_checkpoint(ckpt, tag=tag)
+    found = inspect_checkpoint(ckpts, tag=tag)
     statistics = None
     if stats and found.checkpoint is not None:
         statistics = _measure(found.checkpoint, progress, quiet=quiet)
-    if as_json:
+    if json:
         content = inspection_json(found, tensors=tensors, statistics=statistics)
-        click.echo(json.dumps(content, indent=2, allow_nan=False))
+        click.echo(dumps(content, indent=2, allow_nan=False))
         return
     from zexport.cli.console import console
 

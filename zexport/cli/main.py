@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -20,6 +21,8 @@ from zexport.version import __version__
 
 _INTERRUPTED = 130
 _BUG = 1
+_YES = frozenset({"1", "true", "t", "yes", "y", "on"})
+"""What Click takes for yes in an environment variable."""
 
 
 @click.group(
@@ -47,7 +50,7 @@ for _command in (consolidate, inspect, verify, train):
 def main() -> NoReturn:
     """Run the command line and end the process with its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
-    as_json = "--json" in sys.argv[1:]
+    as_json = _wants_json(sys.argv[1:])
     try:
         code = cli.main(standalone_mode=False, prog_name="zexport")
         sys.stdout.flush()
@@ -63,6 +66,13 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BUG
     sys.exit(code)
+
+
+def _wants_json(words: Sequence[str]) -> bool:
+    """Whether a failure is told in JSON; asked before the words are parsed, which may fail."""
+    command = next((word for word in words if word in cli.commands), "")
+    setting = os.environ.get(f"ZEXPORT_{command}_JSON".upper(), "")
+    return "--json" in words or setting.lower() in _YES
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -64,9 +64,7 @@ def tag_option(command: F) -> F:
 
 def json_option(command: F) -> F:
     """``--json``: one object on stdout in place of text."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")(
-        command
-    )
+    return click.option("--json", is_flag=True, help="Print one JSON object on stdout.")(command)
 
 
 def progress_options(command: F) -> F:

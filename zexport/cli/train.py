@@ -109,12 +109,10 @@ def _with_options(command: F) -> F:
 @click.command(context_settings={"show_default": True})
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path, resolve_path=True))
 @_with_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", is_flag=True, help="Print one JSON object.")
 @click.option("--local_rank", hidden=True, expose_value=False)  # the deepspeed launcher appends it
 @click.pass_context
-def train(
-    context: click.Context, /, ds_config: Path | None, *, as_json: bool, **values: Any
-) -> None:
+def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **values: Any) -> None:
     """Make a checkpoint in OUT by a short sharded training run with DeepSpeed.
 
     Started by itself it launches --world-size ranks; under torchrun or the deepspeed launcher it is
@@ -131,4 +129,4 @@ def train(
         options = resumed(options, explicit)
     summary = run_training(options, explicit, progress=lambda line: click.echo(line, err=True))
     if summary is not None:
-        click.echo(summary.to_json() if as_json else summary.to_text())
+        click.echo(summary.to_json() if json else summary.to_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from pathlib import Path
 
 import click
@@ -20,7 +20,7 @@ from zexport.errors import VerificationError
 @json_option
 @progress_options
 def verify(
-    out: Path, against: Path | None, base: Path | None, as_json: bool, progress: str, quiet: bool
+    out: Path, against: Path | None, base: Path | None, json: bool, progress: str, quiet: bool
 ) -> None:
     """Read the export OUT again and hold every byte against its manifest.
 
@@ -33,8 +33,8 @@ def verify(
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         found = verify_export(out, against=against, base=base, progress=on_progress)
-    if as_json:
-        click.echo(json.dumps(verify_json(found), indent=2))
+    if json:
+        click.echo(dumps(verify_json(found), indent=2))
     else:
         print_verify(console(), found)
     if not found.ok:

@@ -2,8 +2,8 @@
 
 Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/partition_parameters.py`` (``_partition_param``) and
 ``runtime/zero/stage3.py`` (``_set_fp32_optimizer_param_groups``): stripe ``d`` of a parameter of
-``n`` elements holds elements ``d * k`` to ``(d + 1) * k``, ``k = ceil(n / world_size)``; a rank's flat
-data is the stripes of all parameters in the order of ``param_shapes``, end to end.
+``n`` elements holds elements ``d * k`` to ``(d + 1) * k``, ``k = ceil(n / world_size)``; a rank's
+flat data is the stripes of all parameters in the order of ``param_shapes``, end to end.
 """
 
 from __future__ import annotations

@@ -1,0 +1,417 @@
+"""Checkpoints with experts, made up and real, read byte for byte against the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
+from zexport.assembly.expert_states import read_expert_states
+from zexport.assembly.experts import take_expert_inventory
+from zexport.assembly.fused_experts import fuse_experts
+from zexport.checkpoint import Role
+from zexport.dtypes import DType
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
+from zexport.extents import ByteSource
+from zexport.location import locate
+from zexport.rank_files import RankFileKind, list_rank_files
+from zexport.ranks import read_ranks
+from zexport.tensors import Inventory
+
+_REFUSED = {"moe_z0_w2_ep2_bf16"}  # unnamed masters, of which each file holds a part
+_FIXTURES = Path(__file__).parents[1] / "fixtures"
+_FOLDERS = [_FIXTURES, *(Path(own) for own in [os.environ.get("ZEXPORT_CASES")] if own)]
+_CASES = [
+    pytest.param(file.parent, id=f"{file.parent.parent.name}-{file.parent.name}")
+    for folder in _FOLDERS
+    for file in sorted(folder.glob("*/case.json"))
+    if file.parent.name.startswith(("moe_", "autoep_")) and file.parent.name not in _REFUSED
+]
+
+
+def inventory_of(tag_dir: Path) -> Inventory:
+    files = list_rank_files(tag_dir)
+    ranks = read_ranks(tag_dir, files)
+    experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
+    assert ranks.first_model is not None
+    return take_expert_inventory(ranks, ranks.first_model, experts)
+
+
+def read(source: ByteSource | None) -> bytes:
+    assert source is not None
+    parts = []
+    for extent in source.extents(0, source.nbytes):
+        descriptor = os.open(extent.path, os.O_RDONLY)
+        parts.append(os.pread(descriptor, extent.nbytes, extent.offset))
+        os.close(descriptor)
+    return b"".join(parts)
+
+
+def facts(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {t.name: (t.dtype.torch_name, t.shape, read(t.source)) for t in inventory.tensors}
+
+
+def facts_of(
+    tensors: dict[str, torch.Tensor], *, without: object = ()
+) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    assert hasattr(without, "__contains__")
+    return {
+        name: (
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+        for name, value in tensors.items()
+        if name not in without
+    }
+
+
+# --- real ones ---
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Path) -> None:
+    described = json.loads((case / "case.json").read_text())
+    inventory = inventory_of(locate(case / "ckpt", None).tag_dir)
+    assert facts(inventory) == facts_of(
+        load_file(case / "truth.safetensors"), without=inventory.aliases
+    )
+    assert inventory.aliases == described["tied"]
+    assert inventory.left_out == ()
+    roles = {tensor.name: tensor.role for tensor in inventory.tensors}
+    assert {n for n, r in roles.items() if r is Role.FROZEN} == set(described["frozen"])
+    assert {n for n, r in roles.items() if r is Role.BUFFER} == set(described["buffers"])
+    assert all(read(replica.kept) == read(replica.other) for replica in inventory.replicas)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in _CASES if (Path(str(case.values[0])) / "truth.hf.safetensors").exists()],
+)
+def test_fused_experts_are_those_of_the_hugging_face_model(case: Path) -> None:
+    fused = fuse_experts(inventory_of(locate(case / "ckpt", None).tag_dir))
+    assert facts(fused) == facts_of(load_file(case / "truth.hf.safetensors"))
+    assert fused.aliases == {}
+
+
+@pytest.mark.parametrize("name", sorted(_REFUSED))
+def test_real_masters_of_experts_without_names_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="without their names"):
+        inventory_of(locate(_FIXTURES / name / "ckpt", None).tag_dir)
+
+
+# --- any number of ranks, experts and shares ---
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> MoeRun:
+    ep = draw(st.integers(1, 3))
+    autoep = draw(st.booleans())
+    experts = ep * draw(st.integers(1, 3))
+    held = None
+    if autoep and draw(st.booleans()):
+        order = draw(st.permutations(range(experts)))
+        held = [order[e * experts // ep : (e + 1) * experts // ep] for e in range(ep)]
+    return MoeRun(
+        stage=draw(st.sampled_from([1, 2, 3] if autoep else [1, 2])),
+        world=ep * draw(st.integers(1, 3)),
+        ep=ep,
+        experts=experts,
+        layers=draw(st.integers(1, 2)),
+        blocks=draw(st.booleans()),
+        recorded=draw(st.booleans()),
+        autoep=autoep,
+        held=held,
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(run=runs())
+def test_experts_come_out_whole_and_numbered_globally(
+    run: MoeRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = save_moe(run, tmp_path_factory.mktemp("moe"))
+    inventory = inventory_of(folder)
+    assert facts(inventory) == facts_of(truth(run))
+    routers = [f"m.{layer}.router.gate.weight" for layer in range(run.layers * run.autoep)]
+    assert inventory.aliases == {name.replace(".router.", ".gate."): name for name in routers}
+    assert {tensor.role for tensor in inventory.tensors} == {Role.TRAINABLE}
+
+
+# --- which ranks share an expert ---
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_the_partitions_hold_outweighs_the_configuration(tmp_path: Path, blocks: bool) -> None:
+    run = MoeRun(blocks=blocks)
+    folder = save_moe(run, tmp_path)
+    rewrite(
+        folder / "mp_rank_00_model_states.pt",
+        lambda state: state["ds_config"].update(use_data_before_expert_parallelism=not blocks),
+    )
+    inventory = inventory_of(folder)
+    assert facts(inventory) == facts_of(truth(run))
+    assert any("order" in note for note in inventory.notes)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_under_round_robin_ranks_of_one_partition_are_known_by_recording_the_same(
+    tmp_path: Path, blocks: bool
+) -> None:
+    run = MoeRun(blocks=blocks, configured=False)
+    folder = save_moe(run, tmp_path)
+
+    def turn_round_robin(state: dict[str, object]) -> None:
+        state["ds_config"] = {"zero_optimization": {"round_robin_gradients": True}}
+
+    rewrite(folder / "mp_rank_00_model_states.pt", turn_round_robin)
+    for rank in range(run.world):
+        rewrite(
+            folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            lambda state: [
+                mapping.update(zip(mapping, [*mapping.values()][::-1], strict=True))
+                for mapping in state["optimizer_state_dict"]["param_slice_mappings"]
+            ],
+        )
+    assert facts(inventory_of(folder)) == facts_of(truth(run))
+
+
+def test_without_record_and_configuration_it_is_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(recorded=False, configured=False), tmp_path)
+    with pytest.raises(UnsupportedError, match="does not say which ranks share an expert"):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (3, 1)])
+def test_nothing_needs_to_be_said_where_both_placements_are_the_same(
+    tmp_path: Path, world: int, ep: int
+) -> None:
+    run = MoeRun(world=world, ep=ep, recorded=False, configured=False)
+    assert facts(inventory_of(save_moe(run, tmp_path))) == facts_of(truth(run))
+
+
+def test_partitions_that_record_other_parameters_are_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+
+    def rename(state: dict[str, dict[str, list[dict[str, object]]]]) -> None:
+        mapping = state["optimizer_state_dict"]["param_slice_mappings"][1]
+        first = next(iter(mapping))
+        mapping[first.replace("up.", "down.")] = mapping.pop(first)
+
+    rewrite(folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", rename)
+    with pytest.raises(DamagedCheckpointError, match="not those that the ranks should hold"):
+        inventory_of(folder)
+
+
+def test_under_zero3_the_model_files_must_agree_on_who_holds_what(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(stage=3, autoep=True), tmp_path)
+    rewrite(
+        folder / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        lambda state: [layer.update(ep_rank=0) for layer in state["ds_autoep_layers"]],
+    )
+    with pytest.raises(DamagedCheckpointError, match="another expert-parallel rank"):
+        inventory_of(folder)
+
+
+def test_under_zero3_ranks_must_agree_on_who_shares_a_group(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(stage=3, autoep=True), tmp_path)
+    rewrite(
+        folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        lambda state: state["optimizer_state_dict"]["ds_zero_partition_groups"][1].update(
+            partition_ranks=[1, 2]
+        ),
+    )
+    with pytest.raises(DamagedCheckpointError, match="do not agree on who shares"):
+        inventory_of(folder)
+
+
+# --- expert files ---
+
+
+def test_a_missing_expert_file_is_named(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    expert_file(folder, 1, 2).unlink()
+    with pytest.raises(IncompleteCheckpointError, match="layer_1_expert_2"):
+        inventory_of(folder)
+
+
+def test_an_expert_file_under_another_experts_name_is_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    expert_file(folder, 0, 1).rename(tmp_path / "aside")
+    expert_file(folder, 0, 2).rename(expert_file(folder, 0, 1))
+    (tmp_path / "aside").rename(expert_file(folder, 0, 2))
+    with pytest.raises(DamagedCheckpointError, match="was written under another name"):
+        inventory_of(folder)
+
+
+def test_an_expert_of_another_shape_in_its_file_is_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    name = f"{prefix(0)}.1.up.weight"
+    rewrite(expert_file(folder, 0, 1), lambda state: state.update({name: state[name].T.clone()}))
+    with pytest.raises(DamagedCheckpointError, match="does not hold what the flat groups hold"):
+        inventory_of(folder)
+
+
+def test_names_tied_within_an_expert_are_aliases_in_every_expert(tmp_path: Path) -> None:
+    run = MoeRun()
+    folder = save_moe(run, tmp_path)
+    for layer in range(run.layers):
+        for expert in range(run.experts):
+            stored, tied = (f"{prefix(layer)}.{expert}.{n}" for n in ("up.bias", "down.bias"))
+            path = expert_file(folder, layer, expert)
+            rewrite(path, lambda state, a=tied, b=stored: state.update({a: state[b].clone()}))
+
+    def tie(state: dict[str, object]) -> None:
+        state["shared_params"] = {
+            f"{prefix(layer)}.{e}.down.bias": f"{prefix(layer)}.{e}.up.bias"
+            for layer in range(run.layers)
+            for e in range(2)
+        }
+
+    rewrite(folder / "mp_rank_00_model_states.pt", tie)
+    inventory = inventory_of(folder)
+    assert facts(inventory) == facts_of(truth(run))
+    assert inventory.aliases == {
+        f"{prefix(layer)}.{e}.down.bias": f"{prefix(layer)}.{e}.up.bias"
+        for layer in range(run.layers)
+        for e in range(run.experts)
+    }
+
+
+def test_a_tie_across_experts_is_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    tie = {f"{prefix(0)}.1.up.bias": f"{prefix(0)}.0.up.bias"}
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(shared_params=tie))
+    with pytest.raises(UnsupportedError, match="across experts"):
+        inventory_of(folder)
+
+
+def test_without_a_rank_file_names_and_shapes_are_still_known(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        run = MoeRun(stage=stage, autoep=stage == 3)
+        folder = save_moe(run, tmp_path / str(stage))
+        (folder / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+        inventory = inventory_of(folder)
+        shapes = {name: tuple(value.shape) for name, value in truth(run).items()}
+        assert {tensor.name: tensor.shape for tensor in inventory.tensors} == shapes
+        assert all(tensor.source is None for tensor in inventory.tensors)
+
+
+# --- what is refused ---
+
+
+def test_masters_of_experts_without_names_are_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    masters = {"fp32_groups": [[torch.zeros(2)]]}
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(optimizer=masters))
+    with pytest.raises(UnsupportedError, match="without their names"):
+        inventory_of(folder)
+
+
+def test_experts_folded_with_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(autoep=True), tmp_path)
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(folding={"version": 1}))
+    with pytest.raises(UnsupportedError, match="split over tensor ranks"):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_format_version", "expert_placement"])
+def test_a_later_form_of_autoep_is_refused(tmp_path: Path, key: str) -> None:
+    folder = save_moe(MoeRun(autoep=True), tmp_path)
+    later: object = {"version": 2} if key == "expert_placement" else 2
+    rewrite(
+        folder / "mp_rank_00_model_states.pt",
+        lambda state: [layer.update({key: later}) for layer in state["ds_autoep_layers"]],
+    )
+    with pytest.raises(UnsupportedError, match="does not know"):
+        inventory_of(folder)
+
+
+def test_fusing_leaves_other_models_as_they_are(tmp_path: Path) -> None:
+    inventory = inventory_of(save_moe(MoeRun(), tmp_path))
+    assert fuse_experts(inventory) == inventory
+    assert {tensor.dtype for tensor in inventory.tensors} == {DType.F32}
+
+
+def test_fused_experts_hold_gate_above_up_in_every_expert(tmp_path: Path) -> None:
+    run = MoeRun(autoep=True)
+    whole = truth(run)
+    expected = {name: whole[name] for name in ("emb.weight", "head.bias")}
+    for layer in range(run.layers):
+        w1, w2, w3 = (whole[f"m.{layer}.experts.{w}"] for w in ("w1", "w2", "w3"))
+        expected[f"m.{layer}.gate.weight"] = whole[f"m.{layer}.router.gate.weight"]
+        expected[f"m.{layer}.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)
+        expected[f"m.{layer}.experts.down_proj"] = w2
+    fused = fuse_experts(inventory_of(save_moe(run, tmp_path)))
+    assert facts(fused) == facts_of(expected)
+    assert fused.aliases == {}
+
+
+def test_a_weight_that_no_expert_of_autoep_has_is_refused(tmp_path: Path) -> None:
+    folder = save_moe(MoeRun(autoep=True), tmp_path)
+    bias = {"m.0.experts.b1.2": torch.zeros(3)}
+    rewrite(expert_file(folder, 0, 2), lambda state: state.update(bias))
+    with pytest.raises(DamagedCheckpointError, match="something else than its expert"):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("counts", [[2**62, 4], [4, 3], [4], [4, -4]])
+def test_a_false_number_of_experts_is_refused_at_once(tmp_path: Path, counts: list[int]) -> None:
+    folder = save_moe(MoeRun(), tmp_path)
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(num_experts=counts))
+    with pytest.raises((DamagedCheckpointError, IncompleteCheckpointError)):
+        inventory_of(folder)
+
+
+def test_experts_alone_may_be_trained(tmp_path: Path) -> None:
+    run = MoeRun()
+    folder = save_moe(run, tmp_path)
+
+    def freeze(state: dict[str, list[object]]) -> None:
+        del state["param_shapes"][0]
+
+    def leave_out(state: dict[str, dict[str, list[object]]]) -> None:
+        for key in ("single_partition_of_fp32_groups", "partition_count", "param_slice_mappings"):
+            del state["optimizer_state_dict"][key][0]
+
+    rewrite(folder / "mp_rank_00_model_states.pt", freeze)
+    for rank in range(run.world):
+        rewrite(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", leave_out)
+    inventory = inventory_of(folder)
+    whole = truth(run)
+    low = {name: whole[name].bfloat16() for name in ("emb.weight", "head.bias")}
+    assert facts(inventory) == facts_of({**whole, **low})
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_stripes_of_experts_are_joined_within_the_ranks_that_share_them(
+    tmp_path: Path, blocks: bool
+) -> None:
+    run = MoeRun(stage=3, world=6, ep=2, autoep=True, blocks=blocks)
+    folder = save_moe(run, tmp_path)
+    assert facts(inventory_of(folder)) == facts_of(truth(run))
+    for rank in range(1, run.world):
+        (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+    assert facts(inventory_of(folder)) == facts_of(truth(run))
+
+
+def test_experts_that_no_file_holds_are_left_out_by_name(tmp_path: Path) -> None:
+    run = MoeRun(stage=3, autoep=True, layers=1)
+    folder = save_moe(run, tmp_path)
+    rewrite(
+        folder / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        lambda state: state["param_shapes"].pop(),
+    )
+    for rank in range(run.world):
+        rewrite(
+            folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            lambda state: state["optimizer_state_dict"]["fp32_flat_groups"].pop(),
+        )
+    assert inventory_of(folder).left_out == tuple(f"m.0.experts.w{i}" for i in (1, 2, 3))

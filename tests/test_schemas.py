@@ -1,0 +1,183 @@
+"""Real output against the published JSON Schemas, none of whose keys may be missing from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.checkpoints import Model, Run, save, small_model
+from zexport import report
+from zexport.api import run_export, verify_export
+from zexport.errors import UsageError, ZexportError
+from zexport.inspection import inspect_checkpoint
+from zexport.opening import open_checkpoint
+from zexport.options import ExportOptions
+from zexport.planning import plan_export
+from zexport.statistics import measure
+from zexport.train.summary import TrainSummary
+
+SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))
+PLAIN = FIXTURES / "z3_w2_bf16" / "ckpt"
+
+each_case = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+
+
+def schema(name: str) -> Any:
+    """A schema as it is published."""
+    return json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def closed(node: Any) -> Any:
+    """The same schema without leave to have keys that it does not name.
+
+    Programs must put up with keys of later versions; the tests must not, or a key could come
+    without a word about it.
+    """
+    if isinstance(node, list):
+        return [closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    inner = {key: closed(value) for key, value in node.items()}
+    if isinstance(node.get("properties"), dict) and "type" in node:
+        inner.setdefault("additionalProperties", False)
+    return inner
+
+
+def check(name: str, content: object) -> Any:
+    """The content as a program gets it, once it is known to fit."""
+    received = json.loads(json.dumps(content, allow_nan=False))
+    Draft202012Validator(closed(schema(name))).validate(received)
+    return received
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCHEMAS.glob("*.json")))
+def test_a_schema_is_one_and_requires_what_is_always_there(name: str) -> None:
+    content = schema(name)
+    Draft202012Validator.check_schema(content)
+    assert content["required"] == list(content["properties"])
+    assert not Draft202012Validator(content).is_valid({"schema": 1})
+
+
+def test_what_schemas_share_is_the_same_in_all_of_them() -> None:
+    shared: dict[str, Any] = {}
+    for path in SCHEMAS.glob("*.json"):
+        for name, definition in schema(path.stem).get("$defs", {}).items():
+            assert shared.setdefault(name, definition) == definition
+
+
+@each_case
+def test_plan_export_manifest_and_verification_of_every_case_or_why_there_is_none(
+    case: Path, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(case / "ckpt")
+    if checkpoint.problems:
+        for problem in checkpoint.problems:
+            check("error", report.error_json(problem))
+        return
+    plan = plan_export(checkpoint, tmp_path / "model", ExportOptions())
+    check("plan", report.plan_json(plan))
+    done = run_export(plan)
+    check("export", report.export_json(done, plan))
+    check("manifest", json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes()))
+    check("verify", report.verify_json(verify_export(tmp_path / "model")))
+
+
+@each_case
+def test_inspection_of_every_case_with_all_there_is_to_say(case: Path) -> None:
+    found = inspect_checkpoint(case / "ckpt")
+    check("inspect", report.inspection_json(found))
+    check("inspect", report.inspection_json(found, tensors=True))
+    assert found.checkpoint is not None
+    told = check("inspect", report.inspection_json(found, statistics=measure(found.checkpoint)))
+    assert all(tensor["statistics"]["nan"] == 0 for tensor in told["checkpoint"]["tensors"])
+
+
+def test_inspection_where_a_tag_has_to_be_chosen(tmp_path: Path) -> None:
+    root = shutil.copytree(PLAIN, tmp_path / "run")
+    shutil.copytree(root / "global_step2", root / "global_step4")
+    (root / "latest").unlink()
+    told = check("inspect", report.inspection_json(inspect_checkpoint(root)))
+    assert (told["checkpoint"], told["verdict"]["outcome"]) == (None, "choose_tag")
+
+
+def test_inspection_of_damage(tmp_path: Path) -> None:
+    root = shutil.copytree(PLAIN, tmp_path / "run")
+    files = sorted((root / "global_step2").glob("*.pt"))
+    files[0].unlink()
+    os.truncate(files[2], 100)
+    (root / "model.safetensors").write_bytes(b"nothing")
+    told = check("inspect", report.inspection_json(inspect_checkpoint(root)))
+    assert told["problems"]
+    assert told["checkpoint"]["weight_files"][0]["problem"]
+
+
+def test_an_export_of_remarkable_values(tmp_path: Path) -> None:
+    import torch
+
+    tensors = {
+        "a": torch.tensor([float("nan"), 1e30]),
+        "b": torch.tensor([float("inf"), -1.0]),
+        "z": torch.zeros(3),
+    }
+    root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
+    options = ExportOptions.from_recorded(ExportOptions().recorded() | {"dtype": "fp16"}, base=None)
+    plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
+    told = check("export", report.export_json(run_export(plan), plan))
+    kinds = {finding["kind"] for finding in told["findings"]}
+    assert kinds == {"nan", "inf", "fp16_overflow", "all_zero"}
+    manifest = json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes())
+    assert check("manifest", manifest)["findings"] == told["findings"]
+
+
+def test_an_export_with_renames_and_ties(tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=3), tmp_path / "checkpoint")
+    options = replace(ExportOptions(), renames=(("^emb", "embed"),))
+    plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
+    told = check("plan", report.plan_json(plan))
+    assert told["tied"] == {"head.weight": "embed.weight"}
+    assert told["options"]["renames"] == [["^emb", "embed"]]
+
+
+def test_a_verification_that_found_something(tmp_path: Path) -> None:
+    plan = plan_export(open_checkpoint(PLAIN), tmp_path / "model")
+    run_export(plan)
+    (tmp_path / "model" / "config.json").unlink()
+    os.truncate(tmp_path / "model" / "model.safetensors", 1000)
+    told = check("verify", report.verify_json(verify_export(tmp_path / "model", against=PLAIN)))
+    assert (told["ok"], told["against_checkpoint"]) == (False, True)
+
+
+def test_every_error(tmp_path: Path) -> None:
+    kinds = list(_kinds(ZexportError))
+    assert UsageError in kinds
+    for kind in kinds:
+        for error in (kind("is wrong"), kind("is wrong", path=tmp_path, found=1, hint="Mend it")):
+            assert check("error", report.error_json(error))["error"]["kind"] == kind.kind
+
+
+def _kinds(root: type[ZexportError]) -> list[type[ZexportError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _kinds(child))]
+
+
+def test_a_training_run() -> None:
+    summary = TrainSummary(
+        out=Path("run"),
+        tag="global_step4",
+        steps=4,
+        first_loss=5.5,
+        last_loss=5.25,
+        checkpoints=("global_step2", "global_step4"),
+        world_size=2,
+        stage=3,
+    )
+    told = check("train", json.loads(summary.to_json()))
+    assert told["checkpoints"] == ["global_step2", "global_step4"]

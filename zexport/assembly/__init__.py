@@ -1,0 +1,1 @@
+"""Whole tensors from several inventories: what tensor ranks, stages and experts hold, joined."""
