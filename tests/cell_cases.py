@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 
 from tests.real_cases import Facts, facts
+from zexport.checkpoint.location import is_tag_dir
+from zexport.checkpoint.rank_files import list_rank_files
+from zexport.checkpoint.ranks import RankStates, read_ranks
+from zexport.checkpoint.tensors import Inventory
 from zexport.extents import ByteSource
-from zexport.location import is_tag_dir
-from zexport.rank_files import list_rank_files
-from zexport.ranks import RankStates, read_ranks
-from zexport.tensors import Inventory
 
 
 def cases_named(*prefixes: str) -> list[Path]:

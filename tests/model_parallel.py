@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import Tensors
-from zexport.assembly.layer_files import read_layers
-from zexport.assembly.pipeline import join_stages
-from zexport.assembly.tensor_parallel import join_tensor_ranks
-from zexport.checkpoint import CastReplica, Replica
+from zexport.checkpoint.assembly.layer_files import read_layers
+from zexport.checkpoint.assembly.pipeline import join_stages
+from zexport.checkpoint.assembly.tensor_parallel import join_tensor_ranks
+from zexport.checkpoint.contents import CastReplica, Replica
+from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
+from zexport.checkpoint.ranks import RankStates, read_ranks
+from zexport.checkpoint.tensors import Inventory, take_inventory
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
-from zexport.rank_files import RankFileKind, list_rank_files
-from zexport.ranks import RankStates, read_ranks
-from zexport.tensors import Inventory, take_inventory
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from zexport.archive import Member
 from zexport.dtypes import DType
+from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
 from zexport.extents import ByteSource, Extent
-from zexport.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
 from zexport.safetensors_file import HeaderEntry, build_header
+from zexport.torchfile.archive import Member
 
 HUGE = 1 << 20
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.plans import Wanted, export_plan, save, torch_dtype
 from zexport.dtypes import DType
 from zexport.errors import ZexportError
-from zexport.execute import run_plan
+from zexport.export.execute import run_plan
 from zexport.safetensors_file import HeaderEntry, build_header, read_header
 
 _SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from zexport.archive import TorchFile, read_torch_file
 from zexport.dtypes import DType
-from zexport.pickles import TensorRef
+from zexport.torchfile.archive import TorchFile, read_torch_file
+from zexport.torchfile.pickles import TensorRef
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 CASES = os.environ.get("ZEXPORT_CASES")

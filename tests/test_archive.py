@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zexport.archive import Container, Member, TorchFile, read_torch_file
 from zexport.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -23,7 +22,8 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.extents import Extent, Strided
-from zexport.pickles import TensorRef
+from zexport.torchfile.archive import Container, Member, TorchFile, read_torch_file
+from zexport.torchfile.pickles import TensorRef
 
 VALUE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5, dtype=torch.int16), "n": 7}
 
@@ -265,7 +265,7 @@ def test_a_compressed_pickle_is_read_but_not_beyond_its_limit(
 ) -> None:
     rewrite(saved, compression=zipfile.ZIP_DEFLATED)
     assert read_torch_file(saved).unknown_globals == ()
-    monkeypatch.setattr("zexport.zip_container.MAX_PICKLE_NBYTES", 100)
+    monkeypatch.setattr("zexport.torchfile.zip_container.MAX_PICKLE_NBYTES", 100)
     with pytest.raises(DamagedCheckpointError, match="expected at most 100"):
         read_torch_file(saved)
 

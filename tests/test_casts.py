@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.plans import torch_dtype
-from zexport.casts import Statistics, cast_into, statistics_of
 from zexport.dtypes import DType
+from zexport.streams.casts import Statistics, cast_into, statistics_of
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 PAIRS = [pair for pair in itertools.product(FLOATS, FLOATS) if pair[0] is not pair[1]]

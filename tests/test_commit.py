@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zexport.commit import staged_folder, writing
 from zexport.errors import OutputError
+from zexport.export.commit import staged_folder, writing
 
 
 def _make(out_dir: Path, content: str = "new", **options: object) -> None:
@@ -153,7 +153,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     script = (
         "import os, sys; sys.path.insert(0, '.')\n"
         "from pathlib import Path\n"
-        "from zexport.commit import staged_folder\n"
+        "from zexport.export.commit import staged_folder\n"
         "with staged_folder(Path(sys.argv[1]), nbytes=1, overwrite=False) as folder:\n"
         "    (folder / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), 9)\n"

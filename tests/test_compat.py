@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.real_cases import deepspeed_state, facts, on_every_real_checkpoint
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.compat import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
 from zexport.errors import DamagedCheckpointError, FrozenLeftOutError
-from zexport.opening import open_checkpoint
 
 State = dict[str, torch.Tensor]
 

@@ -23,10 +23,10 @@ from zexport.errors import (
     DamagedCheckpointError,
     VerificationError,
 )
-from zexport.execute import Finding, Phase, Progress, VerifyMode, run_plan
+from zexport.export.execute import Finding, Phase, Progress, VerifyMode, run_plan
+from zexport.export.manifest import read_manifest
+from zexport.export.plan import ExportPlan, SideFile, TensorPlan
 from zexport.extents import Chain, Extent, Striped
-from zexport.manifest import read_manifest
-from zexport.plan import ExportPlan, SideFile, TensorPlan
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -385,8 +385,8 @@ def test_a_file_system_that_refuses_a_write_is_an_output_error(tmp_path: Path) -
         "import resource, sys; sys.path.insert(0, '.')\n"
         "from pathlib import Path\n"
         "from zexport.errors import OutputError\n"
-        "from zexport.execute import run_plan\n"
-        "from zexport.plan import SideFile\n"
+        "from zexport.export.execute import run_plan\n"
+        "from zexport.export.plan import SideFile\n"
         "from tests.plans import export_plan\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "side = SideFile('big', content=bytes(5000))\n"
@@ -443,7 +443,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     script = (
         "import pickle, re, sys; sys.path.insert(0, '.')\n"
         "from pathlib import Path\n"
-        "from zexport.execute import run_plan\n"
+        "from zexport.export.execute import run_plan\n"
         "run_plan(pickle.load(sys.stdin.buffer))\n"
         "status = Path('/proc/self/status').read_text()\n"
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])\n"

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
-from zexport.assembly.expert_states import read_expert_states
-from zexport.assembly.experts import take_expert_inventory
-from zexport.assembly.fused_experts import fuse_experts
-from zexport.checkpoint import Role
+from zexport.checkpoint.assembly.expert_states import read_expert_states
+from zexport.checkpoint.assembly.experts import take_expert_inventory
+from zexport.checkpoint.assembly.fused_experts import fuse_experts
+from zexport.checkpoint.contents import Role
+from zexport.checkpoint.location import locate
+from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
+from zexport.checkpoint.ranks import read_ranks
+from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.extents import ByteSource
-from zexport.location import locate
-from zexport.rank_files import RankFileKind, list_rank_files
-from zexport.ranks import read_ranks
-from zexport.tensors import Inventory
 
 _REFUSED = {"moe_z0_w2_ep2_bf16"}  # unnamed masters, of which each file holds a part
 _FIXTURES = Path(__file__).parents[1] / "fixtures"

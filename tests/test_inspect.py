@@ -22,10 +22,10 @@ from tests.checkpoints import Model, Run, edit, model_file, optimizer_file, save
 from tests.sparse_checkpoint import write_sparse_zero3
 from zexport import report
 from zexport.api import consolidate, plan_export
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import UnsafeError, UnsupportedError
-from zexport.inspection import Inspection, Outcome, inspect_checkpoint
-from zexport.opening import open_checkpoint
+from zexport.inspection.inspect import Inspection, Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions, NameLayout
 
 TAG = "global_step2"

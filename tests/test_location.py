@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from zexport.checkpoint.location import Framework, TagChoice, locate, locate_all
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -14,7 +15,6 @@ from zexport.errors import (
     UnsafeError,
     UsageError,
 )
-from zexport.location import Framework, TagChoice, locate, locate_all
 
 
 def _tag(root: Path, tag: str) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
-from zexport.manifest import (
+from zexport.export.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Finding,

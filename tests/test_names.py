@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zexport.jsontypes import Json
-from zexport.names import ModelNames, NamesUnknown, learn_names
-from zexport.sidecars import Sidecars, find_sidecars
+from zexport.model.names import ModelNames, NamesUnknown, learn_names
+from zexport.model.sidecars import Sidecars, find_sidecars
 
 _TINY_LLAMA: dict[str, Json] = {
     "model_type": "llama",

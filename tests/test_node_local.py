@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import Run, edit, save, small_model
-from zexport.assembly.node_local import unite
+from zexport.checkpoint.assembly.node_local import unite
+from zexport.checkpoint.location import Location, locate
+from zexport.checkpoint.rank_files import list_rank_files
 from zexport.errors import DamagedCheckpointError, UsageError
-from zexport.location import Location, locate
-from zexport.rank_files import list_rank_files
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import Run, edit, model_file, save, small_model
+from zexport.checkpoint.opening import open_checkpoint, raise_problems
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
     UnsafeError,
     UnsupportedError,
 )
-from zexport.opening import open_checkpoint, raise_problems
 
 
 @pytest.mark.parametrize(

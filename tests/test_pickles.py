@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport import pickles
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsafeError, ZexportError
-from zexport.pickles import (
+from zexport.torchfile import pickles
+from zexport.torchfile.pickles import (
     FragmentAddress,
     Global,
     Opaque,

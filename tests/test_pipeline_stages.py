@@ -25,7 +25,7 @@ from tests.model_parallel import (
     values,
 )
 from tests.oracles import differences
-from zexport.checkpoint import Role
+from zexport.checkpoint.contents import Role
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.pipeline import order_slices

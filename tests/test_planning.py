@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import Model, Run, save, small_model, values
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import CheckpointError, IncompleteCheckpointError, MemoryLimitError
-from zexport.opening import open_checkpoint
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.planning import memory_nbytes, plan_export
 from zexport.options import ExportDType, ExportOptions
-from zexport.plan import ExportPlan, TensorPlan
-from zexport.planning import memory_nbytes, plan_export
 
 
 def _plan(root: Path, options: ExportOptions | None = None) -> ExportPlan:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zexport.rank_files import RankFileKind, list_rank_files, parse_rank_file, ranges_of
+from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file, ranges_of
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoints import Run, deepspeed_names, edit, save, small_model
+from zexport.checkpoint.rank_files import list_rank_files
+from zexport.checkpoint.ranks import RankStates, read_ranks
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
-from zexport.rank_files import list_rank_files
-from zexport.ranks import RankStates, read_ranks
 
 _OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
-from zexport import reference
 from zexport.api import consolidate
+from zexport.checkpoint.location import locate
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import (
     DamagedCheckpointError,
@@ -28,13 +29,12 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
+from zexport.export import reference
+from zexport.export.plan import TensorPlan
+from zexport.export.planning import plan_export
+from zexport.export.reference import open_reference
 from zexport.extents import Extent
-from zexport.location import locate
-from zexport.opening import open_checkpoint
 from zexport.options import Engine, ExportOptions, NameLayout
-from zexport.plan import TensorPlan
-from zexport.planning import plan_export
-from zexport.reference import open_reference
 
 Converter = Callable[..., dict[str, torch.Tensor]]
 

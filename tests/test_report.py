@@ -19,12 +19,12 @@ from rich.console import Console
 from tests.checkpoints import Model, Run, save
 from zexport import report
 from zexport.api import plan_export, run_export, verify_export
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
-from zexport.execute import ExportReport, Phase, Progress
-from zexport.opening import open_checkpoint
+from zexport.export.execute import ExportReport, Phase, Progress
+from zexport.export.plan import ExportPlan
 from zexport.options import ExportOptions, NameLayout
-from zexport.plan import ExportPlan
 from zexport.report.text import duration, plural, printable, size, some
 
 NUMBER = {"type": "integer", "minimum": 0}
@@ -289,7 +289,7 @@ def test_json_progress_is_an_object_a_line_on_stderr(
 
 PROGRAM = """
 from zexport.cli import progress
-from zexport.execute import Phase, Progress
+from zexport.export.execute import Phase, Progress
 progress._LINE_SECONDS = progress._LINE_SECONDS_MIN = 0.0
 with progress.ProgressPrinter("auto") as tell:
     tell(Progress(500_000_000, 1_000_000_000, Phase.WRITE))

@@ -15,12 +15,12 @@ from jsonschema import Draft202012Validator
 from tests.checkpoints import Model, Run, save, small_model
 from zexport import report
 from zexport.api import run_export, verify_export
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import UsageError, ZexportError
-from zexport.inspection import inspect_checkpoint
-from zexport.opening import open_checkpoint
+from zexport.export.planning import plan_export
+from zexport.inspection.inspect import inspect_checkpoint
+from zexport.inspection.statistics import measure
 from zexport.options import ExportOptions
-from zexport.planning import plan_export
-from zexport.statistics import measure
 from zexport.train.summary import TrainSummary
 
 SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import Model, Run, save, small_model, values
-from zexport.checkpoint import Role, StoredTensor
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError, UsageError
+from zexport.export.selection import Selection, name_tensors, select_tensors
 from zexport.extents import Extent
-from zexport.names import ModelNames, NamesUnknown
-from zexport.opening import open_checkpoint
+from zexport.model.names import ModelNames, NamesUnknown
 from zexport.options import ExportOptions, NameLayout
-from zexport.selection import Selection, name_tensors, select_tensors
 
 _UNKNOWN = NamesUnknown("there is no config.json")
 

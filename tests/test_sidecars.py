@@ -9,7 +9,7 @@ import pytest
 
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
-from zexport.sidecars import ConfigFile, find_sidecars
+from zexport.model.sidecars import ConfigFile, find_sidecars
 
 _CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 

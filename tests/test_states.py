@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.checkpoints import Run, edit, save, small_model
-from zexport.archive import read_torch_file
-from zexport.errors import DamagedCheckpointError, UnsafeError, ZexportError
-from zexport.states import (
+from zexport.checkpoint.states import (
     ModelStates,
     OptimizerStates,
     read_model_states,
     read_optimizer_states,
 )
+from zexport.errors import DamagedCheckpointError, UnsafeError, ZexportError
+from zexport.torchfile.archive import read_torch_file
 
 _MODEL_FILE = "global_step2/mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import Model, Run, optimizer_file, save
 from tests.real_cases import handed_over, on_every_real_checkpoint
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import DamagedCheckpointError
-from zexport.execute import Progress
-from zexport.opening import open_checkpoint
-from zexport.statistics import TensorStatistics, measure
+from zexport.export.execute import Progress
+from zexport.inspection.statistics import TensorStatistics, measure
 
 BUFFERS = [8, 24, 1 << 20]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.plans import save, source_file
 from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.export.plan import SourceFile
 from zexport.extents import Chain, Extent
-from zexport.plan import SourceFile
-from zexport.streams import SourceReader
+from zexport.streams.reader import SourceReader
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from zexport.assembly.patterns import MAX_WILD, PatternTable, parse_pattern
+from zexport.checkpoint.assembly.patterns import MAX_WILD, PatternTable, parse_pattern
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.tensor_parallel import (

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.checkpoints import Model, Run, edit, model_file, save, small_model, values
-from zexport.checkpoint import Role, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, ZeroCheckpoint
+from zexport.checkpoint.opening import open_checkpoint, raise_problems
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
-from zexport.opening import open_checkpoint, raise_problems
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 

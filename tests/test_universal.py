@@ -12,7 +12,7 @@ import torch
 
 from tests.cell_cases import cases_named, facts_of, read_bytes, read_cells, tag_of, truth_of
 from tests.checkpoints import edit
-from zexport.assembly.universal import UniversalInventory, take_universal_inventory
+from zexport.checkpoint.assembly.universal import UniversalInventory, take_universal_inventory
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

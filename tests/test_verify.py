@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.plans import Wanted, export_plan, save, source_file
-from zexport.digests import digest_file
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError
-from zexport.execute import Progress, run_plan
-from zexport.manifest import MANIFEST_NAME
-from zexport.plan import ExportPlan, SideFile
-from zexport.verify import INDEX_NAME, Problem, verify_export
+from zexport.export.execute import Progress, run_plan
+from zexport.export.manifest import MANIFEST_NAME
+from zexport.export.plan import ExportPlan, SideFile
+from zexport.export.verify import INDEX_NAME, Problem, verify_export
+from zexport.streams.digests import digest_file
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PLACES = {"a": SHARDS[0], "b": SHARDS[1]}

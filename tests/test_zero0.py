@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from tests.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
 from tests.real_cases import facts
-from zexport.archive import read_torch_file
-from zexport.assembly.cast_check import check_cast
-from zexport.assembly.zero0 import is_zero0, take_zero0_inventory
-from zexport.checkpoint import Role
+from zexport.checkpoint.assembly.cast_check import check_cast
+from zexport.checkpoint.assembly.zero0 import is_zero0, take_zero0_inventory
+from zexport.checkpoint.contents import Role
+from zexport.checkpoint.states import read_model_states
+from zexport.checkpoint.tensors import Inventory
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.zero0 import is_tiled, match_in_order
-from zexport.states import read_model_states
-from zexport.streams import SourceReader
-from zexport.tensors import Inventory
+from zexport.streams.reader import SourceReader
+from zexport.torchfile.archive import read_torch_file
 
 Tensors = dict[str, torch.Tensor]
 

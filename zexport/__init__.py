@@ -23,14 +23,14 @@ from zexport.version import __version__
 
 if TYPE_CHECKING:
     from zexport.api import consolidate, run_export, verify_export
-    from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
+    from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+    from zexport.checkpoint.opening import open_checkpoint
     from zexport.errors import ZexportError
-    from zexport.execute import ExportReport, Progress, VerifyMode
-    from zexport.opening import open_checkpoint
+    from zexport.export.execute import ExportReport, Progress, VerifyMode
+    from zexport.export.plan import ExportPlan
+    from zexport.export.planning import plan_export
+    from zexport.export.verify import VerifyReport
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
-    from zexport.plan import ExportPlan
-    from zexport.planning import plan_export
-    from zexport.verify import VerifyReport
 
 __all__ = [
     "Engine",
@@ -57,14 +57,14 @@ __all__ = [
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
     "api": ("consolidate", "run_export", "verify_export"),
-    "checkpoint": ("Role", "StoredTensor", "ZeroCheckpoint"),
+    "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
+    "checkpoint.opening": ("open_checkpoint",),
     "errors": ("ZexportError",),
-    "execute": ("ExportReport", "Progress", "VerifyMode"),
-    "opening": ("open_checkpoint",),
+    "export.execute": ("ExportReport", "Progress", "VerifyMode"),
+    "export.plan": ("ExportPlan",),
+    "export.planning": ("plan_export",),
+    "export.verify": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
-    "plan": ("ExportPlan",),
-    "planning": ("plan_export",),
-    "verify": ("VerifyReport",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

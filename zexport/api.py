@@ -9,15 +9,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from zexport import execute, verify
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.errors import VerificationError
-from zexport.execute import ExportReport, Progress, VerifyMode
-from zexport.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zexport.opening import Checkpoint, open_checkpoint
+from zexport.export import execute, verify
+from zexport.export.execute import ExportReport, Progress, VerifyMode
+from zexport.export.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zexport.export.plan import ExportPlan
+from zexport.export.planning import plan_export
+from zexport.export.verify import VerifyReport
 from zexport.options import ExportOptions
-from zexport.plan import ExportPlan
-from zexport.planning import plan_export
-from zexport.verify import VerifyReport
 
 OnProgress = Callable[[Progress], None]
 
@@ -45,7 +45,7 @@ def run_export(
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
-            from zexport.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
+            from zexport.export.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
             reader = stack.enter_context(open_reference(plan.reference))
         return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)

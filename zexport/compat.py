@@ -19,17 +19,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zexport.archive import TorchFile
-from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.opening import open_checkpoint, raise_problems
+from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import (
     CheckpointError,
     DamagedCheckpointError,
     FrozenLeftOutError,
     ZexportError,
 )
-from zexport.opening import open_checkpoint, raise_problems
-from zexport.rank_files import RankFileKind
-from zexport.streams import SourceReader
+from zexport.streams.reader import SourceReader
+from zexport.torchfile.archive import TorchFile
 
 if TYPE_CHECKING:
     import torch

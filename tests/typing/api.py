@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import assert_type
 
 import zexport
-from zexport.execute import Finding
-from zexport.verify import Problem
+from zexport.export.execute import Finding
+from zexport.export.verify import Problem
 
 
 def the_whole_job(path: Path, out: Path) -> None:

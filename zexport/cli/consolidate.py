@@ -111,11 +111,11 @@ def consolidate(
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
     from zexport.api import run_export
+    from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.execute import VerifyMode
-    from zexport.opening import open_checkpoint
-    from zexport.planning import plan_export
+    from zexport.export.execute import VerifyMode
+    from zexport.export.planning import plan_export
     from zexport.report import export_json, plan_json, print_export, print_plan
 
     options = ExportOptions(

@@ -11,8 +11,8 @@ import click
 from zexport.cli.options import PATH, json_option, progress_options, tag_option
 
 if TYPE_CHECKING:
-    from zexport.checkpoint import ZeroCheckpoint
-    from zexport.statistics import TensorStatistics
+    from zexport.checkpoint.contents import ZeroCheckpoint
+    from zexport.inspection.statistics import TensorStatistics
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
@@ -44,7 +44,7 @@ def inspect(
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
-    from zexport.inspection import inspect_checkpoint
+    from zexport.inspection.inspect import inspect_checkpoint
     from zexport.report import inspection_json, print_inspection
 
     found = inspect_checkpoint(ckpts, tag=tag)
@@ -64,7 +64,7 @@ def _measure(
     checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool
 ) -> tuple[TensorStatistics, ...]:
     from zexport.cli.progress import ProgressPrinter
-    from zexport.statistics import measure
+    from zexport.inspection.statistics import measure
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         return measure(checkpoint, progress=on_progress)

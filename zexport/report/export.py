@@ -19,9 +19,9 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zexport.execute import ExportReport
-    from zexport.plan import ExportPlan
-    from zexport.verify import Problem, VerifyReport
+    from zexport.export.execute import ExportReport
+    from zexport.export.plan import ExportPlan
+    from zexport.export.verify import Problem, VerifyReport
 
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint import CheckpointFile, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
 from zexport.dtypes import DType
-from zexport.inspection import Count, Inspection, Outcome
+from zexport.inspection.inspect import Count, Inspection, Outcome
 from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
     plural,
@@ -22,9 +22,9 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zexport.statistics import TensorStatistics
-    from zexport.tag_summary import TagSummary
-    from zexport.weight_files import WeightFile
+    from zexport.inspection.statistics import TensorStatistics
+    from zexport.inspection.tag_summary import TagSummary
+    from zexport.inspection.weight_files import WeightFile
 
 __all__ = ["inspection_json", "print_inspection"]
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
-from zexport.inspection import Inspection, Outcome
+from zexport.inspection.inspect import Inspection, Outcome
 from zexport.jsontypes import Json, JsonObject
 from zexport.report.failure import problem_json
 
 if TYPE_CHECKING:
-    from zexport.statistics import TensorStatistics
-    from zexport.tag_summary import TagSummary
-    from zexport.weight_files import WeightFile
+    from zexport.inspection.statistics import TensorStatistics
+    from zexport.inspection.tag_summary import TagSummary
+    from zexport.inspection.weight_files import WeightFile
 
 _SCHEMA = 1
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from zexport.plan import ExportPlan, ShardPlan
+    from zexport.export.plan import ExportPlan, ShardPlan
 
 _SCHEMA = 1
 _ESTIMATE_BYTES_PER_SECOND = 1_000_000_000
@@ -35,7 +35,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``warnings``, and those
     of the plan's provenance: ``checkpoint``, ``options``, ``loadable``, ``tied``, ``from_base``.
     """
-    from zexport.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     return {
         "schema": _SCHEMA,
@@ -60,7 +60,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
 
 def print_plan(console: Console, plan: ExportPlan) -> None:
     """The plan for people; nothing has been written."""
-    from zexport.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")

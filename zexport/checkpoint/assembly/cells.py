@@ -1,0 +1,116 @@
+"""The cells of a model-parallel grid: which there must be, and whether they are of one save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.checkpoint.rank_files import ranges_of
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
+
+MAX_DEGREE = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Degrees of model parallelism; index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``.
+
+    Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``: ranks of a replica in
+    the order of the axes pipe, model).
+
+    Attributes:
+        stages: pipeline stages.
+        tensor: tensor-parallel ranks of each.
+    """
+
+    stages: int
+    tensor: int
+
+    def index(self, stage: int, tensor_rank: int) -> int:
+        """The model-parallel index that rank files carry."""
+        return stage * self.tensor + tensor_rank
+
+
+def recorded_grid(model: ModelStates) -> Grid | None:
+    """The degrees that a rank's model states record (DeepSpeed 0.19 and later), if they do."""
+    value = Value(model.file.path, "model states", model.file.value)
+    degrees = value.get("checkpoint_parallel_dimensions").mapping_or_empty()
+    stages, tensor = degrees.get("pp_degree"), degrees.get("tp_degree")
+    if type(stages) is not int or type(tensor) is not int:
+        return None
+    if not (0 < stages <= MAX_DEGREE and 0 < tensor <= MAX_DEGREE):
+        raise DamagedCheckpointError(
+            "records impossible degrees of parallelism",
+            path=model.file.path,
+            found=f"{stages} pipeline stages, {tensor} tensor ranks",
+            expected=f"1 to {MAX_DEGREE} of each",
+        )
+    return Grid(stages, tensor)
+
+
+def tag_dir_of(cells: Mapping[int, RankStates]) -> Path | None:
+    """The folder that the cells' files lie in, if there is any file."""
+    models = [states.file.path for cell in cells.values() for states in cell.model.values()]
+    others = [states.file.path for cell in cells.values() for states in cell.optimizer.values()]
+    return next((path.parent for path in (*models, *others)), None)
+
+
+def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
+    """Refuse a grid in which cells are missing, in excess, or not all of one save.
+
+    Args:
+        cells: by model-parallel index.
+        count: how many there must be.
+        what: what a cell is, in the plural, such as ``tensor ranks``.
+
+    Raises:
+        IncompleteCheckpointError: cells have no files, or no model file.
+        DamagedCheckpointError: there are more cells, or they state different facts.
+    """
+    have = {index for index, cell in cells.items() if cell.first_model is not None}
+    missing = sorted(set(range(count)) - have)
+    if missing:
+        raise IncompleteCheckpointError(
+            f"lacks the model files of {what} {ranges_of(missing)}",
+            path=tag_dir_of(cells),
+            found=f"{what} {ranges_of(have)}",
+            expected=f"{count} of them, *mp_rank_{missing[0]:02d}_model_states.pt and the like",
+            hint="Copy them from the nodes that wrote them",
+        )
+    if surplus := sorted(set(cells) - set(range(count))):
+        raise DamagedCheckpointError(
+            f"has files of {what} {ranges_of(surplus)}, more than it records",
+            path=tag_dir_of(cells),
+            found=f"{len(cells)} model-parallel indices",
+            expected=count,
+            hint="Remove what another save left here",
+        )
+    _check_one_save(cells, what)
+
+
+def _check_one_save(cells: Mapping[int, RankStates], what: str) -> None:
+    """What every cell of one save states alike."""
+    models = {i: cell.first_model for i, cell in sorted(cells.items()) if cell.first_model}
+    facts: dict[str, dict[int, object]] = {
+        "global step": {i: model.global_steps for i, model in models.items()},
+        "DeepSpeed version": {i: model.ds_version for i, model in models.items()},
+        "data-parallel world size": {i: cells[i].world_size for i in models},
+        "ZeRO stage": {i: cells[i].is_zero3 for i in models},
+    }
+    for fact, found in facts.items():
+        values = {str(value) for value in found.values()}
+        if len(values) > 1:
+            raise DamagedCheckpointError(
+                f"mixes files of different saves: the {fact} differs",
+                path=tag_dir_of(cells),
+                found="; ".join(
+                    f"{value} on {what} {ranges_of(i for i, v in found.items() if str(v) == value)}"
+                    for value in sorted(values)
+                ),
+                expected="one save",
+                hint="Copy all rank files of one save again",
+            )

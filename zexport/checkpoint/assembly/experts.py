@@ -1,0 +1,219 @@
+"""Models with experts: every expert under its number in the whole layer, whoever held it.
+
+DeepSpeed-MoE keeps an expert's weights as tensors of their own, AutoEP those of all experts of a
+layer as one; beside the masters, expert files hold all of them in the module's element types, and
+what is no master (frozen weights, buffers) nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from zexport.checkpoint.assembly.expert_files import (
+    check_against_files,
+    expert_aliases,
+    frozen_twice,
+    stored_experts,
+)
+from zexport.checkpoint.assembly.expert_groups import LocalParameter, local_parameters
+from zexport.checkpoint.assembly.expert_layers import (
+    ExpertLayers,
+    expert_groups,
+    find_layers,
+    without_experts,
+)
+from zexport.checkpoint.assembly.expert_states import (
+    AutoEpLayer,
+    ExpertStates,
+    has_unnamed_masters,
+    is_folded,
+    parse_native,
+    read_dp_world_size,
+)
+from zexport.checkpoint.assembly.zero0 import is_zero0, take_zero0_inventory
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.tensors import Inventory, take_inventory
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.extents import ByteSource, Chain, Window
+from zexport.layouts import LayoutError
+from zexport.layouts.experts import expert_runs, uniform
+
+
+def take_expert_inventory(
+    ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]
+) -> Inventory:
+    """The tensors of a checkpoint with experts, numbered globally, of one model-parallel index.
+
+    Args:
+        ranks: the states of its ranks.
+        model: the model states that names and shapes come from.
+        experts: its expert files (none under ZeRO-3).
+
+    Raises:
+        DamagedCheckpointError: lengths, shapes, names or ranks contradict each other.
+        IncompleteCheckpointError: expert files are missing.
+        UnsupportedError: the experts are stored in a way that cannot be rebuilt exactly.
+    """
+    try:
+        return _take(ranks, model, experts)
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=model.file.path.parent,
+            found=error.found,
+            expected=error.expected,
+            hint="Copy all rank files of one save again",
+        ) from error
+
+
+def _take(ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]) -> Inventory:
+    _refuse(model)
+    ranks = replace(ranks, world_size=_world_size(ranks, model))
+    layers = find_layers(ranks, model, experts)
+    indices = expert_groups(model, layers)
+    dense_ranks, dense_model = without_experts(ranks, model, layers, indices)
+    if is_zero0(ranks):
+        return _unsharded(dense_model, model, layers)
+    dense = take_inventory(dense_ranks, dense_model)
+    notes: list[str] = []
+    trained = list(_number(local_parameters(ranks, model, indices, notes), layers))
+    check_against_files(trained, layers)
+    aliases = expert_aliases(model, layers, {tensor.name for tensor in trained})
+    known = {tensor.name for tensor in trained} | aliases.keys()
+    stored = list(stored_experts(model, layers, known))
+    return Inventory(
+        tensors=_in_order((*dense.tensors, *trained, *stored)),
+        aliases={**dense.aliases, **aliases},
+        left_out=(*dense.left_out, *_nowhere(layers, [*trained, *stored])),
+        replicas=(*dense.replicas, *frozen_twice(model, layers, stored)),
+        notes=(*dense.notes, *notes),
+    )
+
+
+def _world_size(ranks: RankStates, model: ModelStates) -> int | None:
+    """The number of ranks; where experts alone are trained, no flat group is shared by all."""
+    stated = read_dp_world_size(model)
+    return stated if stated == len(ranks.optimizer) else ranks.world_size
+
+
+def _nowhere(layers: ExpertLayers, found: Iterable[StoredTensor]) -> list[str]:
+    """Weights that AutoEP names and that no file holds: frozen experts under ZeRO-3."""
+    known = {tensor.name for tensor in found}
+    return [name for name in layers.autoep if name not in known]
+
+
+def _refuse(model: ModelStates) -> None:
+    if is_folded(model):
+        raise UnsupportedError(
+            "holds experts that are split over tensor ranks as well",
+            path=model.file.path,
+            found="AutoEP folded with AutoTP",
+            expected="expert parallelism without tensor parallelism",
+            hint="Resume the run with autotp_size 1, save, and export that",
+        )
+    if has_unnamed_masters(model):
+        raise UnsupportedError(
+            "keeps the fp32 masters of experts without their names (ZeRO-0)",
+            path=model.file.path,
+            expected="ZeRO-1, 2 or 3, or fp32 throughout",
+            hint="Resume the run with ZeRO stage 1, save, and export that",
+        )
+
+
+def _unsharded(dense_model: ModelStates, model: ModelStates, layers: ExpertLayers) -> Inventory:
+    """ZeRO-0 without masters: the weights in the files are the ones that were trained."""
+    aliases = {n: t for n, t in dense_model.shared_params.items() if n in dense_model.module}
+    own = {name: one for name, one in dense_model.module.items() if name not in aliases}
+    dense = take_zero0_inventory(replace(dense_model, module=own))
+    stored = stored_experts(model, layers, set())
+    experts = [
+        one if one.role is Role.BUFFER else replace(one, role=Role.TRAINABLE) for one in stored
+    ]
+    return replace(
+        dense,
+        tensors=_in_order((*dense.tensors, *experts)),
+        aliases={**dense.aliases, **aliases},
+    )
+
+
+def _in_order(tensors: Iterable[StoredTensor]) -> tuple[StoredTensor, ...]:
+    """Trainable ones first, then frozen ones, then buffers; each once."""
+    roles = list(Role)
+    ordered = sorted(tensors, key=lambda tensor: roles.index(tensor.role))
+    seen: set[str] = set()
+    for tensor in ordered:
+        if tensor.name in seen:
+            raise LayoutError(f"the name {tensor.name!r} stands for two tensors", "two", "one")
+        seen.add(tensor.name)
+    return tuple(ordered)
+
+
+def _number(parameters: Iterable[LocalParameter], layers: ExpertLayers) -> Iterator[StoredTensor]:
+    """The parameters of all expert-parallel ranks under the names of the whole model."""
+    for parameter in parameters:
+        layer = layers.autoep.get(parameter.name)
+        if layer is not None:
+            yield _joined(parameter, layer)
+        else:
+            yield from _renumbered(parameter, layers)
+
+
+def _renumbered(parameter: LocalParameter, layers: ExpertLayers) -> Iterator[StoredTensor]:
+    """DeepSpeed-MoE: one tensor for each expert-parallel rank's expert of this local number."""
+    name = parse_native(parameter.name)
+    if name is None or name.prefix not in layers.native:
+        raise LayoutError(f"no expert file holds {parameter.name!r}", "none", "one for each expert")
+    shares = uniform(layers.native[name.prefix], len(parameter.sources))
+    for share, source in zip(shares, parameter.sources, strict=True):
+        if name.number >= len(share):
+            raise LayoutError(
+                f"{parameter.name!r} has a number that no expert of its rank has",
+                name.number,
+                f"less than {len(share)}",
+            )
+        yield StoredTensor(
+            name.renumbered(share[name.number]),
+            parameter.shape,
+            parameter.dtype,
+            Role.TRAINABLE,
+            source,
+        )
+
+
+def _joined(parameter: LocalParameter, layer: AutoEpLayer) -> StoredTensor:
+    """AutoEP: the experts of all ranks as one tensor, in the order of their numbers."""
+    local, held = parameter.shape, layer.held
+    if len(held) != len(parameter.sources):
+        raise LayoutError(
+            f"{parameter.name!r} is on more or fewer ranks than its layer says",
+            f"{len(parameter.sources)} expert-parallel ranks",
+            len(held),
+        )
+    if not local or any(len(experts) != local[0] for experts in held):
+        raise UnsupportedError(
+            f"holds unequal numbers of the experts of {parameter.name!r} on its ranks",
+            found=f"{[len(experts) for experts in held]} experts in tensors of {list(local)}",
+            expected="as many on every expert-parallel rank",
+            hint="Save again with equal shares of the experts",
+        )
+    shape = (layer.num_experts, *local[1:])
+    parts = _in_expert_order(parameter, layer)
+    source = None if parts is None else Chain(parts)
+    return StoredTensor(parameter.name, shape, parameter.dtype, Role.TRAINABLE, source)
+
+
+def _in_expert_order(
+    parameter: LocalParameter, layer: AutoEpLayer
+) -> tuple[ByteSource, ...] | None:
+    nbytes = prod(parameter.shape[1:]) * parameter.dtype.itemsize
+    parts: list[ByteSource] = []
+    for run in expert_runs(layer.held):
+        source = parameter.sources[run.ep_rank]
+        if source is None:
+            return None
+        parts.append(Window(source, run.position * nbytes, run.count * nbytes))
+    return tuple(parts)

@@ -1,0 +1,94 @@
+"""How AutoEP's names for a layer with experts relate to those of the Hugging Face model before it.
+
+Source: DeepSpeed 0.19, ``moe/ep_repack.py`` and ``module_inject/auto_ep_layer.py``: ``w1`` and
+``w3`` are the halves of ``gate_up_proj``, ``w2`` is ``down_proj``, the router was ``gate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.tensors import Inventory
+from zexport.errors import DamagedCheckpointError
+from zexport.mosaic import Mosaic, Tile, row_major
+
+_DIMENSIONS = 3  # expert, output, input
+
+
+def fuse_experts(inventory: Inventory) -> Inventory:
+    """The inventory under the names and in the shapes of the Hugging Face model.
+
+    A layer is one of AutoEP's where ``experts.w1``, ``w2`` and ``w3`` lie side by side; everything
+    else stays as it is. The router's second name, if it has one, becomes its only one.
+
+    Raises:
+        DamagedCheckpointError: the three weights of a layer do not fit each other.
+    """
+    tensors = {tensor.name: tensor for tensor in inventory.tensors}
+    layers = [name.removesuffix(".experts.w1") for name in tensors if name.endswith(".experts.w1")]
+    renamed: dict[str, str] = {}
+    fused: dict[str, tuple[StoredTensor, ...]] = {}
+    for layer in layers:
+        parts = [tensors.get(f"{layer}.experts.{weight}") for weight in ("w1", "w2", "w3")]
+        w1, w2, w3 = parts
+        if w1 is None or w2 is None or w3 is None:
+            continue
+        fused[w1.name] = (_gate_up(layer, w1, w3), replace(w2, name=f"{layer}.experts.down_proj"))
+        fused[w2.name] = fused[w3.name] = ()
+        renamed |= _router_names(layer, tensors, inventory.aliases)
+    moved = chain.from_iterable(
+        fused.get(tensor.name, (replace(tensor, name=renamed.get(tensor.name, tensor.name)),))
+        for tensor in inventory.tensors
+    )
+    return replace(
+        inventory,
+        tensors=tuple(moved),
+        aliases={
+            alias: renamed.get(name, name)
+            for alias, name in inventory.aliases.items()
+            if name not in renamed
+        },
+    )
+
+
+def _router_names(
+    layer: str, tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """New names of a router's weights: the child that it was is its other name, or ``gate``."""
+    prefix = f"{layer}.router."
+    own = [name for name in tensors if name.startswith(prefix)]
+    others = {
+        alias.removeprefix(f"{layer}.").partition(".")[0]
+        for alias, name in aliases.items()
+        if name in own and alias.startswith(f"{layer}.")
+    }
+    child = others.pop() if len(others) == 1 else "gate"
+    return {
+        name: f"{layer}.{child}." + name.removeprefix(prefix).removeprefix("gate.") for name in own
+    }
+
+
+def _gate_up(layer: str, gate: StoredTensor, up: StoredTensor) -> StoredTensor:
+    """Both weights as one, the rows of ``gate`` before those of ``up`` in every expert."""
+    if (gate.shape, gate.dtype, gate.role) != (up.shape, up.dtype, up.role) or len(
+        gate.shape
+    ) != _DIMENSIONS:
+        raise DamagedCheckpointError(
+            f"the weights {gate.name!r} and {up.name!r} do not fit each other",
+            found=f"{list(gate.shape)} and {list(up.shape)}",
+            expected="the same three dimensions and element type",
+        )
+    experts, rows, columns = gate.shape
+    shape = (experts, 2 * rows, columns)
+    source = None
+    if gate.source is not None and up.source is not None:
+        strides = row_major(gate.shape)
+        tiles = (
+            Tile((0, 0, 0), gate.shape, gate.source, 0, strides),
+            Tile((0, rows, 0), up.shape, up.source, 0, strides),
+        )
+        source = Mosaic(shape, gate.dtype.itemsize, tiles)
+    return StoredTensor(f"{layer}.experts.gate_up_proj", shape, gate.dtype, gate.role, source)

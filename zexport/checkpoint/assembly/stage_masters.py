@@ -1,0 +1,178 @@
+"""Where a pipeline stage keeps its masters: in flat groups, or in the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_of
+from zexport.checkpoint.rank_files import name_ranks
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates, read_optimizer_states
+from zexport.checkpoint.tensors import Inventory, take_inventory
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.errors import IncompleteCheckpointError, UnsupportedError
+from zexport.layouts.pipeline import order_slices
+from zexport.torchfile.pickles import FragmentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class StageMasters:
+    """One stage (of one tensor rank), with the masters that its optimizer holds.
+
+    Attributes:
+        model: its model states.
+        masters: tensors out of the flat groups.
+        weights_are_masters: whether there are none because the weights are stepped themselves.
+    """
+
+    model: ModelStates
+    masters: Inventory
+    weights_are_masters: bool
+
+    @property
+    def names(self) -> set[str]:
+        """The full names of its masters and buffers."""
+        return {tensor.name for tensor in self.masters.tensors} | set(self.model.buffer_names)
+
+
+def model_of(ranks: RankStates) -> ModelStates:
+    """The model states of a cell that is known to have some."""
+    model = ranks.first_model
+    if model is None:
+        raise AssertionError("check_cells lets no cell without a model file pass")
+    return model
+
+
+def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMasters:
+    """A stage's masters: by ``param_shapes``, or without ZeRO by what else there is.
+
+    Raises:
+        UnsupportedError: there are masters, and nothing names them.
+        IncompleteCheckpointError: files are missing that would name them.
+        DamagedCheckpointError, LayoutError: files contradict each other.
+    """
+    model = model_of(ranks)
+    if model.param_shapes:
+        return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
+    if not ranks.optimizer:
+        optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+        if optimizer.is_none or optimizer.has("param_groups"):
+            return StageMasters(model, Inventory((), {}, ()), weights_are_masters=True)
+        ranks = _with_inner_optimizer(ranks, model, optimizer)
+    model = replace(model, param_shapes=tuple(_shapes_by_slices(ranks, layers)))
+    return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
+
+
+def check_weights_are_there(
+    tag_dir: Path, column: Iterable[StageMasters], layers: Mapping[int, LayerFile]
+) -> None:
+    """Refuse layer files that hold fewer weights than are stepped, where nothing names these.
+
+    Raises:
+        UnsupportedError: there are fewer; tied layers without a file of their own look the same.
+    """
+    column = [cell for cell in column if cell.weights_are_masters]
+    stepped = sum(_stepped(cell.model) for cell in column)
+    buffers = {name for cell in column for name in cell.model.buffer_names}
+    held = sum(
+        f"{layer.layer}.{key}" not in buffers for layer in layers.values() for key in layer.tensors
+    )
+    if held < stepped:
+        raise UnsupportedError(
+            "holds fewer weights than its optimizers step: a layer file is missing, or a tied "
+            "layer has none of its own, and nothing says which",
+            path=tag_dir,
+            found=f"{held} weights in {len(layers)} layer files",
+            expected=stepped,
+            hint="Copy all layer files again; with tied layers, save with ZeRO-1",
+        )
+
+
+def _stepped(model: ModelStates) -> int:
+    optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+    groups = [] if optimizer.is_none else optimizer.need("param_groups").items()
+    return sum(len(group.need("params").items()) for group in groups)
+
+
+def _with_inner_optimizer(ranks: RankStates, model: ModelStates, optimizer: Value) -> RankStates:
+    """The rank states with BF16_Optimizer's, which a run without ZeRO saves in the model file.
+
+    That file is written by the first data-parallel rank and has its partition alone. An optimizer
+    of another kind keeps its masters without names (``fp32_groups``, DeepSpeed 0.19,
+    ``runtime/fp16/unfused_optimizer.py``).
+    """
+    if not optimizer.has("single_partition_of_fp32_groups"):
+        raise UnsupportedError(
+            "keeps the fp32 masters of a pipeline without ZeRO, and not their names",
+            path=model.file.path,
+            found=", ".join(sorted(optimizer.mapping_or_empty())[:8]),
+            expected="param_slice_mappings",
+            hint="Save with ZeRO-1, which names them",
+        )
+    inner = replace(model.file, value={"optimizer_state_dict": optimizer.value})
+    states = read_optimizer_states(inner)
+    world_size = max(states.partition_counts, default=1)
+    if world_size != 1:
+        raise IncompleteCheckpointError(
+            "holds the masters of one data-parallel rank alone",
+            path=model.file.path,
+            found="partition 0",
+            expected=f"{world_size} partitions, in optimizer files of their own",
+            hint="Copy all *_optim_states.pt, or save with ZeRO-1",
+        )
+    return replace(ranks, optimizer={0: states}, world_size=world_size)
+
+
+def _shapes_by_slices(
+    ranks: RankStates, layers: Mapping[int, LayerFile]
+) -> Iterator[Mapping[str, Shape]]:
+    """What ``param_shapes`` would be: names from the slices, shapes from the layer files."""
+    states = [ranks.optimizer[rank] for rank in sorted(ranks.optimizer)]
+    if ranks.missing_ranks:
+        raise IncompleteCheckpointError(
+            f"lacks optimizer files, of {name_ranks(ranks.missing_ranks)}, which have names",
+            path=states[0].file.path.parent,
+            found=f"{len(states)} of {ranks.world_size} ranks",
+            hint="Copy them from the nodes that wrote them",
+        )
+    by_rank = [
+        Value(state.file.path, "optimizer states", state.file.value)
+        .need("optimizer_state_dict")
+        .need("param_slice_mappings")
+        .items()
+        for state in states
+    ]
+    for group, flat in enumerate(states[0].flat_groups):
+        slices = [_slices(mappings[group]) for mappings in by_rank if group < len(mappings)]
+        numels = order_slices(slices, flat.numel)
+        yield {name: _shape_of(name, numel, layers) for name, numel in numels.items()}
+
+
+def _slices(mapping: Value) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, entry in mapping.entries().items():
+        if not isinstance(entry.value, FragmentAddress):
+            entry.fail("is not a fragment_address")
+        found[name] = (entry.value.start, entry.value.numel)
+    return found
+
+
+def _shape_of(name: str, numel: int, layers: Mapping[int, LayerFile]) -> Shape:
+    """A parameter's shape, from its layer file; a tied one's from any layer that can be it."""
+    number = layer_of(name)
+    key = (name.removeprefix(TIED) if number is None else name).partition(".")[2]
+    held_by = layers.values() if number is None else [layers[n] for n in (number,) if n in layers]
+    shapes = {layer.tensors[key].shape for layer in held_by if key in layer.tensors}
+    shapes = {shape for shape in shapes if prod(shape) == numel}
+    if len(shapes) != 1:
+        raise UnsupportedError(
+            f"does not record the shape of {name!r}, as it would with ZeRO",
+            path=next((layer.file.path.parent for layer in layers.values()), None),
+            found=f"{len(shapes)} shapes of {numel} elements in the layer files",
+            expected="one",
+            hint="Copy all layer files, or save with ZeRO-1",
+        )
+    return shapes.pop()

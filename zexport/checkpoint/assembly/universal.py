@@ -1,0 +1,278 @@
+"""Universal checkpoints: every trained weight whole in a file of its own, the rest in model files.
+
+The files under ``zero/`` are believed for trained weights alone. What else the converter writes
+there is not exact: buffers and frozen weights turned to fp32, tied weights made from 16-bit values.
+Those come from the copied model files, as they do from the checkpoint that was converted.
+
+Source: DeepSpeed 0.19, ``checkpoint/ds_to_universal.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zexport.checkpoint.contents import Replica, Role, StoredTensor
+from zexport.checkpoint.rank_files import name_ranks
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.tensors import Inventory, take_inventory
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.dtypes import DType
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeError,
+    UnsupportedError,
+)
+from zexport.layouts import LayoutError
+from zexport.layouts.universal import check_whole, shape_of_flat
+from zexport.torchfile.archive import TorchFile, read_torch_file
+from zexport.torchfile.pickles import TensorRef
+
+_FOLDER = "zero"
+_COPY_AGAIN = "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export its source"
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalInventory:
+    """The tensors, and the files that hold the trained ones.
+
+    Attributes:
+        inventory: every tensor.
+        files: the ``fp32.pt`` of every trained weight.
+    """
+
+    inventory: Inventory
+    files: tuple[TorchFile, ...]
+
+
+def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> UniversalInventory:
+    """The tensors of a universal checkpoint.
+
+    Args:
+        tag_dir: the folder with ``zero`` and the copied model files.
+        cells: what ``read_ranks`` made of the model files, by model-parallel index. Their problems
+            are for the caller; that optimizer files are missing is none here.
+
+    Raises:
+        UnsupportedError: the source's layout makes the converter write wrong values.
+        IncompleteCheckpointError: a model file is missing.
+        DamagedCheckpointError: files are missing, surplus, or contradict each other.
+        UnsafeError: a folder of weights is a link.
+    """
+    models = {cell: _first_model(tag_dir, ranks) for cell, ranks in cells.items()}
+    for model in models.values():
+        _refuse_spoiled(model)
+    parts = [_take_cell(tag_dir, cells[cell], models[cell]) for cell in sorted(cells)]
+    names = {tensor.name for part in parts for tensor in part.tensors}
+    folders = _folders(tag_dir / _FOLDER)
+    known = names.union(*(m.module for m in models.values()), *(part.aliases for part in parts))
+    _check_no_surplus(tag_dir, folders, known)
+    try:
+        weights = [
+            _read_weight(tag_dir, name, shards, models, folders)
+            for name, shards in _shards(parts).items()
+        ]
+        rest, replicas = _merge_rest(tag_dir, parts)
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=tag_dir,
+            found=error.found,
+            expected=error.expected,
+            hint=_COPY_AGAIN,
+        ) from error
+    aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
+    left_out = dict.fromkeys(name for part in parts for name in part.left_out)
+    inventory = Inventory(
+        tensors=(*(tensor for tensor, _ in weights), *rest),
+        aliases={alias: name for alias, name in aliases.items() if alias not in names},
+        left_out=tuple(left_out),
+        replicas=replicas,
+    )
+    return UniversalInventory(inventory, tuple(file for _, file in weights))
+
+
+def _first_model(tag_dir: Path, ranks: RankStates) -> ModelStates:
+    if 0 not in ranks.model:
+        raise IncompleteCheckpointError(
+            "lacks the model file of rank 0, which names and shapes come from",
+            path=tag_dir,
+            hint=_COPY_AGAIN,
+        )
+    return ranks.model[0]
+
+
+def _refuse_spoiled(model: ModelStates) -> None:
+    """Refuse what ``ds_to_universal`` (DeepSpeed 0.10 to 0.19) is known to write wrongly.
+
+    With round-robin gradients the weights lie in a shuffled order, and ``param_slice_mappings``, by
+    which the converter cuts them, tells of the order before. A single rank shuffles nothing. Errs
+    towards refusing: BF16_Optimizer does not shuffle, but leaves no trace in the model files.
+    """
+    config = Value(model.file.path, "model states", model.file.value)
+    zero = Value(config.path, "ds_config", config.get("ds_config").mapping_or_empty())
+    options = zero.get("zero_optimization").mapping_or_empty()
+    ranks = config.get("dp_world_size").number_or_none()
+    if options.get("round_robin_gradients") and options.get("stage") in (1, 2) and ranks != 1:
+        raise UnsupportedError(
+            "was converted from a run with round_robin_gradients, and the converter mixed up the "
+            "weights' values",
+            path=model.file.path,
+            hint="Export the checkpoint that it was converted from",
+        )
+
+
+def _take_cell(tag_dir: Path, ranks: RankStates, model: ModelStates) -> Inventory:
+    """One model-parallel index by its model files alone: trained weights are without source."""
+    said = Value(model.file.path, "model states", model.file.value).get("dp_world_size")
+    world_size = said.number_or_none() or len(ranks.model)
+    inventory = take_inventory(replace(ranks, optimizer={}, world_size=world_size), model)
+    if model.has_experts:
+        inventory = _without_unrecorded(inventory, model)
+    if any(t.source is None and t.role is Role.FROZEN for t in inventory.tensors):
+        missing = set(range(world_size)) - ranks.model.keys()
+        raise IncompleteCheckpointError(
+            f"lacks the model files of {name_ranks(missing)}, and parts of frozen weights",
+            path=tag_dir,
+            found=f"{len(ranks.model)} of {world_size} model files",
+            hint="Copy them from the checkpoint that was converted",
+        )
+    return inventory
+
+
+def _without_unrecorded(inventory: Inventory, model: ModelStates) -> Inventory:
+    """Less the 16-bit weights that nothing accounts for, which may be stale.
+
+    AutoEP keeps a module that it replaced, under its old name beside the new one, and never updates
+    the old one's weights (DeepSpeed 0.19: ``mlp.gate.gate.weight`` for ``mlp.router.gate.weight``).
+    """
+    unrecorded = [
+        tensor.name
+        for tensor in inventory.tensors
+        if tensor.role is Role.FROZEN and tensor.name not in (model.frozen_shapes or {})
+    ]
+    return replace(
+        inventory,
+        tensors=tuple(t for t in inventory.tensors if t.name not in set(unrecorded)),
+        left_out=(*inventory.left_out, *unrecorded),
+    )
+
+
+def _shards(parts: list[Inventory]) -> dict[str, list[Shape]]:
+    """The shapes that every trained weight has in the model-parallel ranks."""
+    shards: dict[str, list[Shape]] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            if tensor.role is Role.TRAINABLE:
+                shards.setdefault(tensor.name, []).append(tensor.shape)
+    return shards
+
+
+def _folders(zero: Path) -> dict[str, Path]:
+    """The folders of weights, by name: plain ones directly in ``zero``."""
+    folders = {}
+    with os.scandir(zero) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise UnsafeError(
+                    "is a link, where a folder of a weight should be",
+                    path=Path(entry.path),
+                    hint="Put the folder itself there",
+                )
+            if entry.is_dir():
+                folders[entry.name] = Path(entry.path)
+    return folders
+
+
+def _check_no_surplus(tag_dir: Path, folders: Mapping[str, Path], known: set[str]) -> None:
+    surplus = sorted(folders.keys() - known)
+    if surplus:
+        raise DamagedCheckpointError(
+            f"holds weights that no model file names, such as {surplus[0]!r}",
+            path=tag_dir / _FOLDER,
+            found=f"{len(surplus)} such folders",
+            expected="the weights of one conversion",
+            hint=_COPY_AGAIN,
+        )
+
+
+def _read_weight(
+    tag_dir: Path,
+    name: str,
+    shards: list[Shape],
+    models: Mapping[int, ModelStates],
+    folders: Mapping[str, Path],
+) -> tuple[StoredTensor, TorchFile]:
+    """A trained weight out of its ``fp32.pt``."""
+    if name not in folders or not (folders[name] / "fp32.pt").is_file():
+        raise DamagedCheckpointError(
+            f"lacks the file of the weight {name!r}",
+            path=tag_dir / _FOLDER,
+            expected=f"{name}/fp32.pt",
+            hint=_COPY_AGAIN,
+        )
+    file = read_torch_file(folders[name] / "fp32.pt")
+    content = Value(file.path, "the file", file.value)
+    if isinstance(file.value, TensorRef):
+        tensor = file.value
+        shape = shape_of_flat(name, tensor.numel, shards)
+    else:
+        tensor = content.need("param").tensor()
+        shape = tensor.shape
+        experts = content.get("ep_num_experts").number() if content.has("ep_num_experts") else None
+        check_whole(name, shape, shards, experts=experts, cut=content.has("vocab_tensor"))
+        _refuse_rounded(content, name, models)
+    if not tensor.dtype.is_floating:
+        content.fail("does not hold a floating-point weight", tensor.dtype.torch_name)
+    return StoredTensor(name, shape, tensor.dtype, Role.TRAINABLE, file.source(tensor)), file
+
+
+def _refuse_rounded(content: Value, name: str, models: Mapping[int, ModelStates]) -> None:
+    """Refuse a weight that was made from 16-bit values, for want of optimizer state.
+
+    The converter then writes ``param`` alone and no moments (``ds_to_universal.py``, ``main``).
+    """
+    made = [model.module[name] for model in models.values() if name in model.module]
+    is_rounded = any(tensor.numel and tensor.dtype in (DType.BF16, DType.F16) for tensor in made)
+    has_moments = (content.path.parent / "exp_avg.pt").exists()
+    if is_rounded and not has_moments and content.mapping().keys() == {"param"}:
+        raise UnsupportedError(
+            f"holds no master of the weight {name!r}: the converter made it from 16-bit values",
+            path=content.path,
+            hint="Export the checkpoint that it was converted from",
+        )
+
+
+def _merge_rest(
+    tag_dir: Path, parts: list[Inventory]
+) -> tuple[tuple[StoredTensor, ...], tuple[Replica, ...]]:
+    """Frozen weights and buffers of all model-parallel ranks; buffers of one name must be equal."""
+    rest: dict[str, StoredTensor] = {}
+    replicas = []
+    for tensor in _untrained(parts):
+        if tensor.role is Role.FROZEN and len(parts) > 1 and tensor.numel:
+            raise UnsupportedError(
+                f"keeps the frozen weight {tensor.name!r} in the pieces of a tensor-parallel run, "
+                "which this version does not join here",
+                path=tag_dir,
+                hint="Export the checkpoint that it was converted from",
+            )
+        first = rest.setdefault(tensor.name, tensor)
+        if (first.shape, first.dtype, first.role) != (tensor.shape, tensor.dtype, tensor.role):
+            raise LayoutError(
+                f"two model-parallel ranks hold a different {tensor.name!r}",
+                f"{tensor.dtype.torch_name} {list(tensor.shape)}",
+                f"{first.dtype.torch_name} {list(first.shape)}",
+            )
+        if first is not tensor and first.source is not None and tensor.source is not None:
+            replicas.append(Replica(tensor.name, first.source, tensor.source))
+    return tuple(rest.values()), tuple(replicas)
+
+
+def _untrained(parts: list[Inventory]) -> Iterator[StoredTensor]:
+    for part in parts:
+        yield from (tensor for tensor in part.tensors if tensor.role is not Role.TRAINABLE)

@@ -1,0 +1,187 @@
+"""The nouns of a ZeRO checkpoint: its tensors, its files, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from pathlib import Path
+
+from zexport.checkpoint.location import Location
+from zexport.checkpoint.rank_files import RankFileKind
+from zexport.checkpoint.untrusted import Shape
+from zexport.dtypes import DType
+from zexport.errors import ZexportError
+from zexport.extents import ByteSource
+from zexport.torchfile.archive import TorchFile
+from zexport.torchfile.pickles import Global
+
+
+class Role(Enum):
+    """What a tensor is to the training."""
+
+    TRAINABLE = "trainable"
+    FROZEN = "frozen"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of the checkpoint, whole.
+
+    Attributes:
+        name: its name in ``param_shapes`` or in the module.
+        shape: its full shape.
+        dtype: the element type that is stored (masters are fp32, frozen weights the module's type).
+        role: trainable, frozen or buffer.
+        source: its elements in row-major order; ``None`` where rank files are missing.
+    """
+
+    name: str
+    shape: Shape
+    dtype: DType
+    role: Role
+    source: ByteSource | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return prod(self.shape)
+
+    def output_dtype(self, target: DType) -> DType:
+        """What it becomes in an export to ``target``.
+
+        Integer and bool tensors never change, nor do floating buffers unless the target has 16
+        bits.
+        """
+        if not self.dtype.is_floating or (self.role is Role.BUFFER and target is DType.F32):
+            return self.dtype
+        return target
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A second copy of bytes that an export reads from the first, to be compared with it.
+
+    Attributes:
+        name: the tensor that both hold.
+        kept: the copy that is exported.
+        other: the copy that must be equal to it, byte for byte.
+    """
+
+    name: str
+    kept: ByteSource
+    other: ByteSource
+
+
+@dataclass(frozen=True, slots=True)
+class CastReplica:
+    """A second copy of a tensor in a narrower type, which a cast of the first must give.
+
+    Attributes:
+        name: the tensor that both hold.
+        path: the file, for messages.
+        kept: the copy that is exported.
+        kept_dtype: its element type.
+        other: the narrower copy.
+        other_dtype: its element type.
+    """
+
+    name: str
+    path: Path
+    kept: ByteSource
+    kept_dtype: DType
+    other: ByteSource
+    other_dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.other.nbytes // self.other_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A rank file and whether an export reads it.
+
+    Attributes:
+        path: the file.
+        kind: what it holds.
+        rank: data-parallel rank.
+        nbytes: its size.
+        needed: whether an export reads it.
+        unknown_globals: names in its pickle that are outside the closed list.
+    """
+
+    path: Path
+    kind: RankFileKind
+    rank: int
+    nbytes: int
+    needed: bool
+    unknown_globals: tuple[Global, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroCheckpoint:
+    """Everything the metadata of a checkpoint says.
+
+    Attributes:
+        location: the tag folder and what lies around it.
+        layout: in words, such as ``ZeRO-3`` or ``ZeRO-1 (BF16_Optimizer)``.
+        stage: ZeRO stage; ``None`` where it could not be read.
+        world_size: number of data-parallel ranks that wrote it.
+        ds_version: version of DeepSpeed that wrote it.
+        global_steps: optimizer steps taken.
+        optimizer: the optimizer's name in the DeepSpeed configuration.
+        lr_step: step of the learning-rate scheduler.
+        module_dtype: the element type the module trained in.
+        master_dtype: the element type of the master weights.
+        tensors: every tensor once, trainable first, each kind in the checkpoint's order.
+        aliases: tied names: alias to the name of the tensor that it is.
+        left_out: names of the module whose values are in no file.
+        frozen_left_out: whether the record of frozen weights was switched off at save time, so that
+            some may have been left out without a trace.
+        missing_ranks: ranks whose optimizer file is not there.
+        missing_model_ranks: ranks whose model file is not there although it should be.
+        files: the rank files.
+        torch_files: those that an export may read, as the inert reader sees them.
+        replicas: second copies that must agree with what is exported.
+        problems: what stands in the way of an export, all of it.
+        warnings: what does not, but should be known.
+    """
+
+    location: Location
+    layout: str
+    stage: int | None
+    world_size: int | None
+    ds_version: str | None
+    global_steps: int | None
+    optimizer: str | None
+    lr_step: int | None
+    module_dtype: DType | None
+    master_dtype: DType | None
+    tensors: tuple[StoredTensor, ...]
+    aliases: Mapping[str, str]
+    left_out: tuple[str, ...]
+    frozen_left_out: bool
+    missing_ranks: tuple[int, ...]
+    missing_model_ranks: tuple[int, ...]
+    files: tuple[CheckpointFile, ...]
+    torch_files: tuple[TorchFile, ...]
+    replicas: tuple[Replica | CastReplica, ...]
+    problems: tuple[ZexportError, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def may_lack_weights(self) -> bool:
+        """Whether the save may have left weights out.
+
+        ZeRO-1 keeps no record of frozen weights (``frozen_param_shapes`` is always ``None``), so
+        there a save without them leaves no trace.
+        """
+        return self.frozen_left_out or bool(self.left_out) or self.stage == 1
+
+    def of_role(self, role: Role) -> tuple[StoredTensor, ...]:
+        """The tensors of one role."""
+        return tuple(tensor for tensor in self.tensors if tensor.role is role)

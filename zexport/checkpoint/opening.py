@@ -1,0 +1,248 @@
+"""Opening a checkpoint: from a path to all that its metadata says, with what is wrong gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import TypeAlias
+
+from zexport.checkpoint.assembly.assemble import Assembled, assemble
+from zexport.checkpoint.assembly.node_local import unite
+from zexport.checkpoint.assembly.structure import Structure, needs_optimizer_files, recognise
+from zexport.checkpoint.assembly.zero0 import is_zero0
+from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
+from zexport.checkpoint.location import Location, locate, locate_all
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
+from zexport.checkpoint.ranks import RankStates, no_optimizer_files, read_ranks
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.tensors import Inventory
+from zexport.errors import (
+    IncompleteCheckpointError,
+    UnsupportedError,
+    UsageError,
+    ZexportError,
+)
+from zexport.extents import paths_of
+from zexport.torchfile.archive import TorchFile
+
+NEWEST = "newest"
+"""The value of ``--tag`` that asks for the newest complete tag."""
+
+
+Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
+"""Where a checkpoint lies: one path, or those of its parts on several nodes."""
+
+
+def open_checkpoint(path: Checkpoint, *, tag: str | None = None) -> ZeroCheckpoint:
+    """The checkpoint that ``path`` and ``tag`` mean, from metadata alone.
+
+    Args:
+        path: any level: a run's folder, the folder with ``latest``, or a tag folder; several where
+            nodes kept their own parts of one checkpoint.
+        tag: name of the tag; ``newest`` for the newest without problems (the newest, if all have
+            some); ``None`` takes it from the level given or ``latest``.
+
+    Guarantees that no tensor data is read, but for one scalar a rank file, and that no code of the
+    checkpoint runs. What stands in the way of an export is in ``problems``, not raised.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the tag is not there.
+        AmbiguousTagError: several tags, and nothing says which.
+        UsageError: the parts are of different tags.
+        UnsafeError: ``latest`` leads outside its folder.
+    """
+    paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
+    if tag != NEWEST:
+        return _open([locate(part, tag) for part in paths])
+    if len(paths) > 1:
+        raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
+    return _open_newest(locate_all(paths[0]))
+
+
+def _open_newest(locations: Sequence[Location]) -> ZeroCheckpoint:
+    opened = (_open([location]) for location in locations)
+    return next((c for c in opened if not c.problems), None) or _open(locations[:1])
+
+
+def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
+    location = locations[0]
+    files = unite(locations)
+    cells = _read_cells(location.tag_dir, files)
+    structure = recognise(location.tag_dir, files, cells)
+    problems = [problem for cell in cells.values() for problem in cell.problems]
+    if needs_optimizer_files(structure, cells) and not any(c.optimizer for c in cells.values()):
+        problems.append(no_optimizer_files(location.tag_dir))
+    assembled = Assembled(Inventory((), {}, ()))
+    try:
+        assembled = assemble(location.tag_dir, files, cells, structure)
+    except ZexportError as error:
+        problems.append(_swapped_out(location.tag_dir) or error)
+    problems += _missing_frozen(location.tag_dir, cells, assembled.inventory)
+    return _describe(location, files, cells, structure, assembled, tuple(problems))
+
+
+def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
+    """The states of the ranks of each model-parallel index."""
+    plain = [file for file in files if file.kind in _READ_BY_RANK]
+    indices = sorted({file.mp_rank for file in plain})
+    return {
+        index: read_ranks(tag_dir, [file for file in plain if file.mp_rank == index])
+        for index in indices
+    }
+
+
+_READ_BY_RANK = (RankFileKind.OPTIMIZER, RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+
+
+def _describe(  # noqa: PLR0917 - what opening has found, all of it
+    location: Location,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    structure: Structure,
+    assembled: Assembled,
+    problems: tuple[ZexportError, ...],
+) -> ZeroCheckpoint:
+    inventory = assembled.inventory
+    cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
+    model, optimizer = cell.first_model, cell.first_optimizer
+    stage = _stage(cell)
+    masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
+    torch_files = (*_torch_files(cells), *assembled.files)
+    read = paths_of(t.source for t in inventory.tensors if t.source is not None)
+    return ZeroCheckpoint(
+        location=location,
+        layout=_layout(cells, structure, stage),
+        stage=stage,
+        world_size=cell.world_size,
+        ds_version=(model and model.ds_version) or (optimizer and optimizer.ds_version) or None,
+        global_steps=model.global_steps if model is not None else None,
+        optimizer=_optimizer_name(model),
+        lr_step=model.lr_step if model is not None else None,
+        module_dtype=assembled.module_dtype,
+        master_dtype=masters[0].dtype if masters else None,
+        tensors=inventory.tensors,
+        aliases=inventory.aliases,
+        left_out=inventory.left_out,
+        frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
+        missing_ranks=tuple(sorted({r for c in cells.values() for r in c.missing_ranks})),
+        missing_model_ranks=tuple(
+            sorted({r for c in cells.values() for r in c.missing_model_ranks})
+        ),
+        files=tuple(_describe_file(file, torch_files, read) for file in files),
+        torch_files=torch_files,
+        replicas=inventory.replicas,
+        problems=problems,
+        warnings=(*_warnings(cells), *inventory.notes),
+    )
+
+
+def _stage(cell: RankStates) -> int | None:
+    """The ZeRO stage; BF16_Optimizer, which records none, is a form of ZeRO-1."""
+    if is_zero0(cell):
+        return 0
+    if cell.first_optimizer is None:
+        return None
+    stage = cell.first_optimizer.stage
+    return 1 if stage is None else stage
+
+
+def _layout(cells: Mapping[int, RankStates], structure: Structure, stage: int | None) -> str:
+    """The layout in words: stage, optimizer where it matters, and how the model was split."""
+    words = "ZeRO" if stage is None else f"ZeRO-{stage}"
+    optimizers = [c.first_optimizer for c in cells.values() if c.first_optimizer is not None]
+    if optimizers and optimizers[0].stage is None:
+        words += " (BF16_Optimizer)"
+    if structure is Structure.UNIVERSAL:
+        return "universal checkpoint"
+    if structure is Structure.DATA:
+        return words
+    number = f", {len(cells)} parts" if len(cells) > 1 else ""
+    return f"{words}, {structure.value}{number}"
+
+
+def _describe_file(
+    file: RankFile, torch_files: Sequence[TorchFile], read: Set[Path]
+) -> CheckpointFile:
+    opened = next((torch_file for torch_file in torch_files if torch_file.path == file.path), None)
+    holds_names = file.rank == 0 and file.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+    return CheckpointFile(
+        path=file.path,
+        kind=file.kind,
+        rank=file.rank,
+        nbytes=file.path.stat().st_size,
+        needed=file.path in read or file.kind is RankFileKind.OPTIMIZER or holds_names,
+        unknown_globals=opened.unknown_globals if opened is not None else (),
+    )
+
+
+def _torch_files(cells: Mapping[int, RankStates]) -> Iterator[TorchFile]:
+    for cell in cells.values():
+        yield from (states.file for states in cell.model.values())
+        yield from (states.file for states in cell.optimizer.values())
+
+
+def _optimizer_name(model: ModelStates | None) -> str | None:
+    """The optimizer's name in the DeepSpeed configuration; a client's own optimizer has none."""
+    config = model.ds_config.get("optimizer") if model is not None else None
+    name = config.get("type") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _warnings(cells: Mapping[int, RankStates]) -> Iterator[str]:
+    for cell in cells.values():
+        missing = [rank for rank in cell.missing_model_ranks if rank != 0]
+        if missing:
+            yield (
+                f"the model files of {name_ranks(missing)} are missing; without frozen "
+                "weights no value comes from them"
+            )
+
+
+def _missing_frozen(
+    tag_dir: Path, cells: Mapping[int, RankStates], inventory: Inventory
+) -> Iterator[ZexportError]:
+    """A missing model file matters where frozen weights are striped over all of them."""
+    if not any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors):
+        return
+    for index, cell in cells.items():
+        missing = [rank for rank in cell.missing_model_ranks if rank != 0]
+        if missing:
+            yield IncompleteCheckpointError(
+                f"lacks the model files of {name_ranks(missing)}, which have parts of frozen "
+                "weights",
+                path=tag_dir,
+                found=f"{len(cell.model)} of {cell.world_size} model files",
+                expected=f"zero_pp_rank_{missing[0]}_mp_rank_{index:02d}_model_states.pt "
+                "and the like",
+                hint="Copy them from the nodes that wrote them",
+            )
+
+
+def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
+    """Lengths do not add up where the optimizer was swapped to NVMe: its tensors lie elsewhere.
+
+    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` in the tag folder).
+    """
+    swapped = tag_dir / "offloaded_tensors"
+    if not swapped.is_dir():
+        return None
+    return UnsupportedError(
+        "keeps the optimizer's tensors in NVMe swap files, which this version does not read",
+        path=swapped,
+        hint="Resume the run with the optimizer offloaded to the CPU, save, and export that",
+    )
+
+
+def raise_problems(checkpoint: ZeroCheckpoint) -> None:
+    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind."""
+    problems = checkpoint.problems
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        gravest = max(problems, key=lambda problem: problem.exit_code)
+        raise type(gravest)(
+            f"has {len(problems)} problems",
+            path=checkpoint.location.tag_dir,
+            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
+            hint="Mend them and run again; `zexport inspect` shows what is there",
+        )

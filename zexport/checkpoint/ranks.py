@@ -1,0 +1,271 @@
+"""The rank files of one tag, held against each other: are they all here, and of one save?"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, parse_rank_file
+from zexport.checkpoint.states import (
+    ZERO3,
+    ModelStates,
+    OptimizerStates,
+    read_model_states,
+    read_optimizer_states,
+)
+from zexport.dtypes import DType
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    ZexportError,
+)
+from zexport.torchfile.archive import TorchFile, read_torch_file
+from zexport.torchfile.pickles import Pickle, TensorRef
+
+_WORLD_SIZE_MAX = 1 << 20
+"""More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
+
+_States = TypeVar("_States", ModelStates, OptimizerStates)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """The states of every rank that could be read.
+
+    Attributes:
+        model: by rank; under ZeRO-1/2 rank 0 alone.
+        optimizer: by rank.
+        is_zero3: whether the parameters are striped over the ranks.
+        world_size: number of ranks that a whole checkpoint has; ``None`` where nothing says it.
+        missing_ranks: ranks without an optimizer file.
+        missing_model_ranks: ranks without the model file they should have.
+        problems: everything found wrong.
+    """
+
+    model: Mapping[int, ModelStates]
+    optimizer: Mapping[int, OptimizerStates]
+    is_zero3: bool
+    world_size: int | None
+    missing_ranks: tuple[int, ...]
+    missing_model_ranks: tuple[int, ...]
+    problems: tuple[ZexportError, ...]
+
+    @property
+    def first_model(self) -> ModelStates | None:
+        """The model states of the lowest rank there is."""
+        return self.model[min(self.model)] if self.model else None
+
+    @property
+    def first_optimizer(self) -> OptimizerStates | None:
+        """The optimizer states of the lowest rank there is."""
+        return self.optimizer[min(self.optimizer)] if self.optimizer else None
+
+
+def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
+    """The states in ``files`` and every contradiction between them; raises nothing of its own."""
+    files = tuple(files)
+    problems: list[ZexportError] = []
+    model = _read_all(
+        [f for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)],
+        read_model_states,
+        problems,
+    )
+    optimizer = _read_all(
+        [f for f in files if f.kind is RankFileKind.OPTIMIZER], read_optimizer_states, problems
+    )
+    world_size = _world_size(model, optimizer)
+    if world_size is not None and not 0 < world_size <= _WORLD_SIZE_MAX:
+        problems.append(_impossible(tag_dir, world_size))
+        world_size = None
+    named = {f.rank for f in files if f.kind is RankFileKind.OPTIMIZER}
+    missing = tuple(sorted(set(range(world_size or 0)) - named))
+    per_rank = any(f.kind is RankFileKind.MODEL_PER_RANK for f in files)
+    is_zero3 = per_rank or any(states.stage == ZERO3 for states in optimizer.values())
+    model_expected = range(world_size or 1) if is_zero3 else range(1)
+    model_named = {
+        f.rank for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+    }
+    missing_model = tuple(sorted(set(model_expected) - model_named))
+    problems += _missing(files, tag_dir, missing, world_size)
+    if 0 in missing_model:
+        problems.append(_no_first_model(files, tag_dir, is_zero3=is_zero3))
+    problems += _surplus(tag_dir, named, world_size)
+    problems += _disagreements(tag_dir, model, optimizer)
+    return RankStates(
+        model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
+    )
+
+
+def _impossible(tag_dir: Path, world_size: int) -> ZexportError:
+    return DamagedCheckpointError(
+        "records an impossible number of ranks",
+        path=tag_dir,
+        found=world_size,
+        expected=f"1 to {_WORLD_SIZE_MAX}",
+        hint="Copy the optimizer files again",
+    )
+
+
+def _read_all(
+    files: list[RankFile],
+    read: Callable[[TorchFile], _States],
+    problems: list[ZexportError],
+) -> dict[int, _States]:
+    states: dict[int, _States] = {}
+    known: dict[bytes, Pickle] = {}
+    for file in files:
+        try:
+            torch_file = read_torch_file(file.path, known)
+            check_written_as_named(torch_file)
+            if file.rank in states:
+                raise DamagedCheckpointError(
+                    f"is a second file of rank {file.rank}",
+                    path=file.path,
+                    found=f"{states[file.rank].file.path.name} beside it",
+                    expected="the files of one save",
+                    hint="Remove the files of the other run",
+                )
+            # Equal pickles come as one value, and then the states differ in nothing but the file.
+            twin = next((s for s in states.values() if s.file.value is torch_file.value), None)
+            states[file.rank] = read(torch_file) if twin is None else replace(twin, file=torch_file)
+        except ZexportError as error:
+            problems.append(error)
+    return states
+
+
+def check_written_as_named(file: TorchFile) -> None:
+    """Refuse a file with another rank file's name: its zip's root folder keeps the first name.
+
+    A root that is no rank file's name says nothing: it is ``archive`` for a file written through a
+    stream (torch 2.13, ``torch/serialization.py``, ``_open_zipfile_writer_buffer``), and any word
+    for one that was written beside its place and then renamed into it.
+    """
+    written_as = parse_rank_file(file.path.with_name(f"{file.root}.pt"))
+    if written_as is not None and written_as.path != file.path:
+        raise DamagedCheckpointError(
+            "was written under another name",
+            path=file.path,
+            found=f"{file.root}.pt inside",
+            expected=file.path.name,
+            hint="Give the rank files their own names back, or copy them again",
+        )
+
+
+def _world_size(
+    model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
+) -> int | None:
+    """The number of data-parallel ranks: the recorded one if there are as many files.
+
+    Else the most common partition count among the ranks, the largest of a rank's groups counting.
+    """
+    first = model[min(model)] if model else None
+    if first is not None and optimizer and first.dp_world_size == len(optimizer):
+        return first.dp_world_size  # where only experts are trained, no group has a part on all
+    counts = Counter(max(s.partition_counts) for s in optimizer.values() if s.partition_counts)
+    if counts:
+        return counts.most_common(1)[0][0]
+    return len(model) if len(model) > 1 else None
+
+
+def no_optimizer_files(tag_dir: Path) -> ZexportError:
+    """The problem of a tag folder without any file that holds master weights."""
+    return IncompleteCheckpointError(
+        "lacks the optimizer files of all ranks, which hold the weights",
+        path=tag_dir,
+        found="no *_optim_states.pt",
+        expected="zero_pp_rank_0_mp_rank_00_optim_states.pt and the like",
+        hint="Copy them from the nodes that wrote them",
+    )
+
+
+def _missing(
+    files: Sequence[RankFile], tag_dir: Path, missing: Sequence[int], world_size: int | None
+) -> Iterable[ZexportError]:
+    written = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    if missing and written:
+        here = written[0]
+        name = here.path.name.replace(f"pp_rank_{here.rank}_", f"pp_rank_{missing[0]}_")
+        yield IncompleteCheckpointError(
+            f"lacks the optimizer files of {name_ranks(missing)}",
+            path=tag_dir,
+            found=f"{(world_size or 0) - len(missing)} of {world_size} ranks",
+            expected=name if len(missing) == 1 else f"{name} and the like",
+            hint="Copy them from the nodes that wrote them",
+        )
+
+
+def _no_first_model(
+    files: Sequence[RankFile], tag_dir: Path, *, is_zero3: bool
+) -> IncompleteCheckpointError:
+    mp_rank = f"mp_rank_{files[0].mp_rank if files else 0:02d}"
+    name = f"zero_pp_rank_0_{mp_rank}" if is_zero3 else mp_rank
+    return IncompleteCheckpointError(
+        "lacks the model file of rank 0, which names and shapes come from",
+        path=tag_dir,
+        found="no such file",
+        expected=f"{name}_model_states.pt",
+        hint="Copy it from the node of rank 0",
+    )
+
+
+def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable[ZexportError]:
+    surplus = sorted(rank for rank in named if world_size is not None and rank >= world_size)
+    if surplus:
+        yield DamagedCheckpointError(
+            f"has optimizer files of {name_ranks(surplus)}, beyond its world size",
+            path=tag_dir,
+            found=f"{len(named)} optimizer files",
+            expected=f"{world_size}, ranks 0-{(world_size or 1) - 1}",
+            hint="Remove what another save left here",
+        )
+
+
+def _disagreements(
+    tag_dir: Path, model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
+) -> Iterable[ZexportError]:
+    """Facts that every rank of one save states alike, and these do not."""
+    facts: list[tuple[str, dict[int, object]]] = [
+        ("partition count", {r: s.partition_counts for r, s in optimizer.items()}),
+        ("ZeRO stage", {r: s.stage for r, s in optimizer.items()}),
+        ("number of flat groups", {r: len(s.flat_groups) for r, s in optimizer.items()}),
+        ("optimizer step", {r: _step_of(s) for r, s in optimizer.items()}),
+        ("global step", {r: s.global_steps for r, s in model.items()}),
+        ("DeepSpeed version", {r: s.ds_version for r, s in optimizer.items()}),
+    ]
+    for what, by_rank in facts:
+        values = Counter(str(value) for value in by_rank.values() if value is not None)
+        if len(values) > 1:
+            yield DamagedCheckpointError(
+                f"mixes files of different saves: the {what} differs",
+                path=tag_dir,
+                found="; ".join(
+                    f"{value} on " + name_ranks(r for r, v in by_rank.items() if str(v) == value)
+                    for value in values
+                ),
+                expected="one save",
+                hint="Copy all rank files of one save again",
+            )
+
+
+def _step_of(states: OptimizerStates) -> float | None:
+    """The optimizer's step, read from its scalar tensor where it is one (4 or 8 bytes)."""
+    if not isinstance(states.step, TensorRef):
+        return None if states.step is None else float(states.step)
+    if states.step.numel != 1 or states.step.dtype not in _SCALAR_FORMATS:
+        return None
+    source = states.file.source(states.step)
+    (extent,) = source.extents(0, source.nbytes)
+    descriptor = os.open(extent.path, os.O_RDONLY)
+    try:
+        raw = os.pread(descriptor, extent.nbytes, extent.offset)
+    finally:
+        os.close(descriptor)
+    return float(struct.unpack(_SCALAR_FORMATS[states.step.dtype], raw)[0])
+
+
+_SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}

@@ -1,0 +1,255 @@
+"""From rank states to whole tensors: the layouts' arithmetic applied to real files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.dtypes import DType
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.extents import ByteSource, Chain, Striped, Window
+from zexport.layouts import LayoutError, zero3, zero12
+from zexport.torchfile.pickles import TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Every tensor of a checkpoint, and the names that are not tensors of their own.
+
+    Attributes:
+        tensors: each tensor once.
+        aliases: tied name to the name of the tensor that it is.
+        left_out: names of the module whose values are in no file.
+        replicas: second copies that must equal what is exported.
+        notes: what the user should know of how values were chosen.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    aliases: Mapping[str, str]
+    left_out: tuple[str, ...]
+    replicas: tuple[Replica | CastReplica, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
+    """The tensors of a checkpoint, by the layout of its stage.
+
+    Raises:
+        DamagedCheckpointError: lengths, shapes or names contradict each other.
+    """
+    try:
+        tensors = [*_trainable(ranks, model), *_frozen(ranks, model), *_buffers(model)]
+        _check_names(tensors)
+        known = {tensor.name for tensor in tensors}
+        aliases = _resolve_aliases(ranks, model, known)
+        rest = [name for name in model.module if name not in known and name not in aliases]
+        whole = [name for name in rest if _has_value(ranks, model, name)]
+        tensors += [_whole(model, name, Role.FROZEN) for name in whole]
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=model.file.path.parent,
+            found=error.found,
+            expected=error.expected,
+            hint="Copy all rank files of one save again",
+        ) from error
+    lost = [name for name in model.buffer_names if name not in model.module]
+    left_out = (*lost, *(name for name in rest if name not in set(whole)))
+    return Inventory(tuple(tensors), aliases, left_out)
+
+
+def _trainable(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
+    """The master weights, out of the flat groups; without sources where ranks are missing."""
+    world = range(ranks.world_size or 0)
+    if not world or any(rank not in ranks.optimizer for rank in world):
+        for shapes in model.param_shapes:
+            for name, shape in shapes.items():
+                yield StoredTensor(name, shape, _master_dtype(ranks), Role.TRAINABLE, None)
+        return
+    optimizers = [ranks.optimizer[rank] for rank in world]
+    if ranks.is_zero3:
+        yield from _striped(model, optimizers)
+    else:
+        yield from _chained(model, optimizers)
+
+
+def _striped(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[StoredTensor]:
+    """ZeRO-3: stripe ``d`` of every parameter from rank ``d``."""
+    dtype = _flat_dtype(optimizers)
+    flats = tuple(
+        Chain(tuple(states.file.source(group) for group in states.flat_groups))
+        for states in optimizers
+    )
+    zero3.check_flat_numels(model.param_shapes, [flat.nbytes // dtype.itemsize for flat in flats])
+    for parameter in zero3.stripe_parameters(model.param_shapes, len(flats)):
+        source = Striped(
+            flats,
+            offset=parameter.offset * dtype.itemsize,
+            stripe_nbytes=parameter.stripe_numel * dtype.itemsize,
+            nbytes=parameter.numel * dtype.itemsize,
+        )
+        yield StoredTensor(parameter.name, parameter.shape, dtype, Role.TRAINABLE, source)
+
+
+def _chained(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[StoredTensor]:
+    """ZeRO-1/2: a window of each group's partitions laid end to end."""
+    dtype = _flat_dtype(optimizers)
+    if len(model.param_shapes) != len(optimizers[0].flat_groups):
+        raise LayoutError(
+            "the parameter groups of the model file are not those of the optimizer files",
+            f"{len(optimizers[0].flat_groups)} flat groups",
+            f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
+        )
+    for index, shapes in enumerate(model.param_shapes):
+        groups = [states.flat_groups[index] for states in optimizers]
+        all_paddings = optimizers[0].alignment_paddings
+        paddings = all_paddings[index] if index < len(all_paddings) else ()
+        zero12.check_partitions(shapes, [group.numel for group in groups], paddings=paddings)
+        chain = Chain(
+            tuple(states.file.source(g) for states, g in zip(optimizers, groups, strict=True))
+        )
+        for parameter in zero12.place_parameters(shapes, paddings):
+            source = Window(
+                chain, parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
+            )
+            yield StoredTensor(parameter.name, parameter.shape, dtype, Role.TRAINABLE, source)
+
+
+def _frozen(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
+    """Frozen parameters that are recorded as such: whole (ZeRO-2) or in stripes (ZeRO-3)."""
+    for name, shape in (model.frozen_shapes or {}).items():
+        if name not in model.frozen_fragments:
+            raise LayoutError(
+                f"the frozen parameter {name!r} has a shape but no values", "no fragment", "one"
+            )
+        dtype = model.frozen_fragments[name].dtype
+        if not dtype.is_floating and name in model.module and model.module[name].dtype.is_floating:
+            raise _quantized(model, name, dtype)
+        source = (
+            _frozen_stripes(ranks, name, shape)
+            if ranks.is_zero3
+            else _frozen_whole(model, name, shape)
+        )
+        yield StoredTensor(name, shape, dtype, Role.FROZEN, source)
+
+
+def _quantized(model: ModelStates, name: str, dtype: DType) -> UnsupportedError:
+    """Why int8 stripes are no weights: their scales are not saved.
+
+    Source: DeepSpeed 0.19, ``runtime/zero/partition_parameters.py`` (``ds_quant_scale``).
+    """
+    return UnsupportedError(
+        f"holds the frozen parameter {name!r} in quantized form, without its scales",
+        path=model.file.path,
+        found=dtype.torch_name,
+        expected=model.module[name].dtype.torch_name,
+        hint="Save again without zero_quantized_nontrainable_weights",
+    )
+
+
+def _frozen_whole(model: ModelStates, name: str, shape: tuple[int, ...]) -> ByteSource:
+    fragment = model.frozen_fragments[name]
+    if fragment.shape != shape:
+        raise LayoutError(f"the frozen parameter {name!r} has two shapes", fragment.shape, shape)
+    return model.file.source(fragment)
+
+
+def _frozen_stripes(ranks: RankStates, name: str, shape: tuple[int, ...]) -> ByteSource | None:
+    """The stripes of all ranks end to end, cut to the parameter; ``None`` if a rank is missing."""
+    world_size = ranks.world_size or 0
+    if not world_size or any(rank not in ranks.model for rank in range(world_size)):
+        return None
+    numel, dtype = prod(shape), ranks.model[0].frozen_fragments[name].dtype
+    stripe = zero3.stripe_numel(numel, world_size)
+    parts: list[ByteSource] = []
+    for rank in range(world_size):
+        states = ranks.model[rank]
+        fragment = states.frozen_fragments.get(name)
+        if fragment is None or (fragment.numel, fragment.dtype) != (stripe, dtype):
+            raise LayoutError(
+                f"rank {rank}'s stripe of the frozen parameter {name!r} is not like the others",
+                f"{fragment.numel} elements of {fragment.dtype.torch_name}" if fragment else "none",
+                f"{stripe} of {dtype.torch_name}, a {world_size}th of {numel} rounded up",
+            )
+        parts.append(states.file.source(fragment))
+    return Window(Chain(tuple(parts)), 0, numel * dtype.itemsize)
+
+
+def _buffers(model: ModelStates) -> Iterator[StoredTensor]:
+    """Persistent buffers, which every model file holds whole."""
+    for name in model.buffer_names:
+        if name in model.module:
+            yield _whole(model, name, Role.BUFFER)
+
+
+def _whole(model: ModelStates, name: str, role: Role) -> StoredTensor:
+    """A tensor that the module's state dict holds whole."""
+    tensor = model.module[name]
+    return StoredTensor(name, tensor.shape, tensor.dtype, role, model.file.source(tensor))
+
+
+def _has_value(ranks: RankStates, model: ModelStates, name: str) -> bool:
+    """Whether the module holds the value itself, not ZeRO-3's placeholder of shape ``(0,)``."""
+    return not ranks.is_zero3 or model.module[name].shape != (0,)
+
+
+def _check_names(tensors: list[StoredTensor]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise LayoutError(f"the name {tensor.name!r} stands for two tensors", "two", "one")
+        seen.add(tensor.name)
+
+
+def _resolve_aliases(ranks: RankStates, model: ModelStates, known: set[str]) -> dict[str, str]:
+    """Tied name to stored name, through chains of aliases.
+
+    Names that are stored themselves are no aliases: DeepSpeed reports all parameters without
+    elements as tied to one another (``runtime/engine.py``, ``_get_shared_params``: ``data_ptr``).
+    Nor are names tied to what was left out of the save, such as frozen embeddings under an adapter.
+    """
+    aliases: dict[str, str] = {}
+    for alias in model.shared_params:
+        if alias in known:
+            continue
+        target, seen = model.shared_params[alias], {alias}
+        while target not in known and target in model.shared_params and target not in seen:
+            seen.add(target)
+            target = model.shared_params[target]
+        if target in known or (target in model.module and _has_value(ranks, model, target)):
+            aliases[alias] = target
+    return aliases
+
+
+def _flat_dtype(optimizers: list[OptimizerStates]) -> DType:
+    """The one floating element type of all flat groups."""
+    found = {group.dtype for states in optimizers for group in states.flat_groups}
+    if len(found) > 1 or not all(dtype.is_floating for dtype in found):
+        raise LayoutError(
+            "the flat groups are not of one floating-point type",
+            ", ".join(sorted(dtype.torch_name for dtype in found)),
+            "float32 throughout",
+        )
+    return next(iter(found), DType.F32)
+
+
+def _master_dtype(ranks: RankStates) -> DType:
+    groups = [g for states in ranks.optimizer.values() for g in states.flat_groups]
+    return groups[0].dtype if groups else DType.F32
+
+
+def module_dtype(model: ModelStates) -> DType | None:
+    """The element type most floating parameters of the module have (placeholders keep theirs)."""
+    buffers = set(model.buffer_names)
+    return commonest_dtype(t for name, t in model.module.items() if name not in buffers)
+
+
+def commonest_dtype(tensors: Iterable[TensorRef]) -> DType | None:
+    """The element type most of the floating tensors have; ``None`` if none is floating."""
+    counted = Counter(tensor.dtype for tensor in tensors if tensor.dtype.is_floating)
+    return counted.most_common(1)[0][0] if counted else None

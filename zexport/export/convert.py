@@ -1,0 +1,69 @@
+"""One piece of a tensor, from the checkpoint's bytes to the output's bytes."""
+
+from __future__ import annotations
+
+from mmap import mmap
+from typing import Protocol
+
+from zexport.export.chunks import Piece, room
+from zexport.export.plan import TensorPlan
+from zexport.streams.casts import Statistics, cast_into, statistics_of
+from zexport.streams.reader import SourceReader
+
+
+class TensorReader(Protocol):
+    """Where the stored bytes of a plan's tensors come from; may be called from any thread."""
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far."""
+        ...
+
+    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""
+        ...
+
+    def finish(self) -> None:
+        """Check whatever can only be checked when everything has been read."""
+        ...
+
+
+class FileReader:
+    """The checkpoint's files as a ``TensorReader``."""
+
+    def __init__(self, files: SourceReader) -> None:
+        self._files = files
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far, those read again for a CRC included."""
+        return self._files.nbytes_read
+
+    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""
+        self._files.read_into(tensor.source, start, buffer)
+
+    def finish(self) -> None:
+        """Compare the CRC-32 of every record that was read."""
+        self._files.finish()
+
+
+class Buffers:
+    """Room for one chunk: the bytes of a piece as stored, and the chunk as written."""
+
+    def __init__(self, chunk_nbytes: int) -> None:
+        self.stored = memoryview(mmap(-1, room(chunk_nbytes)))
+        self.out = memoryview(mmap(-1, room(chunk_nbytes)))
+
+
+def convert(piece: Piece, reader: TensorReader, stored: memoryview, out: memoryview) -> Statistics:
+    """Fill ``out`` with a piece's bytes as they belong into the output; ``stored`` is scratch room.
+
+    Returns:
+        What was seen among its values.
+    """
+    tensor = piece.tensor
+    source = out if tensor.dtype is tensor.stored_dtype else stored[: piece.stored_nbytes]
+    reader.read_into(tensor, piece.first * tensor.stored_dtype.itemsize, source)
+    cast_into(source, tensor.stored_dtype, tensor.dtype, out)
+    return statistics_of(source, tensor.stored_dtype, tensor.dtype, out)

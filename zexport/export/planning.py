@@ -1,0 +1,280 @@
+"""Making the plan: from a checkpoint and the options to the origin of every output byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.opening import raise_problems
+from zexport.dtypes import DType
+from zexport.errors import MemoryLimitError
+from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
+from zexport.export.selection import Selection, name_tensors, select_tensors
+from zexport.extents import ByteSource, paths_of
+from zexport.jsontypes import JsonObject
+from zexport.model.card import model_card
+from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
+from zexport.model.sidecars import Sidecars, find_sidecars, read_json_object
+from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+_PROCESS_NBYTES = 96 << 20
+"""What the process itself takes before the first chunk: interpreter, numpy, and the plan."""
+
+_CHUNK_NBYTES_MAX = 8 << 20
+_CHUNK_NBYTES_MIN = 64 << 10
+_BUFFERS_PER_JOB = 3
+"""Stored bytes, cast bytes, and the temporary of a cast."""
+
+
+def plan_export(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+) -> ExportPlan:
+    """The whole plan of an export; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint has problems, or weights were left out of it.
+        UnsupportedError: its layout is not one that can be exported.
+        UsageError: an option cannot be meant.
+    """
+    options = options or ExportOptions()
+    raise_problems(checkpoint)
+    jobs, chunk_nbytes = _share_memory(options)
+    sidecars = find_sidecars(checkpoint.location.root, options.base)
+    stored = name_tensors(checkpoint, options.renames)
+    names = _learn_names(checkpoint, sidecars, stored.shapes, options)
+    base = _read_base(options.base)
+    selection = select_tensors(checkpoint, stored, names, _base_tensors(base), options)
+    target = _target(checkpoint, options)
+    shards = _plan_shards(selection.tensors, target, options.max_shard_nbytes)
+    return ExportPlan(
+        out_dir=Path(out_dir),
+        shards=shards,
+        side_files=(
+            *_copied_files(sidecars),
+            *_written_files(checkpoint, sidecars, selection, shards, target),
+        ),
+        sources=_sources(checkpoint, base, selection),
+        replicas=checkpoint.replicas,
+        provenance=_provenance(checkpoint, selection, options),
+        warnings=(*checkpoint.warnings, *_missing_sidecars(sidecars), *selection.warnings),
+        overwrite=options.overwrite,
+        jobs=jobs,
+        chunk_nbytes=chunk_nbytes,
+        reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
+    )
+
+
+def _learn_names(
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    stored: Mapping[str, Shape],
+    options: ExportOptions,
+) -> ModelNames | NamesUnknown:
+    """The model's names, where something depends on them: asking transformers takes seconds."""
+    if options.layout is NameLayout.MEMORY and (
+        options.exclude_frozen or not checkpoint.may_lack_weights
+    ):
+        return NamesUnknown("they were not asked for")
+    return learn_names(sidecars, stored)
+
+
+def memory_nbytes(plan: ExportPlan) -> int:
+    """Upper estimate of the memory that running ``plan`` takes."""
+    return _PROCESS_NBYTES + plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes
+
+
+def _share_memory(options: ExportOptions) -> tuple[int, int]:
+    """Worker threads and bytes of a chunk that stay within ``--max-memory``."""
+    jobs = max(1, options.jobs)
+    if options.max_memory_nbytes is None:
+        return jobs, _CHUNK_NBYTES_MAX
+    spare = options.max_memory_nbytes - _PROCESS_NBYTES
+    jobs = min(jobs, max(1, spare // (_BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN)))
+    chunk = min(_CHUNK_NBYTES_MAX, spare // (_BUFFERS_PER_JOB * jobs))
+    if chunk < _CHUNK_NBYTES_MIN:
+        raise MemoryLimitError(
+            "--max-memory is too small",
+            found=f"{options.max_memory_nbytes} bytes",
+            expected=f"{_PROCESS_NBYTES + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN} bytes or more",
+            hint="Raise --max-memory",
+        )
+    return jobs, chunk - chunk % 4096
+
+
+def _target(checkpoint: ZeroCheckpoint, options: ExportOptions) -> DType:
+    """The element type of the output's parameters."""
+    if options.dtype is ExportDType.AUTO:
+        return checkpoint.module_dtype or DType.F32
+    return {
+        ExportDType.FP32: DType.F32,
+        ExportDType.BF16: DType.BF16,
+        ExportDType.FP16: DType.F16,
+    }[options.dtype]
+
+
+def _plan_shards(
+    tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
+) -> tuple[ShardPlan, ...]:
+    """The files of the output, split as huggingface_hub splits a state dict."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
+
+    nbytes = {
+        name: tensor.numel * tensor.output_dtype(target).itemsize
+        for name, tensor in tensors.items()
+    }
+    split = split_state_dict_into_shards_factory(
+        nbytes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_nbytes,
+    )
+    return tuple(
+        _plan_shard(filename, {name: tensors[name] for name in names}, target)
+        for filename, names in split.filename_to_tensors.items()
+    )
+
+
+def _plan_shard(filename: str, tensors: Mapping[str, StoredTensor], target: DType) -> ShardPlan:
+    """One file: widest elements first, then by name, as safetensors itself orders them."""
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
+    header, offsets = build_header(
+        [HeaderEntry(name, dtypes[name], tensors[name].shape) for name in order]
+    )
+    planned = tuple(
+        TensorPlan(
+            name=name,
+            shape=tensors[name].shape,
+            dtype=dtypes[name],
+            stored_name=tensors[name].name,
+            stored_dtype=tensors[name].dtype,
+            source=_source_of(tensors[name]),
+            offset=offset,
+        )
+        for name, offset in zip(order, offsets, strict=True)
+    )
+    return ShardPlan(filename, header, planned)
+
+
+def _source_of(tensor: StoredTensor) -> ByteSource:
+    source = tensor.source
+    if source is None or source.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
+        # Opening has checked both; to come here is a bug, never the input's fault.
+        raise AssertionError(f"{tensor.name} was laid out wrongly")
+    return source
+
+
+def _copied_files(sidecars: Sidecars) -> tuple[SideFile, ...]:
+    return tuple(SideFile(name, origin=path) for name, path in sorted(sidecars.copied.items()))
+
+
+def _written_files(
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    selection: Selection,
+    shards: Sequence[ShardPlan],
+    target: DType,
+) -> Iterator[SideFile]:
+    """The files beside the shards whose content is new: card, config, index."""
+    yield SideFile("README.md", model_card(checkpoint, target, sidecars))
+    if sidecars.config is not None:
+        content = sidecars.config.edited(target, selection.architecture)
+        yield SideFile("config.json", content)
+    if [shard.filename for shard in shards] != [_SINGLE_FILE]:
+        yield SideFile(_INDEX_FILE, _index(shards, selection))
+
+
+def _index(shards: Sequence[ShardPlan], selection: Selection) -> bytes:
+    """The index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
+    planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
+    parameters = [t for t, _ in planned if selection.tensors[t.name].role is not Role.BUFFER]
+    content = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in parameters),
+            "total_size": sum(tensor.nbytes for tensor, _ in planned),
+        },
+        "weight_map": {tensor.name: shard.filename for tensor, shard in planned},
+    }
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _sources(
+    checkpoint: ZeroCheckpoint,
+    base: Iterable[SafetensorsHeader],
+    selection: Selection,
+) -> tuple[SourceFile, ...]:
+    """The files that the plan reads, each once."""
+    kept = [t.source for t in selection.tensors.values() if t.source is not None]
+    others = [replica.other for replica in checkpoint.replicas]
+    read = paths_of([*kept, *others])
+    files = [
+        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
+        for file in checkpoint.torch_files
+        if file.path in read
+    ]
+    for header in base:
+        if header.path in read:
+            status = header.path.stat()
+            files.append(SourceFile(header.path, status.st_size, status.st_mtime_ns, ()))
+    return tuple(files)
+
+
+def _missing_sidecars(sidecars: Sidecars) -> tuple[str, ...]:
+    if not sidecars.missing:
+        return ()
+    return (
+        f"without {' and '.join(sidecars.missing)}: nothing of that kind lies with the checkpoint; "
+        "give a model folder with --base",
+    )
+
+
+def _provenance(
+    checkpoint: ZeroCheckpoint, selection: Selection, options: ExportOptions
+) -> JsonObject:
+    """What the manifest says of the checkpoint and the options; nothing that varies by run."""
+    dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
+    module_dtype, master_dtype = (dtype.torch_name if dtype else None for dtype in dtypes)
+    return {
+        "checkpoint": {
+            "tag": checkpoint.location.tag,
+            "layout": checkpoint.layout,
+            "stage": checkpoint.stage,
+            "world_size": checkpoint.world_size,
+            "global_steps": checkpoint.global_steps,
+            "deepspeed_version": checkpoint.ds_version,
+            "module_dtype": module_dtype,
+            "master_dtype": master_dtype,
+        },
+        "options": options.recorded(),
+        "loadable": selection.loadable,
+        "tied": dict(sorted(selection.tied.items())),
+        "from_base": list(selection.from_base),
+    }
+
+
+def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:
+    """Headers of a base model's weight files: those that its index names, else the single one."""
+    if base is None:
+        return ()
+    index = base / _INDEX_FILE
+    if index.is_file():
+        weight_map = read_json_object(index).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        return tuple(read_header(base / Path(str(name)).name) for name in sorted(map(str, names)))
+    single = base / _SINGLE_FILE
+    return (read_header(single),) if single.is_file() else ()
+
+
+def _base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
+        for header in base
+        for name, tensor in header.tensors.items()
+    }

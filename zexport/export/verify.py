@@ -1,0 +1,296 @@
+"""Re-reading an export: whether it is still what its manifest, its index and its checkpoint say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from blake3 import blake3
+
+from zexport.errors import VerificationError, ZexportError
+from zexport.export.chunks import pieces
+from zexport.export.convert import Buffers, FileReader, TensorReader, convert
+from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, read_manifest
+from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.readback import Phase, Progress
+from zexport.jsontypes import Json
+from zexport.safetensors_file import SafetensorsHeader, StoredTensor, read_header
+from zexport.streams.digests import digest_file
+from zexport.streams.reader import SourceReader
+
+REPORT_SCHEMA = 1
+INDEX_NAME = "model.safetensors.index.json"
+_SHARD_PATTERN = "*.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One contradiction; ``file`` or ``tensor`` is empty where it has none.
+
+    Attributes:
+        file: name of the file within the output folder.
+        tensor: name of the tensor in the output.
+        problem: what is wrong, without a full stop.
+    """
+
+    file: str
+    tensor: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was looked at, and everything that is wrong with it.
+
+    Attributes:
+        out_dir: the folder.
+        files: files whose bytes were compared.
+        tensors: tensors whose bytes were compared.
+        against_checkpoint: whether every tensor was also made again from the checkpoint.
+        problems: all of them.
+    """
+
+    out_dir: Path
+    files: int
+    tensors: int
+    against_checkpoint: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Json]:
+        """The report as JSON values, with a ``schema`` number."""
+        return {
+            "schema": REPORT_SCHEMA,
+            "out_dir": str(self.out_dir),
+            "ok": self.ok,
+            "files": self.files,
+            "tensors": self.tensors,
+            "against_checkpoint": self.against_checkpoint,
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+
+
+def verify_export(
+    out_dir: Path,
+    *,
+    plan: ExportPlan | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """Everything that is wrong with an exported folder; nothing is changed, and every byte is read.
+
+    Memory does not grow with the model. Damage to the export is gathered, never raised.
+
+    Args:
+        out_dir: the folder.
+        plan: what the checkpoint would give today; every tensor is then made again from it and
+            compared.
+        progress: told of bytes read.
+
+    Raises:
+        CheckpointError: a source of ``plan`` cannot be read, is damaged, or was changed.
+    """
+    try:
+        manifest = read_manifest(out_dir)
+    except VerificationError as error:
+        return VerifyReport(
+            out_dir, 0, 0, plan is not None, (Problem(MANIFEST_NAME, "", error.problem),)
+        )
+    told = _Teller(progress, _nbytes_to_read(manifest, plan))
+    headers, problems = _headers(out_dir, manifest)
+    problems += _unlisted(out_dir, manifest)
+    problems += _header_problems(manifest, headers)
+    problems += _index_problems(out_dir, headers)
+    for name, entry in manifest.files.items():
+        problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)
+    if plan is not None:
+        problems += _source_problems(plan, manifest, told.add)
+    return VerifyReport(
+        out_dir=out_dir,
+        files=len(manifest.files),
+        tensors=len(manifest.tensors),
+        against_checkpoint=plan is not None,
+        problems=tuple(problems),
+    )
+
+
+class _Teller:
+    """Adds up bytes, in the calling thread, and tells of them."""
+
+    def __init__(self, tell: Callable[[Progress], None] | None, nbytes_total: int) -> None:
+        self._tell = tell
+        self._total = nbytes_total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._tell is not None:
+            self._tell(Progress(self._done, self._total, Phase.VERIFY))
+
+
+def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
+    again = 0 if plan is None else sum(shard.data_nbytes for shard in plan.shards)
+    return sum(entry.nbytes for entry in manifest.files.values()) + again
+
+
+def _headers(
+    out_dir: Path, manifest: Manifest
+) -> tuple[dict[str, SafetensorsHeader], list[Problem]]:
+    """The headers of all shards there are, and what is wrong with those that cannot be read."""
+    headers = {}
+    problems = []
+    for name in manifest.files:
+        path = out_dir / name
+        if path.match(_SHARD_PATTERN) and path.is_file():
+            try:
+                headers[name] = read_header(path, error=VerificationError)
+            except ZexportError as error:
+                problems.append(Problem(name, "", error.problem))
+    return headers, problems
+
+
+def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
+    return [
+        Problem(path.name, "", "is not listed in the manifest")
+        for path in sorted(out_dir.glob(_SHARD_PATTERN))
+        if path.name not in manifest.files
+    ]
+
+
+def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+    """Where the headers and the manifest differ about a tensor."""
+    problems = []
+    for shard, header in headers.items():
+        for name, tensor in header.tensors.items():
+            entry = manifest.tensors.get(name)
+            if entry is None or entry.shard != shard:
+                problems.append(Problem(shard, name, "is not listed for this file"))
+            elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                problems.append(Problem(shard, name, "has another shape or dtype than listed"))
+    for name, entry in manifest.tensors.items():
+        there = headers.get(entry.shard)
+        if there is not None and name not in there.tensors:
+            problems.append(Problem(entry.shard, name, "is listed but not in the file"))
+        elif entry.shard not in manifest.files:
+            problems.append(Problem(entry.shard, name, "is listed in a file that is not"))
+    return problems
+
+
+def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+    """Where the index and the headers differ; one shard of the plain name needs no index."""
+    path = out_dir / INDEX_NAME
+    if not path.exists():
+        if len(headers) > 1:
+            return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
+        return []
+    try:
+        index = json.loads(path.read_bytes())
+        weight_map = dict(index["weight_map"])
+        total_nbytes = index["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return [Problem(INDEX_NAME, "", f"is not an index: {type(error).__name__}: {error}")]
+    placed = {name: shard for shard, header in headers.items() for name in header.tensors}
+    problems = [
+        Problem(INDEX_NAME, name, "lies in another file than the index says")
+        for name in sorted(weight_map.keys() | placed.keys())
+        if weight_map.get(name) != placed.get(name)
+    ]
+    nbytes = sum(t.nbytes for header in headers.values() for t in header.tensors.values())
+    if total_nbytes != nbytes:
+        problems.append(
+            Problem(INDEX_NAME, "", f"total_size is {total_nbytes}, the shards hold {nbytes}")
+        )
+    return problems
+
+
+def _byte_problems(
+    path: Path,
+    entry: FileEntry,
+    header: SafetensorsHeader | None,
+    manifest: Manifest,
+    on_bytes: Callable[[int], None],
+) -> list[Problem]:
+    """Where a file's bytes, and its tensors' bytes, are not those that were written."""
+    tensors: tuple[StoredTensor, ...] = ()
+    if header is not None:
+        tensors = tuple(header.tensors.values())
+    try:
+        found = path.stat().st_size
+        if found != entry.nbytes:
+            return [Problem(path.name, "", f"has {found} bytes, {entry.nbytes} were written")]
+        ranges = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors]
+        digests = digest_file(path, ranges=ranges, on_bytes=on_bytes)
+    except OSError as error:
+        return [Problem(path.name, "", f"cannot be read: {error.strerror}")]
+    problems = []
+    if digests.whole != entry.blake3:
+        problems.append(Problem(path.name, "", "does not hold the bytes that were written"))
+    for tensor, digest in zip(tensors, digests.ranges, strict=True):
+        listed = manifest.tensors.get(tensor.name)
+        if listed is not None and listed.blake3 != digest:
+            problems.append(
+                Problem(path.name, tensor.name, "does not hold the values that were written")
+            )
+    return problems
+
+
+def _source_problems(
+    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
+) -> list[Problem]:
+    """Where the export is not what the checkpoint gives."""
+    planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
+    problems = [
+        Problem("", name, "is in the checkpoint but not in the export")
+        for name in sorted(planned.keys() - manifest.tensors.keys())
+    ] + [
+        Problem("", name, "is in the export but not in the checkpoint")
+        for name in sorted(manifest.tensors.keys() - planned.keys())
+    ]
+    with SourceReader(plan.sources) as files:
+        reader = FileReader(files)
+        for tensor, digest in _digests_from_source(plan, reader):
+            entry = manifest.tensors.get(tensor.name)
+            difference = _difference(tensor, digest, entry) if entry is not None else ""
+            if entry is not None and difference:
+                problems.append(Problem(entry.shard, tensor.name, difference))
+            on_bytes(tensor.nbytes)
+        reader.finish()
+    return problems
+
+
+def _difference(tensor: TensorPlan, digest: str, entry: TensorEntry) -> str:
+    if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+        return "has another shape or dtype in the checkpoint"
+    return "" if entry.blake3 == digest else "has other values in the checkpoint"
+
+
+def _digests_from_source(
+    plan: ExportPlan, reader: TensorReader
+) -> Iterator[tuple[TensorPlan, str]]:
+    """Every tensor of a plan with the digest of what it would be written as."""
+    pool: SimpleQueue[Buffers] = SimpleQueue()
+    for _ in range(plan.jobs):
+        pool.put(Buffers(plan.chunk_nbytes))
+
+    def digest_of(tensor: TensorPlan) -> str:
+        buffers = pool.get()
+        try:
+            digest = blake3()
+            for piece in pieces(tensor, plan.chunk_nbytes):
+                out = buffers.out[: piece.nbytes]
+                convert(piece, reader, buffers.stored, out)
+                digest.update(out)
+            return digest.hexdigest()
+        finally:
+            pool.put(buffers)
+
+    with ThreadPoolExecutor(plan.jobs) as workers:
+        for shard in plan.shards:
+            yield from zip(shard.tensors, workers.map(digest_of, shard.tensors), strict=True)

@@ -1,0 +1,215 @@
+"""What is in a checkpoint, whether it can be exported, and if not, what is missing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.rank_files import RankFileKind
+from zexport.dtypes import DType
+from zexport.errors import AmbiguousTagError, ZexportError
+from zexport.inspection.tag_summary import TagSummary, summarize_choice, summarize_tags
+from zexport.inspection.weight_files import WeightFile, list_weight_files
+from zexport.model.sidecars import find_sidecars
+
+__all__ = ["Count", "Inspection", "Outcome", "Verdict", "inspect_checkpoint"]
+
+
+class Outcome(Enum):
+    """Whether an export would succeed, as far as metadata tells."""
+
+    EXPORTABLE = "exportable"
+    NEEDS_BASE = "needs_base"
+    """Frozen weights were left out: a base model has to fill them in."""
+    NOT_EXPORTABLE = "not_exportable"
+    CHOOSE_TAG = "choose_tag"
+    """Several checkpoints, and nothing says which one is meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line of judgement and the next step.
+
+    Attributes:
+        outcome: the judgement as a word.
+        sentence: the judgement in words, without a full stop.
+        next_step: a command to run, or what to do first.
+    """
+
+    outcome: Outcome
+    sentence: str
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many tensors, and how many elements they have together."""
+
+    tensors: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that ``zexport inspect`` shows, but for the values of tensors.
+
+    Attributes:
+        path: what was looked at, as it was given.
+        tags: every tag beside the chosen one, and it; newest last.
+        checkpoint: the chosen one; ``None`` where nothing says which is meant.
+        weight_files: weights beside the tag folder, such as ``model.safetensors``.
+        missing_sidecars: what an export would lack, in words.
+        problems: what stands in the way of an export.
+        verdict: the judgement.
+    """
+
+    path: Path
+    tags: tuple[TagSummary, ...]
+    checkpoint: ZeroCheckpoint | None
+    weight_files: tuple[WeightFile, ...]
+    missing_sidecars: tuple[str, ...]
+    problems: tuple[ZexportError, ...]
+    verdict: Verdict
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Every tensor once."""
+        return self.checkpoint.tensors if self.checkpoint is not None else ()
+
+    def counts(self) -> Mapping[Role, Count]:
+        """Tensors and elements by role."""
+        return {role: _count(self.tensors, role) for role in Role}
+
+    def tied(self) -> Count:
+        """Tied names, and the elements that they would have if they were stored again."""
+        if self.checkpoint is None:
+            return Count(0, 0)
+        numel = {tensor.name: tensor.numel for tensor in self.tensors}
+        aliases = self.checkpoint.aliases
+        return Count(len(aliases), sum(numel.get(name, 0) for name in aliases.values()))
+
+    def nbytes_read(self) -> int:
+        """Bytes of tensors that an export reads."""
+        return sum(tensor.numel * tensor.dtype.itemsize for tensor in self.tensors)
+
+    def nbytes_written(self, target: DType) -> int:
+        """Bytes of tensors that an export to ``target`` writes."""
+        return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
+
+    def missing_files(self) -> tuple[str, ...]:
+        """Names of the rank files to fetch."""
+        return _missing_files(self.checkpoint) if self.checkpoint is not None else ()
+
+
+def inspect_checkpoint(path: Checkpoint, *, tag: str | None = None) -> Inspection:
+    """What is at ``path``; no tensor data is read, but for one scalar a rank file.
+
+    Args:
+        path: any level of a checkpoint's folders; several where nodes kept their own parts.
+        tag: name of the tag, or ``newest``.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the tag is not there.
+        UnsafeError: ``latest`` leads outside its folder.
+    """
+    paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
+    try:
+        checkpoint = open_checkpoint(paths, tag=tag)
+    except AmbiguousTagError:
+        return _choice(paths[0])
+    root = checkpoint.location.root
+    problems = list(checkpoint.problems)
+    missing_sidecars: tuple[str, ...] = ()
+    try:
+        missing_sidecars = find_sidecars(root).missing
+    except ZexportError as error:
+        problems.append(error)
+    return Inspection(
+        path=paths[0],
+        tags=summarize_tags(checkpoint),
+        checkpoint=checkpoint,
+        weight_files=list_weight_files(root, _stored_empty(checkpoint)),
+        missing_sidecars=missing_sidecars,
+        problems=tuple(problems),
+        verdict=_verdict(paths, tag, checkpoint, problems),
+    )
+
+
+def _choice(path: Path) -> Inspection:
+    """Several checkpoints: what each is, so that one can be chosen."""
+    tags = summarize_choice(path)
+    newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
+    verdict = Verdict(
+        Outcome.CHOOSE_TAG,
+        f"{len(tags)} checkpoints, and no `latest` says which one is meant",
+        f"zexport inspect {shlex.quote(str(path))} --tag {shlex.quote(newest.name)}",
+    )
+    return Inspection(path, tags, None, (), (), (), verdict)
+
+
+def _verdict(
+    paths: Sequence[Path], tag: str | None, checkpoint: ZeroCheckpoint, problems: list[ZexportError]
+) -> Verdict:
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        first = problems[0]
+        return Verdict(
+            Outcome.NOT_EXPORTABLE, f"not exportable: {_fault(first)}{more}", _remedy(first)
+        )
+    command = f"zexport consolidate {shlex.join(map(str, paths))} OUT"
+    command += f" --tag {shlex.quote(tag)}" if tag is not None else ""
+    if checkpoint.left_out or checkpoint.frozen_left_out:
+        return Verdict(
+            Outcome.NEEDS_BASE,
+            "exportable with the base model, which has the frozen weights that were left out, or "
+            "without them",
+            f"{command} --base DIR (or --exclude-frozen)",
+        )
+    return Verdict(Outcome.EXPORTABLE, "exportable, as far as metadata tells", command)
+
+
+def _fault(problem: ZexportError) -> str:
+    where = f"{problem.path.name} " if problem.path is not None else ""
+    return f"{where}{problem.problem}"
+
+
+def _remedy(problem: ZexportError) -> str:
+    return problem.hint or "Use a version of zexport or DeepSpeed that supports it"
+
+
+def _count(tensors: tuple[StoredTensor, ...], role: Role) -> Count:
+    chosen = [tensor for tensor in tensors if tensor.role is role]
+    return Count(len(chosen), sum(tensor.numel for tensor in chosen))
+
+
+def _missing_files(checkpoint: ZeroCheckpoint) -> tuple[str, ...]:
+    """Rank files that an export needs; a model file but the first, for its frozen weights alone."""
+    files = checkpoint.files
+    prefix = "bf16_" if any(file.path.name.startswith("bf16_") for file in files) else ""
+    per_rank = checkpoint.layout == "ZeRO-3" or any(
+        file.kind is RankFileKind.MODEL_PER_RANK for file in files
+    )
+    has_stripes = any(t.role is Role.FROZEN and t.source is None for t in checkpoint.tensors)
+    optimizer = [
+        f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        for rank in checkpoint.missing_ranks
+    ]
+    model = [
+        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        if per_rank
+        else "mp_rank_00_model_states.pt"
+        for rank in checkpoint.missing_model_ranks
+        if rank == 0 or has_stripes
+    ]
+    return (*optimizer, *model)
+
+
+def _stored_empty(checkpoint: ZeroCheckpoint) -> frozenset[str]:
+    """Names of tensors that have no elements by nature."""
+    empty = {tensor.name for tensor in checkpoint.tensors if not tensor.numel}
+    return frozenset(empty | {a for a, name in checkpoint.aliases.items() if name in empty})

@@ -1,0 +1,126 @@
+"""What each of several tags is, told from the names of its files and one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.location import list_run_checkpoints, list_tags, locate
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.states import read_model_states, read_optimizer_states
+from zexport.errors import ZexportError
+from zexport.torchfile.archive import read_torch_file
+
+_TAGS_READ_MAX = 16
+"""So many of the newest tags are looked into; the others are named only."""
+
+_STEP_NAME = re.compile(r"global_step(\d{1,18})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TagSummary:
+    """One tag.
+
+    Attributes:
+        name: what ``--tag`` takes.
+        step: optimizer steps taken; ``None`` where it was not looked at or cannot be read.
+        optimizer_files: how many optimizer files it has.
+        world_size: how many it should have; ``None`` as above.
+        is_complete: whether every rank's files are there; ``None`` where that is not known.
+        is_chosen: whether it is the one that the rest of the inspection is about.
+    """
+
+    name: str
+    step: int | None
+    optimizer_files: int
+    world_size: int | None
+    is_complete: bool | None
+    is_chosen: bool
+
+
+def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
+    """The tags around an opened checkpoint, newest last; it itself as it was opened."""
+    location = checkpoint.location
+    first_read = len(location.tags) - _TAGS_READ_MAX
+    return tuple(
+        _of_opened(checkpoint)
+        if tag == location.tag
+        else _summarize(tag, location.root / tag, is_read=index >= first_read)
+        for index, tag in enumerate(location.tags)
+    )
+
+
+def summarize_choice(path: Path) -> tuple[TagSummary, ...]:
+    """The tags in ``path``, or the checkpoints in a run's folder, newest last."""
+    tags = list_tags(path)
+    names = tags or list_run_checkpoints(path)
+    first_read = len(names) - _TAGS_READ_MAX
+    summaries = []
+    for index, name in enumerate(names):
+        try:
+            folder = path / name if tags else locate(path / name).tag_dir
+        except ZexportError:  # this one cannot be opened without a tag of its own, or at all
+            summaries.append(TagSummary(name, None, 0, None, None, is_chosen=False))
+        else:
+            summaries.append(_summarize(name, folder, is_read=index >= first_read))
+    return tuple(summaries)
+
+
+def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
+    optimizers = [f for f in checkpoint.files if f.kind is RankFileKind.OPTIMIZER]
+    missing = checkpoint.missing_ranks or checkpoint.missing_model_ranks
+    return TagSummary(
+        name=checkpoint.location.tag,
+        step=checkpoint.global_steps,
+        optimizer_files=len(optimizers),
+        world_size=checkpoint.world_size if optimizers else None,
+        is_complete=not missing if optimizers else None,
+        is_chosen=True,
+    )
+
+
+def _summarize(name: str, folder: Path, *, is_read: bool) -> TagSummary:
+    files = [file for file in list_rank_files(folder) if file.mp_rank == 0]
+    optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
+    return TagSummary(
+        name=name,
+        step=_step(folder, files) if is_read else None,
+        optimizer_files=len(optimizers),
+        world_size=world_size,
+        is_complete=None if world_size is None else _is_complete(files, world_size),
+        is_chosen=False,
+    )
+
+
+def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:
+    ranks: dict[RankFileKind, set[int]] = {kind: set() for kind in RankFileKind}
+    for file in files:
+        if file.rank < world_size:
+            ranks[file.kind].add(file.rank)
+    whole_model = bool(ranks[RankFileKind.MODEL])
+    model = whole_model or len(ranks[RankFileKind.MODEL_PER_RANK]) == world_size
+    return model and len(ranks[RankFileKind.OPTIMIZER]) == world_size
+
+
+def _world_size(path: Path) -> int | None:
+    try:
+        counts = read_optimizer_states(read_torch_file(path)).partition_counts
+    except ZexportError:  # a summary says what it can; opening this tag tells what is wrong
+        return None
+    return max(counts, default=None)
+
+
+def _step(folder: Path, files: Iterable[RankFile]) -> int | None:
+    """The step in the folder's name, DeepSpeed's default one; else what a model file says."""
+    if match := _STEP_NAME.fullmatch(folder.name):
+        return int(match[1])
+    kinds = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+    models = [file.path for file in files if file.kind in kinds]
+    try:
+        return read_model_states(read_torch_file(models[0])).global_steps if models else None
+    except ZexportError:
+        return None

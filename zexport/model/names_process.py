@@ -1,0 +1,85 @@
+"""Asks transformers for a model's names: ``python -m zexport.model.names_process CONFIG``.
+
+It prints one line of JSON. The model is built on the meta device, without weights, and from classes
+that transformers itself ships: code that a config names is never imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto
+
+_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+"""Tables from model type to class that are tried where a config names no architecture."""
+
+
+def describe(config_path: Path) -> dict[str, Any]:
+    """State dicts that the config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
+    content = json.loads(config_path.read_bytes())
+    model_type = content.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {
+            "error": f"transformers {transformers.__version__} has no model type {model_type!r}"
+        }
+    architectures = content.get("architectures") or _architectures_of(model_type)
+    known = [name for name in architectures if hasattr(transformers, name)]
+    if not known:
+        named = ", ".join(map(repr, architectures)) or "any architecture for it"
+        return {"error": f"transformers {transformers.__version__} does not have {named}"}
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    return {
+        "candidates": [
+            {"architecture": name, **_state_of(name, config_class.from_dict(dict(content)))}
+            for name in known
+        ]
+    }
+
+
+def _architectures_of(model_type: str) -> list[str]:
+    """The classes of a model type, the likeliest first."""
+    found: list[str] = []
+    for mapping in _MAPPINGS:
+        names = getattr(modeling_auto, mapping).get(model_type, ())
+        found += [names] if isinstance(names, str) else names
+    return list(dict.fromkeys(found))
+
+
+def _state_of(architecture: str, config: Any) -> dict[str, Any]:
+    """Names, shapes, buffers and ties of one class."""
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)._from_config(config)
+    state = model.state_dict()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    declared = model.all_tied_weights_keys
+    tied = {alias: source for alias, source in declared.items() if alias in state}
+    kept = {name: tensor for name, tensor in state.items() if name not in tied}
+    saved = revert_weight_conversion(model, dict(kept))
+    return {
+        "shapes": _shapes(state),
+        "buffers": sorted(set(state) - parameters),
+        "tied": tied,
+        "hub_is_memory": _shapes(saved) == _shapes(kept),
+    }
+
+
+def _shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(Path(sys.argv[1]))))  # noqa: T201 - this process's answer

@@ -1,0 +1,1 @@
+"""Bytes on their way: read by range, checked, cast and digested."""

@@ -1,0 +1,236 @@
+"""Tensor bytes by range, with the proof that what was read is what was saved."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Protocol, Self
+
+from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.extents import ByteSource
+from zexport.streams.crc_ledger import FileLedger
+from zexport.torchfile.archive import Member
+
+_OPEN_FILES_LIMIT = 128
+_GAP_CHUNK_NBYTES = 1 << 20
+
+
+class ReadableFile(Protocol):
+    """A file that may be read, and what was known of it beforehand (a plan's ``SourceFile``)."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size beforehand."""
+        ...
+
+    @property
+    def mtime_ns(self) -> int:
+        """Its modification time beforehand."""
+        ...
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Its records with a CRC-32, by ascending offset."""
+        ...
+
+
+class SourceReader:
+    """Bytes of a fixed list of files, by range, from any number of threads.
+
+    Every byte that belongs to a record goes into that record's CRC-32; ``finish`` reads what is
+    missing of the records that were touched, and compares. A file that is no longer as it was
+    beforehand is refused, when it is opened and again by ``finish``.
+
+    Args:
+        files: all that may be read.
+    """
+
+    def __init__(self, files: Iterable[ReadableFile]) -> None:
+        self._files = {file.path: file for file in files}
+        self._open = _OpenFiles(self._files)
+        self._ledgers = {
+            file.path: FileLedger(file.members) for file in self._files.values() if file.members
+        }
+        self._lock = Lock()
+        self._nbytes_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far, those read again for a CRC included."""
+        return self._nbytes_read
+
+    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``source`` from ``start`` on.
+
+        Raises:
+            DamagedCheckpointError: a file ends too early, or was changed.
+            CheckpointError: a file cannot be read.
+        """
+        filled = 0
+        for extent in source.extents(start, start + buffer.nbytes):
+            part = buffer[filled : filled + extent.nbytes]
+            self._read(extent.path, extent.offset, part)
+            ledger = self._ledgers.get(extent.path)
+            if ledger is not None:
+                ledger.enter(extent.offset, part)
+            filled += extent.nbytes
+
+    def finish(self) -> None:
+        """Compare the CRC-32 of every record of which a byte was read.
+
+        Raises:
+            DamagedCheckpointError: a record's bytes are not those that were saved, or a file was
+                changed.
+            CheckpointError: a file cannot be read.
+        """
+        buffer = memoryview(bytearray(_GAP_CHUNK_NBYTES))
+        for path, ledger in self._ledgers.items():
+            for member in ledger.touched():
+                for start, stop in ledger.gaps(member, buffer.nbytes):
+                    part = buffer[: stop - start]
+                    self._read(path, start, part)
+                    ledger.enter(start, part)
+                _compare(path, member, ledger.crc(member))
+        self._open.check_unchanged()
+
+    def _read(self, path: Path, offset: int, part: memoryview) -> None:
+        with self._open.borrow(path) as descriptor:
+            _read_exactly(path, descriptor, offset, part)
+        with self._lock:
+            self._nbytes_read += part.nbytes
+
+
+def _read_exactly(path: Path, descriptor: int, offset: int, part: memoryview) -> None:
+    done = 0
+    while done < part.nbytes:
+        try:
+            count = _read_some(descriptor, part[done:], offset + done)
+        except OSError as cause:
+            raise CheckpointError(
+                f"cannot be read at byte {offset + done}: {cause.strerror}", path=path
+            ) from cause
+        if count == 0:
+            raise DamagedCheckpointError(
+                "ends too early",
+                path=path,
+                found=f"{offset + done} bytes",
+                expected=f"at least {offset + part.nbytes}",
+                hint="Copy the checkpoint again",
+            )
+        done += count
+
+
+if hasattr(os, "preadv"):
+
+    def _read_some(descriptor: int, part: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [part], offset)
+
+else:  # pragma: no cover - macOS before 11 lacks preadv
+
+    def _read_some(descriptor: int, part: memoryview, offset: int) -> int:
+        data = os.pread(descriptor, part.nbytes, offset)
+        part[: len(data)] = data
+        return len(data)
+
+
+def _compare(path: Path, member: Member, found: int) -> None:
+    if found != member.crc32:
+        raise DamagedCheckpointError(
+            f"record {member.name!r} does not hold the bytes that were saved",
+            path=path,
+            found=f"CRC-32 {found:08x}",
+            expected=f"{member.crc32:08x}",
+            hint="Copy the file again, or use another checkpoint",
+        )
+
+
+class _OpenFiles:
+    """Descriptors of the files in use and of some used last, never more than a limit idle."""
+
+    def __init__(self, files: dict[Path, ReadableFile]) -> None:
+        self._files = files
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._users: Counter[Path] = Counter()
+        self._seen: set[Path] = set()
+        self._lock = Lock()
+
+    @contextmanager
+    def borrow(self, path: Path) -> Iterator[int]:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = self._opened(path)
+            self._descriptors.move_to_end(path)
+            self._users[path] += 1
+            descriptor = self._descriptors[path]
+            self._close_idle()
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def check_unchanged(self) -> None:
+        for path in sorted(self._seen):
+            try:
+                _check_unchanged(self._files[path], path.stat())
+            except OSError as cause:
+                raise _unreadable(path, cause) from cause
+
+    def close(self) -> None:
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def _opened(self, path: Path) -> int:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as cause:
+            raise _unreadable(path, cause) from cause
+        try:
+            _check_unchanged(self._files[path], os.fstat(descriptor))
+        except DamagedCheckpointError:
+            os.close(descriptor)
+            raise
+        self._seen.add(path)
+        return descriptor
+
+    def _close_idle(self) -> None:
+        for path in list(self._descriptors)[: len(self._descriptors) - _OPEN_FILES_LIMIT]:
+            if not self._users[path]:
+                os.close(self._descriptors.pop(path))
+
+
+def _unreadable(path: Path, cause: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot be read: {cause.strerror}", path=path)
+
+
+def _check_unchanged(file: ReadableFile, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+        raise DamagedCheckpointError(
+            "was changed while it was read",
+            path=file.path,
+            found=f"{status.st_size} bytes, modified at {status.st_mtime_ns} ns",
+            expected=f"{file.nbytes} bytes, modified at {file.mtime_ns} ns",
+            hint="Run again when nothing writes to the checkpoint",
+        )

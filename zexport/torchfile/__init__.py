@@ -1,0 +1,1 @@
+"""Files that ``torch.save`` wrote, read as inert data."""

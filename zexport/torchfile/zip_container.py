@@ -1,0 +1,229 @@
+"""Where records lie in the zip file that ``torch.save`` writes, and what makes such a file unfit.
+
+The central directory says what there is; a record's own header is looked at when its bytes are
+asked for, since that costs one small read a record.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
+from zexport.torchfile.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
+
+COPY_AGAIN = "Copy the file again from where it was written"
+_SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
+_ENCRYPTED = 0x1
+_UTF8 = 0x800
+# What zipfile raises on input that is not a zip archive, or one beyond its means.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    NotImplementedError,
+    EOFError,
+    OverflowError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, open for reading; what the system refuses becomes a ``CheckpointError``."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError("is not a file", path=path, hint="Name the file itself")
+        with path.open("rb", buffering=0) as file:
+            yield file
+    except OSError as error:
+        hint = "Check that it is a file that you may read"
+        raise CheckpointError(
+            "cannot be read", path=path, found=error.strerror, hint=hint
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file; their CRC-32."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the central directory says of a record, and the first byte that is not its own."""
+
+    info: zipfile.ZipInfo
+    limit: int
+
+    @property
+    def raw_name(self) -> bytes:
+        utf8 = self.info.flag_bits & _UTF8
+        return self.info.orig_filename.encode("utf-8" if utf8 else "cp437")
+
+    @property
+    def is_stored(self) -> bool:
+        return self.info.compress_type == zipfile.ZIP_STORED
+
+
+class ZipRecords:
+    """The records of one zip file that hold tensor bytes.
+
+    Attributes:
+        root: the folder that all records are in: the file's name when it was written, without
+            ``.pt``, or ``archive`` when it was written to a stream.
+    """
+
+    __slots__ = ("_entries", "_members", "_path", "root")
+
+    def __init__(self, path: Path, root: str, entries: dict[str, _Entry]) -> None:
+        self.root = root
+        self._path = path
+        self._entries = entries
+        self._members: dict[str, Member] = {}
+
+    def members(self) -> tuple[Member, ...]:
+        """The stored records that are not empty, by ascending offset."""
+        wanted = [
+            key for key, entry in self._entries.items() if entry.is_stored and entry.info.file_size
+        ]
+        with opened(self._path) as file:
+            found = [self._member(file.fileno(), key) for key in wanted]
+        return tuple(sorted(found, key=lambda member: member.offset))
+
+    def place(self, storage: StorageRef) -> int:
+        """Byte of the file where the storage begins."""
+        entry = self._entries.get(storage.key)
+        if entry is None or entry.info.file_size != storage.nbytes:
+            raise DamagedCheckpointError(
+                f"the record of storage {storage.key!r} is not of the size the tensors claim",
+                path=self._path,
+                found="no record" if entry is None else f"{entry.info.file_size} bytes",
+                expected=f"{storage.nbytes} bytes",
+                hint=COPY_AGAIN,
+            )
+        if not entry.is_stored:
+            raise UnsupportedError(
+                f"the record {entry.info.filename} is compressed: no part of it can be read alone",
+                path=self._path,
+                hint=_SAVE_AGAIN,
+            )
+        if not storage.numel:
+            return 0
+        with opened(self._path) as file:
+            return self._member(file.fileno(), storage.key).offset
+
+    def _member(self, descriptor: int, key: str) -> Member:
+        if key not in self._members:
+            entry = self._entries[key]
+            info = entry.info
+            offset = _data_offset(descriptor, entry)
+            if offset is None:
+                problem = f"the record {info.filename} is not where the zip's directory puts it"
+                raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
+            self._members[key] = Member(info.filename, offset, info.file_size, info.CRC)
+        return self._members[key]
+
+
+def _data_offset(descriptor: int, entry: _Entry) -> int | None:
+    """The record's first data byte, or None if its own header contradicts the central directory."""
+    name, begin = entry.raw_name, entry.info.header_offset
+    raw = os.pread(descriptor, _LOCAL_HEADER.size + len(name), begin)
+    if len(raw) < _LOCAL_HEADER.size + len(name):
+        return None
+    signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
+    offset: int = begin + len(raw) + extra_nbytes
+    agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
+    return offset if agrees and offset + entry.info.file_size <= entry.limit else None
+
+
+def _damaged(path: Path, problem: str, found: object = None) -> DamagedCheckpointError:
+    return DamagedCheckpointError(problem, path=path, found=found, hint=COPY_AGAIN)
+
+
+def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, _Entry]:
+    """Every record by name, none twice, and none reaching into another or out of the file."""
+    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    limits = [*(info.header_offset for info in infos[1:]), archive.start_dir]
+    entries: dict[str, _Entry] = {}
+    for info, limit in zip(infos, limits, strict=False):
+        entry = _Entry(info, limit)
+        least = info.header_offset + _LOCAL_HEADER.size + len(entry.raw_name) + info.compress_size
+        if info.flag_bits & _ENCRYPTED:
+            raise UnsupportedError("the zip archive is encrypted", path=path, hint=_SAVE_AGAIN)
+        if info.filename in entries:
+            raise _damaged(path, "the zip archive has two records of one name", info.filename)
+        if least > limit or (entry.is_stored and info.compress_size != info.file_size):
+            raise _damaged(path, "a record reaches into the next one", info.filename)
+        entries[info.filename] = entry
+    return entries
+
+
+def _root(entries: dict[str, _Entry], path: Path) -> str:
+    roots = {name.partition("/")[0] for name in entries}
+    if len(roots) != 1:
+        raise _damaged(path, "the zip archive does not have one folder at its top", len(roots))
+    return roots.pop()
+
+
+def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
+    """Refuse big-endian data; a file without the record is little-endian (torch before 2.1)."""
+    name = f"{root}/byteorder"
+    if name not in archive.NameToInfo:
+        return
+    order = _read(archive, name, limit=16, path=path)
+    if order != b"little":
+        problem = "its numbers are not in little-endian byte order"
+        raise UnsupportedError(problem, path=path, found=order, expected=b"little")
+
+
+def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> bytes:
+    """A whole record, its size and CRC checked."""
+    info = archive.NameToInfo.get(name)
+    if info is None or info.file_size > limit:
+        found = "no record" if info is None else f"{info.file_size} bytes"
+        problem = f"the zip archive has no {name} of a fit size, so torch.save did not write it"
+        raise DamagedCheckpointError(problem, path=path, found=found, expected=f"at most {limit}")
+    with archive.open(info) as record:
+        data = record.read(info.file_size + 1)
+    if len(data) != info.file_size:
+        raise _damaged(path, f"the record {name} ends early", f"{len(data)} bytes")
+    return data
+
+
+def read_zip(
+    file: BinaryIO, path: Path, known: dict[bytes, Pickle] | None = None
+) -> tuple[Pickle, ZipRecords]:
+    """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = _entries(archive, path)
+            root = _root(entries, path)
+            _check_byte_order(archive, root, path)
+            data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
+    except _ZIP_ERRORS as error:
+        problem = "is not a whole zip archive: it ends early, or its bytes were changed"
+        raise _damaged(path, problem, error) from error
+    prefix = f"{root}/data/"
+    records = {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+    known = {} if known is None else known
+    if data not in known:
+        known[data] = load(data, path=path)
+    return known[data], ZipRecords(path, root, records)
