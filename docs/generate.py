@@ -1,47 +1,113 @@
-"""Write ``docs/cli.md`` from the commands themselves; ``--check`` only says whether it is stale."""
+"""Write ``docs/cli.md`` from the commands, and ``docs/interfaces.md``'s tables from the schemas.
+
+``--check`` only says what is stale.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
 from zexport.cli.main import cli
 
-PAGE = Path(__file__).with_name("cli.md")
-_HEAD = """\
+DOCS = Path(__file__).parent
+SCHEMAS = tuple(sorted((DOCS / "schemas").glob("*.json")))
+_CLI_HEAD = """\
 # Commands
 
 Made from the commands by `python docs/generate.py`; do not edit.
 """
+_TYPES = {"boolean": "true or false", "array": "list", "object": "table"}
 
 
-def reference() -> str:
-    """The whole page: each command with its help, as the terminal shows it 100 columns wide."""
-    return "\n".join([_HEAD, *_sections()])
+def pages() -> dict[Path, str]:
+    """What every page that is made, wholly or in part, should be."""
+    interfaces = DOCS / "interfaces.md"
+    text = interfaces.read_text(encoding="utf-8")
+    for path in SCHEMAS:
+        begin, end = f"<!-- {path.stem} -->\n", f"<!-- /{path.stem} -->"
+        table = begin + "\n".join(_table(json.loads(path.read_text(encoding="utf-8")))) + "\n" + end
+        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _: table, text, flags=re.S)  # noqa: B023
+    return {DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]), interfaces: text}
 
 
-def _sections() -> Iterator[str]:
-    root = click.Context(cli, info_name="zexport", terminal_width=100, max_content_width=100)
+# --- commands ---
+
+
+def _commands() -> Iterator[str]:
+    root = _context(cli, "zexport", None)
     yield _section("zexport", cli.get_help(root))
     for name in cli.list_commands(root):
-        command = cli.commands[name]
-        context = click.Context(command, info_name=name, parent=root, terminal_width=100)
-        yield _section(f"zexport {name}", command.get_help(context))
+        command = cli.get_command(root, name)
+        yield _section(f"zexport {name}", command.get_help(_context(command, name, root)))
+
+
+def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
+    """A context with the command's own settings, as it has on a wide terminal."""
+    return command.make_context(
+        name, [], parent=parent, resilient_parsing=True, terminal_width=100, max_content_width=100
+    )
 
 
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n```text\n{text}\n```\n"
 
 
+# --- schemas ---
+
+
+def _table(schema: Any) -> Iterator[str]:
+    yield "| key | type | meaning |"
+    yield "|---|---|---|"
+    for key, kind, meaning in keys(schema, schema):
+        yield f"| `{key}` | {kind} | {meaning} |"
+
+
+def keys(schema: Any, node: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Key, type and meaning of everything below a node of a schema, in its order.
+
+    ``[]`` stands for each item of a list, ``{}`` for each name of a table.
+    """
+    for name, value in node.get("properties", {}).items():
+        entry = _resolved(schema, value)
+        yield prefix + name, _type(schema, entry), entry["description"]
+        yield from keys(schema, entry, f"{prefix}{name}.")
+        for word, mark in (("items", "[]"), ("additionalProperties", "{}")):
+            inner = _resolved(schema, entry.get(word, {}))
+            yield from keys(schema, inner, f"{prefix}{name}{mark}.")
+
+
+def _resolved(schema: Any, node: Any) -> Any:
+    return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def _type(schema: Any, node: Any) -> str:
+    if "const" in node:
+        return f"`{json.dumps(node['const'])}`"
+    if "enum" in node:
+        return ", ".join(f"`{word}`" for word in node["enum"])
+    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    words: list[str] = [_TYPES.get(str(kind), str(kind)) for kind in kinds]
+    for word in ("items", "additionalProperties"):
+        if word in node:
+            noun, _, rest = _type(schema, _resolved(schema, node[word])).partition(" ")
+            words[0] += f" of {noun}s {rest}".rstrip()
+    return " or ".join(words)
+
+
 def main() -> None:
-    """Write the page, or fail if it is not what it should be."""
-    if "--check" not in sys.argv:
-        PAGE.write_text(reference(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != reference():
-        sys.exit(f"{PAGE.name} is stale: run python docs/generate.py")
+    """Write the pages, or fail if one is not what it should be."""
+    stale = {path: text for path, text in pages().items() if path.read_text("utf-8") != text}
+    if "--check" in sys.argv:
+        sys.exit(f"stale: {', '.join(p.name for p in stale)}; run {sys.argv[0]}" if stale else 0)
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

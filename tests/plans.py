@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 
 from zexport.dtypes import DType
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
@@ -94,3 +96,15 @@ def export_plan(
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
     )
+
+
+def digest_on_disk(name: str, data: bytes) -> str:
+    """What a manifest should say of a file: a shard's digest is that of its header and tensors'."""
+    if not name.endswith(".safetensors"):
+        return blake3(data).hexdigest()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:begin])
+    table.pop("__metadata__", None)
+    ranges = sorted(entry["data_offsets"] for entry in table.values())
+    digests = [blake3(data[begin + a : begin + b]).digest() for a, b in ranges]
+    return blake3(data[:begin] + b"".join(digests)).hexdigest()

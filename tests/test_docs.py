@@ -19,6 +19,9 @@ from docs.generate import pages
 from zexport.cli.main import cli
 from zexport.errors import ZexportError
 
+_ROOT = click.Context(cli)
+COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}
+
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 README = REPOSITORY / "README.md"
@@ -74,8 +77,8 @@ def test_every_command_and_every_option_is_documented() -> None:
     sections = dict(
         re.findall(r"^## zexport ?(\w*)\n(.*?)(?=^## |\Z)", text_of(DOCS / "cli.md"), LINES)
     )
-    assert set(sections) == {"", *cli.commands}
-    for name, command in cli.commands.items():
+    assert set(sections) == {"", *COMMANDS}
+    for name, command in COMMANDS.items():
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
                 assert parameter.help, parameter.opts
@@ -144,7 +147,7 @@ def test_commands_in_examples_are_understood(page: Path) -> None:
             words = shlex.split(line.removeprefix("$ "), comments=True)
             if words[:1] == ["zexport"] and words[1:]:
                 root = cli.make_context("zexport", words[1:])
-                cli.commands[words[1]].make_context(words[1], words[2:], parent=root)
+                COMMANDS[words[1]].make_context(words[1], words[2:], parent=root)
 
 
 @each_page

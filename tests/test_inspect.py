@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import Model, Run, edit, model_file, optimizer_file, save, small_model
 from tests.sparse_checkpoint import write_sparse_zero3
-from zexport import report
 from zexport.api import consolidate, plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import UnsafeError, UnsupportedError
 from zexport.inspection.inspect import Inspection, Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions, NameLayout
+from zexport.report.inspect import inspection_json, print_inspection
 
 TAG = "global_step2"
 
@@ -35,7 +35,7 @@ _NOTHING_TO_DESCRIBE = {"dmg_latest_traversal": UnsafeError, "dmg_z3_deflated": 
 
 def text_of(inspection: Inspection, **options: Any) -> str:
     out = io.StringIO()
-    report.print_inspection(Console(file=out, width=80), inspection, **options)
+    print_inspection(Console(file=out, width=80), inspection, **options)
     return out.getvalue()
 
 
@@ -66,7 +66,7 @@ def test_every_real_checkpoint_is_described_or_refused_in_words(case: Path) -> N
     found = inspect_checkpoint(root)
     shown = text_of(found, tensors=True, files=True)
     assert "Verdict: " in shown
-    content = json.loads(json.dumps(report.inspection_json(found, tensors=True), allow_nan=False))
+    content = json.loads(json.dumps(inspection_json(found, tensors=True), allow_nan=False))
     assert content["verdict"]["exportable"] == (not content["problems"] and not _waits(found))
 
 

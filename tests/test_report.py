@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from tests.checkpoints import Model, Run, save
-from zexport import report
 from zexport.api import plan_export, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import progress
@@ -25,7 +24,10 @@ from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.export.execute import ExportReport, Phase, Progress
 from zexport.export.plan import ExportPlan
 from zexport.options import ExportOptions, NameLayout
-from zexport.report.text import duration, plural, printable, size, some
+from zexport.report.export import export_json, print_export, print_verify, verify_json
+from zexport.report.failure import error_json
+from zexport.report.plan import plan_json, print_plan
+from zexport.report.text import duration, plural, print_table, printable, size, some
 
 NUMBER = {"type": "integer", "minimum": 0}
 PLAN_SCHEMA = {
@@ -107,7 +109,7 @@ def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
 def test_columns_of_numbers_line_up_on_the_right_and_cells_are_never_cut() -> None:
     out = io.StringIO()
     rows = [("a", "1,000", "x" * 100), ("漢字", "2", "y")]
-    report.text.print_table(Console(file=out, width=40), ("Name", ">Count", "Rest"), rows)
+    print_table(Console(file=out, width=40), ("Name", ">Count", "Rest"), rows)
     assert out.getvalue().splitlines() == [
         "",
         "  Name  Count  Rest",
@@ -127,7 +129,7 @@ def test_what_a_terminal_would_obey_is_written_out() -> None:
 
 
 def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
-    found: Any = json.loads(json.dumps(report.plan_json(plan), allow_nan=False))
+    found: Any = json.loads(json.dumps(plan_json(plan), allow_nan=False))
     jsonschema.validate(found, PLAN_SCHEMA)
     assert found["nbytes_to_write"] == sum(file["nbytes"] for file in found["files"])
     assert found["nbytes_to_read"] == (6 + 2 + 3) * 4
@@ -137,7 +139,7 @@ def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
 
 
 def test_a_plan_for_people_names_every_file_and_warning(plan: ExportPlan) -> None:
-    shown = printed(report.print_plan, plan)
+    shown = printed(print_plan, plan)
     assert "model.safetensors" in shown
     assert "README.md" in shown
     assert "zexport_manifest.json" in shown
@@ -152,7 +154,7 @@ def test_the_shards_of_a_plan_are_listed_up_to_a_limit(tmp_path: Path) -> None:
     root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
     options = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=400)
     plan = plan_export(open_checkpoint(root), tmp_path / "out", options)
-    shown = printed(report.print_plan, plan)
+    shown = printed(print_plan, plan)
     assert shown.count("-of-00030.safetensors") == 20
     assert "and 10 more" in shown
 
@@ -166,7 +168,7 @@ def done(plan: ExportPlan) -> ExportReport:
 def test_an_export_in_json_says_what_was_done_and_what_came_out(
     plan: ExportPlan, done: ExportReport
 ) -> None:
-    found: Any = json.loads(json.dumps(report.export_json(done, plan), allow_nan=False))
+    found: Any = json.loads(json.dumps(export_json(done, plan), allow_nan=False))
     assert found["schema"] == 1
     assert (found["tensors"], found["verified"], found["loadable"]) == (3, "readback", False)
     assert {"kind": "nan", "tensor": "b", "count": 1} in found["findings"]
@@ -175,7 +177,7 @@ def test_an_export_in_json_says_what_was_done_and_what_came_out(
 
 
 def test_an_export_for_people_tells_of_remarkable_values(done: ExportReport) -> None:
-    shown = printed(report.print_export, done)
+    shown = printed(print_export, done)
     assert "b: nan (1 element)" in shown
     assert "z: all_zero (3 elements)" in shown
     assert "every file was read again" in shown
@@ -183,22 +185,22 @@ def test_an_export_for_people_tells_of_remarkable_values(done: ExportReport) -> 
 
 
 def test_a_verification_names_the_file_and_the_tensor_at_fault(done: ExportReport) -> None:
-    assert "whole" in printed(report.print_verify, verify_export(done.out_dir))
+    assert "whole" in printed(print_verify, verify_export(done.out_dir))
     path = done.out_dir / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     found = verify_export(done.out_dir)
-    shown = printed(report.print_verify, found)
+    shown = printed(print_verify, found)
     assert "model.safetensors" in shown
     assert all(problem.tensor in shown for problem in found.problems)
     assert "whole" not in shown
-    assert report.verify_json(found)["ok"] is False
+    assert verify_json(found)["ok"] is False
 
 
 def test_an_error_in_json_has_every_fact_and_the_sentence() -> None:
     error = DamagedCheckpointError("is empty", path=Path("a.pt"), found="0 bytes", hint="Copy it")
-    assert report.error_json(error) == {
+    assert error_json(error) == {
         "schema": 1,
         "error": {
             "code": 3,
@@ -208,7 +210,7 @@ def test_an_error_in_json_has_every_fact_and_the_sentence() -> None:
             "hint": "Copy it",
         },
     }
-    assert report.error_json(UsageError("no"))["error"]["path"] is None  # type: ignore[index,call-overload]
+    assert error_json(UsageError("no"))["error"]["path"] is None  # type: ignore[index,call-overload]
 
 
 # --- progress ---

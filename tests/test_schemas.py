@@ -13,7 +13,6 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import Model, Run, save, small_model
-from zexport import report
 from zexport.api import run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import UsageError, ZexportError
@@ -21,6 +20,10 @@ from zexport.export.planning import plan_export
 from zexport.inspection.inspect import inspect_checkpoint
 from zexport.inspection.statistics import measure
 from zexport.options import ExportOptions
+from zexport.report.export import export_json, verify_json
+from zexport.report.failure import error_json
+from zexport.report.inspect import inspection_json
+from zexport.report.plan import plan_json
 from zexport.train.summary import TrainSummary
 
 SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
@@ -81,23 +84,23 @@ def test_plan_export_manifest_and_verification_of_every_case_or_why_there_is_non
     checkpoint = open_checkpoint(case / "ckpt")
     if checkpoint.problems:
         for problem in checkpoint.problems:
-            check("error", report.error_json(problem))
+            check("error", error_json(problem))
         return
     plan = plan_export(checkpoint, tmp_path / "model", ExportOptions())
-    check("plan", report.plan_json(plan))
+    check("plan", plan_json(plan))
     done = run_export(plan)
-    check("export", report.export_json(done, plan))
+    check("export", export_json(done, plan))
     check("manifest", json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes()))
-    check("verify", report.verify_json(verify_export(tmp_path / "model")))
+    check("verify", verify_json(verify_export(tmp_path / "model")))
 
 
 @each_case
 def test_inspection_of_every_case_with_all_there_is_to_say(case: Path) -> None:
     found = inspect_checkpoint(case / "ckpt")
-    check("inspect", report.inspection_json(found))
-    check("inspect", report.inspection_json(found, tensors=True))
+    check("inspect", inspection_json(found))
+    check("inspect", inspection_json(found, tensors=True))
     assert found.checkpoint is not None
-    told = check("inspect", report.inspection_json(found, statistics=measure(found.checkpoint)))
+    told = check("inspect", inspection_json(found, statistics=measure(found.checkpoint)))
     assert all(tensor["statistics"]["nan"] == 0 for tensor in told["checkpoint"]["tensors"])
 
 
@@ -105,7 +108,7 @@ def test_inspection_where_a_tag_has_to_be_chosen(tmp_path: Path) -> None:
     root = shutil.copytree(PLAIN, tmp_path / "run")
     shutil.copytree(root / "global_step2", root / "global_step4")
     (root / "latest").unlink()
-    told = check("inspect", report.inspection_json(inspect_checkpoint(root)))
+    told = check("inspect", inspection_json(inspect_checkpoint(root)))
     assert (told["checkpoint"], told["verdict"]["outcome"]) == (None, "choose_tag")
 
 
@@ -115,7 +118,7 @@ def test_inspection_of_damage(tmp_path: Path) -> None:
     files[0].unlink()
     os.truncate(files[2], 100)
     (root / "model.safetensors").write_bytes(b"nothing")
-    told = check("inspect", report.inspection_json(inspect_checkpoint(root)))
+    told = check("inspect", inspection_json(inspect_checkpoint(root)))
     assert told["problems"]
     assert told["checkpoint"]["weight_files"][0]["problem"]
 
@@ -131,7 +134,7 @@ def test_an_export_of_remarkable_values(tmp_path: Path) -> None:
     root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
     options = ExportOptions.from_recorded(ExportOptions().recorded() | {"dtype": "fp16"}, base=None)
     plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
-    told = check("export", report.export_json(run_export(plan), plan))
+    told = check("export", export_json(run_export(plan), plan))
     kinds = {finding["kind"] for finding in told["findings"]}
     assert kinds == {"nan", "inf", "fp16_overflow", "all_zero"}
     manifest = json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes())
@@ -142,7 +145,7 @@ def test_an_export_with_renames_and_ties(tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=3), tmp_path / "checkpoint")
     options = replace(ExportOptions(), renames=(("^emb", "embed"),))
     plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
-    told = check("plan", report.plan_json(plan))
+    told = check("plan", plan_json(plan))
     assert told["tied"] == {"head.weight": "embed.weight"}
     assert told["options"]["renames"] == [["^emb", "embed"]]
 
@@ -152,7 +155,7 @@ def test_a_verification_that_found_something(tmp_path: Path) -> None:
     run_export(plan)
     (tmp_path / "model" / "config.json").unlink()
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
-    told = check("verify", report.verify_json(verify_export(tmp_path / "model", against=PLAIN)))
+    told = check("verify", verify_json(verify_export(tmp_path / "model", against=PLAIN)))
     assert (told["ok"], told["against_checkpoint"]) == (False, True)
 
 
@@ -161,7 +164,7 @@ def test_every_error(tmp_path: Path) -> None:
     assert UsageError in kinds
     for kind in kinds:
         for error in (kind("is wrong"), kind("is wrong", path=tmp_path, found=1, hint="Mend it")):
-            assert check("error", report.error_json(error))["error"]["kind"] == kind.kind
+            assert check("error", error_json(error))["error"]["kind"] == kind.kind
 
 
 def _kinds(root: type[ZexportError]) -> list[type[ZexportError]]:

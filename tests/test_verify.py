@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.plans import Wanted, export_plan, save, source_file
+from tests.plans import Wanted, digest_on_disk, export_plan, save, source_file
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError
 from zexport.export.execute import Progress, run_plan
 from zexport.export.manifest import MANIFEST_NAME
 from zexport.export.plan import ExportPlan, SideFile
 from zexport.export.verify import INDEX_NAME, Problem, verify_export
-from zexport.streams.digests import digest_file
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PLACES = {"a": SHARDS[0], "b": SHARDS[1]}
@@ -53,7 +52,7 @@ def _edit_json(path: Path, change: Callable[[dict[str, dict[str, object]]], obje
 def _relist(out_dir: Path, name: str) -> None:
     """Make the manifest's file entry agree with a file that was changed."""
     path = out_dir / name
-    entry = {"nbytes": path.stat().st_size, "blake3": digest_file(path).whole}
+    entry = {"nbytes": path.stat().st_size, "blake3": digest_on_disk(name, path.read_bytes())}
     _edit_json(out_dir / MANIFEST_NAME, lambda table: table["files"].update({name: entry}))
 
 

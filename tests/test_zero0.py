@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
 from tests.real_cases import facts
 from zexport.checkpoint.assembly.cast_check import check_cast
-from zexport.checkpoint.assembly.zero0 import is_zero0, take_zero0_inventory
+from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
 from zexport.checkpoint.contents import Role
+from zexport.checkpoint.ranks import is_zero0
 from zexport.checkpoint.states import read_model_states
 from zexport.checkpoint.tensors import Inventory
 from zexport.errors import DamagedCheckpointError, UnsupportedError

@@ -8,12 +8,15 @@ from typing import TypeAlias
 
 from zexport.checkpoint.assembly.assemble import Assembled, assemble
 from zexport.checkpoint.assembly.node_local import unite
-from zexport.checkpoint.assembly.structure import Structure, needs_optimizer_files, recognise
-from zexport.checkpoint.assembly.zero0 import is_zero0
+from zexport.checkpoint.assembly.structure import (
+    Structure,
+    lacking_optimizer_files,
+    recognise,
+)
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
 from zexport.checkpoint.location import Location, locate, locate_all
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
-from zexport.checkpoint.ranks import RankStates, no_optimizer_files, read_ranks
+from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
 from zexport.errors import (
@@ -70,8 +73,10 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
     cells = _read_cells(location.tag_dir, files)
     structure = recognise(location.tag_dir, files, cells)
     problems = [problem for cell in cells.values() for problem in cell.problems]
-    if needs_optimizer_files(structure, cells) and not any(c.optimizer for c in cells.values()):
-        problems.append(no_optimizer_files(location.tag_dir))
+    problems += [
+        no_optimizer_files(location.tag_dir, index)
+        for index in lacking_optimizer_files(structure, files, cells)
+    ]
     assembled = Assembled(Inventory((), {}, ()))
     try:
         assembled = assemble(location.tag_dir, files, cells, structure)

@@ -66,6 +66,20 @@ class RankStates:
         return self.optimizer[min(self.optimizer)] if self.optimizer else None
 
 
+def is_zero0(ranks: RankStates) -> bool:
+    """Whether the model file holds all there is: whole weights, and no flat groups elsewhere.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``): ``param_shapes``
+    is ``None`` unless ZeRO holds the weights.
+    """
+    model = ranks.first_model
+    return (
+        model is not None
+        and bool(model.module)
+        and not (model.param_shapes or ranks.optimizer or ranks.is_zero3)
+    )
+
+
 def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     """The states in ``files`` and every contradiction between them; raises nothing of its own."""
     files = tuple(files)
@@ -159,26 +173,31 @@ def check_written_as_named(file: TorchFile) -> None:
 def _world_size(
     model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
 ) -> int | None:
-    """The number of data-parallel ranks: the recorded one if there are as many files.
+    """The number of ranks that the weights are cut into.
 
-    Else the most common partition count among the ranks, the largest of a rank's groups counting.
+    It is the most common partition count among the ranks, the largest of a rank's groups counting,
+    but for ZeRO-1/2 with as many files as data-parallel ranks: where only experts are trained, no
+    group has a part on all of them. Under ZeRO-3 the count always is what matters: with MiCS it is
+    smaller, and only the first group of ranks saves (DeepSpeed 0.9 to 0.18, ``runtime/engine.py``,
+    ``_configure_checkpointing``, and ``runtime/zero/mics.py``, ``MiCS_Optimizer``).
     """
     first = model[min(model)] if model else None
-    if first is not None and optimizer and first.dp_world_size == len(optimizer):
-        return first.dp_world_size  # where only experts are trained, no group has a part on all
+    is_zero3 = any(states.stage == ZERO3 for states in optimizer.values())
+    if first is not None and not is_zero3 and optimizer and first.dp_world_size == len(optimizer):
+        return first.dp_world_size
     counts = Counter(max(s.partition_counts) for s in optimizer.values() if s.partition_counts)
     if counts:
         return counts.most_common(1)[0][0]
     return len(model) if len(model) > 1 else None
 
 
-def no_optimizer_files(tag_dir: Path) -> ZexportError:
-    """The problem of a tag folder without any file that holds master weights."""
+def no_optimizer_files(tag_dir: Path, mp_rank: int) -> ZexportError:
+    """The problem of a model-parallel index without any file that holds master weights."""
     return IncompleteCheckpointError(
         "lacks the optimizer files of all ranks, which hold the weights",
         path=tag_dir,
-        found="no *_optim_states.pt",
-        expected="zero_pp_rank_0_mp_rank_00_optim_states.pt and the like",
+        found=f"no *_mp_rank_{mp_rank:02d}_optim_states.pt",
+        expected=f"zero_pp_rank_0_mp_rank_{mp_rank:02d}_optim_states.pt and the like",
         hint="Copy them from the nodes that wrote them",
     )
 

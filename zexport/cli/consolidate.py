@@ -116,7 +116,8 @@ def consolidate(
     from zexport.cli.progress import ProgressPrinter
     from zexport.export.execute import VerifyMode
     from zexport.export.planning import plan_export
-    from zexport.report import export_json, plan_json, print_export, print_plan
+    from zexport.report.export import export_json, print_export
+    from zexport.report.plan import plan_json, print_plan
 
     options = ExportOptions(
         dtype=ExportDType(dtype),

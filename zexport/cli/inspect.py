@@ -45,7 +45,7 @@ def inspect(
     Example: zexport inspect run/checkpoint-100 --tensors
     """
     from zexport.inspection.inspect import inspect_checkpoint
-    from zexport.report import inspection_json, print_inspection
+    from zexport.report.inspect import inspection_json, print_inspection
 
     found = inspect_checkpoint(ckpts, tag=tag)
     statistics = None

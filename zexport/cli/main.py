@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,10 +13,6 @@ from typing import NoReturn
 
 import click
 
-from zexport.cli.consolidate import consolidate
-from zexport.cli.inspect import inspect
-from zexport.cli.train import train
-from zexport.cli.verify import verify
 from zexport.errors import UsageError, ZexportError
 from zexport.version import __version__
 
@@ -25,7 +22,27 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
+_COMMANDS = ("consolidate", "inspect", "verify", "train")
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are asked for: one a module of its own name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - Click's signature
+        """Their names, in the order of use."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command of this name, if there is one."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"zexport.cli.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+
 @click.group(
+    cls=_Commands,
     context_settings={
         "auto_envvar_prefix": "ZEXPORT",
         "help_option_names": ["-h", "--help"],
@@ -41,10 +58,6 @@ def cli() -> None:
 
     Example: zexport consolidate run/checkpoint-100 model
     """
-
-
-for _command in (consolidate, inspect, verify, train):
-    cli.add_command(_command)
 
 
 def main() -> NoReturn:
@@ -70,7 +83,7 @@ def main() -> NoReturn:
 
 def _wants_json(words: Sequence[str]) -> bool:
     """Whether a failure is told in JSON; asked before the words are parsed, which may fail."""
-    command = next((word for word in words if word in cli.commands), "")
+    command = next((word for word in words if word in _COMMANDS), "")
     setting = os.environ.get(f"ZEXPORT_{command}_JSON".upper(), "")
     return "--json" in words or setting.lower() in _YES
 
@@ -84,7 +97,7 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
     """Say what is wrong, once for people and once for programs; the exit code."""
     click.echo(f"Error: {error.sentence()}", err=True)
     if as_json:
-        from zexport.report import error_json
+        from zexport.report.failure import error_json
 
         click.echo(json.dumps(error_json(error), indent=2))
     return error.exit_code

@@ -29,7 +29,7 @@ def verify(
     from zexport.api import verify_export
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.report import print_verify, verify_json
+    from zexport.report.export import print_verify, verify_json
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         found = verify_export(out, against=against, base=base, progress=on_progress)

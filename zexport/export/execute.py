@@ -143,12 +143,13 @@ def _fill(
     """Write and check every file of the folder; what each holds."""
     files: dict[str, FileEntry] = {}
     shards: list[ShardResult] = []
+    planned = {shard.filename: shard for shard in plan.shards}
     with Checks(folder, verify, meter) as checks:
 
         def on_shard(shard: ShardResult) -> None:
             shards.append(shard)
             files[shard.filename] = FileEntry(shard.nbytes, shard.blake3)
-            checks.add_shard(shard)
+            checks.add_shard(planned[shard.filename], shard)
 
         write_shards(plan, folder, reader, on_bytes=meter.written, on_shard=on_shard)
         reader.finish()

@@ -44,7 +44,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of the output."""
+    """One file of the output.
+
+    ``blake3`` is the digest of its bytes; that of a shard is made of its header and its tensors'
+    digests (``zexport.streams.digests.digest_shard``), which stand for every byte of it.
+    """
 
     nbytes: int
     blake3: str

@@ -27,7 +27,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _PROCESS_NBYTES = 96 << 20
 """What the process itself takes before the first chunk: interpreter, numpy, and the plan."""
 
-_CHUNK_NBYTES_MAX = 8 << 20
+_CHUNK_NBYTES_MAX = 2 << 20
 _CHUNK_NBYTES_MIN = 64 << 10
 _BUFFERS_PER_JOB = 3
 """Stored bytes, cast bytes, and the temporary of a cast."""

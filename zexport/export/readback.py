@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import ParamSpec, Self
 
 from safetensors import SafetensorError, safe_open
 
 from zexport.errors import VerificationError
 from zexport.export.commit import writing
 from zexport.export.manifest import FileEntry
-from zexport.export.plan import ExportPlan
+from zexport.export.plan import ExportPlan, ShardPlan, TensorPlan
 from zexport.export.writer import ShardResult
-from zexport.streams.digests import digest_file, drop_from_cache
+from zexport.streams.digests import digest_file, digest_ranges, drop_from_cache
 
 _READBACK_THREADS = 2
+
+_BATCH_NBYTES = 32 << 20
+"""Tensors are read again in runs of about this many bytes, several at a time."""
+
+_P = ParamSpec("_P")
 
 
 class VerifyMode(Enum):
@@ -59,7 +64,7 @@ class Meter:
         self._to_write = sum(shard.data_nbytes for shard in plan.shards)
         to_verify = 0
         if verify is not VerifyMode.NONE:
-            to_verify = sum(shard.nbytes for shard in plan.shards)
+            to_verify = self._to_write
         self._total = self._to_write + to_verify
         self._tell = tell
         self._written = 0
@@ -105,23 +110,26 @@ class Checks:
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def add_shard(self, shard: ShardResult) -> None:
+    def add_shard(self, planned: ShardPlan, written: ShardResult) -> None:
         """Have a shard opened by the safetensors library, and read again if the mode says so."""
-        self._running.append(
-            self._executor.submit(_check_opens, self._folder / shard.filename, shard)
-        )
-        entry = FileEntry(shard.nbytes, shard.blake3)
-        self.add_file(shard.filename, entry, on_bytes=self._meter.verified)
+        path = self._folder / planned.filename
+        self._submit(_check_opens, path, written)
+        if self._verify is VerifyMode.NONE:
+            return
+        if self._verify is VerifyMode.DISK:
+            with writing(path):
+                drop_from_cache(path)
+        self._submit(_check_header, path, planned)
+        for batch in _batches(planned):
+            self._submit(_check_tensors, path, planned, batch, written, self._meter.verified)
 
-    def add_file(
-        self, filename: str, entry: FileEntry, *, on_bytes: Callable[[int], None] | None = None
-    ) -> None:
-        """Have a file read again, if the mode says so."""
+    def add_file(self, filename: str, entry: FileEntry) -> None:
+        """Have a file beside the shards read again, if the mode says so."""
         if self._verify is not VerifyMode.NONE:
-            path = self._folder / filename
-            self._running.append(
-                self._executor.submit(_check_bytes, path, entry, self._verify, on_bytes)
-            )
+            self._submit(_check_file, self._folder / filename, entry, self._verify)
+
+    def _submit(self, check: Callable[_P, None], *args: _P.args, **named: _P.kwargs) -> None:
+        self._running.append(self._executor.submit(check, *args, **named))
 
     def wait(self) -> None:
         """Return when all is checked, or raise what was found first."""
@@ -146,18 +154,58 @@ def _check_opens(path: Path, shard: ShardResult) -> None:
         )
 
 
-def _check_bytes(
-    path: Path, entry: FileEntry, verify: VerifyMode, on_bytes: Callable[[int], None] | None
+def _batches(shard: ShardPlan) -> Iterator[list[TensorPlan]]:
+    """The shard's tensors in runs that are worth a task of their own."""
+    batch: list[TensorPlan] = []
+    nbytes = 0
+    for tensor in shard.tensors:
+        batch.append(tensor)
+        nbytes += tensor.nbytes
+        if nbytes >= _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _check_header(path: Path, planned: ShardPlan) -> None:
+    with writing(path), path.open("rb") as file:
+        found = file.read(len(planned.header))
+    if found != planned.header or path.stat().st_size != planned.nbytes:
+        raise _not_as_written(path, "another header or size", "those that were written")
+
+
+def _check_tensors(
+    path: Path,
+    planned: ShardPlan,
+    batch: Sequence[TensorPlan],
+    written: ShardResult,
+    on_bytes: Callable[[int], None],
 ) -> None:
+    begin = len(planned.header)
+    ranges = [(begin + tensor.offset, tensor.nbytes) for tensor in batch]
+    with writing(path):
+        digests = digest_ranges(path, ranges, on_bytes=on_bytes)
+    for tensor, found in zip(batch, digests, strict=True):
+        expected = written.tensors[tensor.name].blake3
+        if found != expected:
+            raise _not_as_written(path, f"BLAKE3 {found} for {tensor.name}", expected)
+
+
+def _check_file(path: Path, entry: FileEntry, verify: VerifyMode) -> None:
     with writing(path):
         if verify is VerifyMode.DISK:
             drop_from_cache(path)
-        found = digest_file(path, on_bytes=on_bytes).whole
+        found = digest_file(path)
     if found != entry.blake3:
-        raise VerificationError(
-            "does not read back as it was written",
-            path=path,
-            found=f"BLAKE3 {found}",
-            expected=entry.blake3,
-            hint="Do not trust this disk; write to another",
-        )
+        raise _not_as_written(path, f"BLAKE3 {found}", entry.blake3)
+
+
+def _not_as_written(path: Path, found: str, expected: str) -> VerificationError:
+    return VerificationError(
+        "does not read back as it was written",
+        path=path,
+        found=found,
+        expected=expected,
+        hint="Do not trust this disk; write to another",
+    )

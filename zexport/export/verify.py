@@ -18,12 +18,13 @@ from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEn
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.readback import Phase, Progress
 from zexport.jsontypes import Json
-from zexport.safetensors_file import SafetensorsHeader, StoredTensor, read_header
-from zexport.streams.digests import digest_file
+from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.streams.digests import digest_file, digest_ranges, digest_shard
 from zexport.streams.reader import SourceReader
 
 REPORT_SCHEMA = 1
 INDEX_NAME = "model.safetensors.index.json"
+_OTHER_BYTES = "does not hold the bytes that were written"
 _SHARD_PATTERN = "*.safetensors"
 
 
@@ -218,25 +219,40 @@ def _byte_problems(
     on_bytes: Callable[[int], None],
 ) -> list[Problem]:
     """Where a file's bytes, and its tensors' bytes, are not those that were written."""
-    tensors: tuple[StoredTensor, ...] = ()
-    if header is not None:
-        tensors = tuple(header.tensors.values())
     try:
         found = path.stat().st_size
         if found != entry.nbytes:
             return [Problem(path.name, "", f"has {found} bytes, {entry.nbytes} were written")]
-        ranges = [(tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors]
-        digests = digest_file(path, ranges=ranges, on_bytes=on_bytes)
+        if header is not None:
+            return _shard_problems(header, entry, manifest, on_bytes)
+        on_bytes(found)
+        is_whole = path.match(_SHARD_PATTERN) or digest_file(path) == entry.blake3
     except OSError as error:
         return [Problem(path.name, "", f"cannot be read: {error.strerror}")]
+    return [] if is_whole else [Problem(path.name, "", _OTHER_BYTES)]
+
+
+def _shard_problems(
+    header: SafetensorsHeader,
+    entry: FileEntry,
+    manifest: Manifest,
+    on_bytes: Callable[[int], None],
+) -> list[Problem]:
+    """Where a shard's tensors, and so the shard, are not those that were written."""
+    tensors = tuple(header.tensors.values())
+    ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
+    digests = digest_ranges(header.path, ranges, on_bytes=on_bytes)
+    with header.path.open("rb") as file:
+        whole = digest_shard(file.read(header.data_offset), digests)
+    on_bytes(header.data_offset)
     problems = []
-    if digests.whole != entry.blake3:
-        problems.append(Problem(path.name, "", "does not hold the bytes that were written"))
-    for tensor, digest in zip(tensors, digests.ranges, strict=True):
+    if whole != entry.blake3:
+        problems.append(Problem(header.path.name, "", _OTHER_BYTES))
+    for tensor, digest in zip(tensors, digests, strict=True):
         listed = manifest.tensors.get(tensor.name)
         if listed is not None and listed.blake3 != digest:
             problems.append(
-                Problem(path.name, tensor.name, "does not hold the values that were written")
+                Problem(header.path.name, tensor.name, "does not hold the values that were written")
             )
     return problems
 

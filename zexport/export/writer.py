@@ -20,6 +20,7 @@ from zexport.export.commit import writing
 from zexport.export.convert import Buffers, TensorReader, convert
 from zexport.export.plan import ExportPlan, ShardPlan
 from zexport.streams.casts import Statistics
+from zexport.streams.digests import digest_shard
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
@@ -90,10 +91,10 @@ def write_shards(
             else:
                 flusher.written(job.writer, job.chunk.nbytes)
 
-        for writer, chunk, is_last, turns in _schedule(plan, folder, files):
+        for writer, chunk, is_last, turn in _schedule(plan, folder, files):
             if len(in_flight) == 2 * plan.jobs:
                 land()
-            future = workers.submit(writer.move, chunk, turns, reader, buffers)
+            future = workers.submit(writer.move, chunk, turn, reader, buffers)
             in_flight.append(_Job(future, writer, chunk, is_last))
         while in_flight:
             land()
@@ -125,14 +126,6 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
-    """A chunk's place at the tensors' digests, and at the file's."""
-
-    tensors: _Turn
-    file: _Turn
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     future: Future[None]
     writer: _ShardWriter
@@ -142,17 +135,17 @@ class _Job:
 
 def _schedule(
     plan: ExportPlan, folder: Path, files: ExitStack
-) -> Iterator[tuple[_ShardWriter, Chunk, bool, _Turns]]:
-    """Every chunk of every shard in order, with its writer, and whether it is the shard's last."""
+) -> Iterator[tuple[_ShardWriter, Chunk, bool, _Turn]]:
+    """Every chunk of every shard in order: its writer, whether it is the shard's last, its turn."""
     for shard in plan.shards:
         writer = _ShardWriter(folder / shard.filename, shard)
         files.callback(writer.close)
         writer.begin()
-        turns = _Turns(_Turn(), _Turn())
+        turn = _Turn()
         for chunk in chunks(shard, plan.chunk_nbytes):
             is_last = chunk.offset + chunk.nbytes == writer.nbytes
-            yield writer, chunk, is_last, turns
-            turns = _Turns(_Turn(turns.tensors), _Turn(turns.file))
+            yield writer, chunk, is_last, turn
+            turn = _Turn(turn)
 
 
 class _ShardWriter:
@@ -162,7 +155,6 @@ class _ShardWriter:
         self._path = path
         self._shard = shard
         self.nbytes = shard.nbytes  # a sum over all tensors, made once
-        self._digest = blake3(shard.header)
         self._tensors: dict[str, TensorResult] = {}
         self._split_digest = blake3()
         self._split_statistics = Statistics()
@@ -178,20 +170,16 @@ class _ShardWriter:
         self._write(self._shard.header, 0)
 
     def move(
-        self, chunk: Chunk, turns: _Turns, reader: TensorReader, pool: SimpleQueue[Buffers]
+        self, chunk: Chunk, turn: _Turn, reader: TensorReader, pool: SimpleQueue[Buffers]
     ) -> None:
         """Everything that happens to one chunk."""
-        with turns.file:
+        with turn:
             buffers = pool.get()
             try:
-                out = buffers.out[: chunk.nbytes]
-                with turns.tensors:
-                    seen = self._convert(chunk, reader, buffers)
-                    turns.tensors.wait()
-                    self._take_split(seen)
-                self._write(out, chunk.offset)
-                turns.file.wait()
-                self._digest.update(out)
+                seen = self._convert(chunk, reader, buffers)
+                self._write(buffers.out[: chunk.nbytes], chunk.offset)
+                turn.wait()
+                self._take_split(seen)
             finally:
                 pool.put(buffers)
 
@@ -234,8 +222,12 @@ class _ShardWriter:
             offset += count
 
     def result(self) -> ShardResult:
+        digests = (self._tensors[tensor.name].blake3 for tensor in self._shard.tensors)
         return ShardResult(
-            self._shard.filename, self.nbytes, self._digest.hexdigest(), self._tensors
+            self._shard.filename,
+            self.nbytes,
+            digest_shard(self._shard.header, digests),
+            self._tensors,
         )
 
     def flush(self) -> None:

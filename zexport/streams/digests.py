@@ -1,83 +1,74 @@
-"""BLAKE3 of files and of ranges of files, in one pass through one small buffer."""
+"""BLAKE3 of files, of ranges of files, and of shards, through one small buffer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from io import RawIOBase
 from pathlib import Path
 
 from blake3 import blake3
 
-_CHUNK_NBYTES = 4 << 20
+_CHUNK_NBYTES = 1 << 20
+"""Few enough that the bytes are still in the processor's cache when they are digested."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigests:
-    """BLAKE3 digests, as 64 hexadecimal digits: of a whole file, and of ranges of it."""
+def digest_file(path: Path) -> str:
+    """The BLAKE3 digest of a file, as 64 hexadecimal digits.
 
-    whole: str
-    ranges: tuple[str, ...]
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return _digest(file, path.stat().st_size, None)
 
 
-def digest_file(
+def digest_shard(header: bytes, tensor_digests: Iterable[str]) -> str:
+    """The digest of a safetensors file: BLAKE3 of its header and of its tensors' digests in order.
+
+    Header and tensors are all there is in such a file, so this stands for every byte of it, as the
+    root of a hash tree does, and costs no second pass over the tensors.
+    """
+    digest = blake3(header)
+    for tensor_digest in tensor_digests:
+        digest.update(bytes.fromhex(tensor_digest))
+    return digest.hexdigest()
+
+
+def digest_ranges(
     path: Path,
+    ranges: Iterable[tuple[int, int]],
     *,
-    ranges: Sequence[tuple[int, int]] = (),
     on_bytes: Callable[[int], None] | None = None,
-) -> FileDigests:
-    """The digest of a file and of some ranges of it; every byte is read once.
+) -> tuple[str, ...]:
+    """The BLAKE3 digests of ranges of a file.
 
     Args:
         path: the file.
-        ranges: half-open, ascending, apart from each other, within the file.
+        ranges: (offset, nbytes) of each.
         on_bytes: told the count of each run of bytes after it was taken in.
 
     Raises:
         OSError: the file cannot be read.
     """
-    whole = blake3()
-    parts = _Ranges(ranges)
-    buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(path.stat().st_size, 1))))
-    position = 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            whole.update(buffer[:count])
-            parts.take(position, buffer[:count])
-            position += count
-            if on_bytes is not None:
-                on_bytes(count)
-    return FileDigests(whole.hexdigest(), parts.finish())
+        digests = []
+        for offset, nbytes in ranges:
+            file.seek(offset)
+            digests.append(_digest(file, nbytes, on_bytes))
+    return tuple(digests)
 
 
-class _Ranges:
-    """The digests of ranges of a stream, of which one at a time is unfinished."""
-
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._ranges = ranges
-        self._digests: list[str] = []
-        self._current = blake3()
-
-    def take(self, position: int, data: memoryview) -> None:
-        """Take in the stream's bytes from ``position`` on."""
-        end = position + data.nbytes
-        while len(self._digests) < len(self._ranges):
-            start, stop = self._ranges[len(self._digests)]
-            if start < end:
-                self._current.update(data[max(start - position, 0) : max(stop - position, 0)])
-            if stop > end:
-                return
-            self._close()
-
-    def finish(self) -> tuple[str, ...]:
-        """All digests; ranges that the stream has not reached are those of no bytes."""
-        while len(self._digests) < len(self._ranges):
-            self._close()
-        return tuple(self._digests)
-
-    def _close(self) -> None:
-        self._digests.append(self._current.hexdigest())
-        self._current = blake3()
+def _digest(file: RawIOBase, nbytes: int, on_bytes: Callable[[int], None] | None) -> str:
+    """The digest of the next ``nbytes`` bytes, or of what there is of them."""
+    digest = blake3()
+    buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
+    while nbytes and (count := file.readinto(buffer[:nbytes])):
+        digest.update(buffer[:count])
+        nbytes -= count
+        if on_bytes is not None:
+            on_bytes(count)
+    return digest.hexdigest()
 
 
 def drop_from_cache(path: Path) -> None:

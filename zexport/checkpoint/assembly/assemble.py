@@ -6,18 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zexport.checkpoint.assembly.expert_states import read_expert_states
-from zexport.checkpoint.assembly.experts import take_expert_inventory
-from zexport.checkpoint.assembly.layer_files import read_layers
-from zexport.checkpoint.assembly.pipeline import join_stages
 from zexport.checkpoint.assembly.structure import Structure
-from zexport.checkpoint.assembly.tensor_parallel import join_tensor_ranks
-from zexport.checkpoint.assembly.universal import take_universal_inventory
-from zexport.checkpoint.assembly.zero0 import is_zero0, take_zero0_inventory
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
-from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.ranks import RankStates, is_zero0
+from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, commonest_dtype, module_dtype, take_inventory
 from zexport.dtypes import DType
+from zexport.errors import UnsupportedError
 from zexport.torchfile.archive import TorchFile
 
 
@@ -54,35 +49,86 @@ def assemble(
         CheckpointError: files are missing, damaged, or contradict each other.
         UnsupportedError: the tensors cannot be rebuilt exactly.
     """
-    if structure is Structure.UNIVERSAL:
-        universal = take_universal_inventory(tag_dir, cells)
-        inventory = _without_the_lost(universal.inventory)
-        return Assembled(inventory, universal.files, _module_dtype(cells))
-    if structure is Structure.PIPELINE:
-        layers = read_layers(f for f in files if f.kind is RankFileKind.PIPELINE_LAYER)
-        weights = [tensor for layer in layers for tensor in layer.tensors.values()]
-        return Assembled(
-            join_stages(tag_dir, cells, layers),
-            tuple(layer.file for layer in layers),
-            commonest_dtype(weights),
-        )
-    experts = read_expert_states(f for f in files if f.kind is RankFileKind.EXPERT)
-    inventories = {}
-    for index, ranks in cells.items():
-        model = ranks.first_model
-        if model is None:
-            continue
-        if structure is Structure.EXPERTS:
-            inventories[index] = take_expert_inventory(ranks, model, experts)
-        elif is_zero0(ranks):
-            inventories[index] = take_zero0_inventory(model)
-        else:
-            inventories[index] = take_inventory(ranks, model)
-    if structure is Structure.TENSOR:
-        inventory = join_tensor_ranks(cells, inventories)
-    else:
-        inventory = next(iter(inventories.values()), Inventory((), {}, ()))
+    match structure:
+        case Structure.UNIVERSAL:
+            return _universal(tag_dir, cells)
+        case Structure.PIPELINE:
+            return _pipeline(tag_dir, files, cells)
+        case Structure.EXPERTS:
+            return _experts(files, cells)
+        case Structure.TENSOR:
+            return _tensor(cells)
+        case Structure.DATA:
+            inventories = _take_each(cells)
+            inventory = next(iter(inventories.values()), Inventory((), {}, ()))
+            return Assembled(inventory, (), _module_dtype(cells))
+
+
+# Each structure imports its own code: data parallelism alone, the commonest, starts without it.
+
+
+def _universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Assembled:
+    from zexport.checkpoint.assembly.universal import take_universal_inventory  # noqa: PLC0415
+
+    universal = take_universal_inventory(tag_dir, cells)
+    inventory = _without_the_lost(universal.inventory)
+    return Assembled(inventory, universal.files, _module_dtype(cells))
+
+
+def _pipeline(
+    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
+) -> Assembled:
+    from zexport.checkpoint.assembly.layer_files import read_layers  # noqa: PLC0415
+    from zexport.checkpoint.assembly.pipeline import join_stages  # noqa: PLC0415
+
+    layers = read_layers(file for file in files if file.kind is RankFileKind.PIPELINE_LAYER)
+    weights = [tensor for layer in layers for tensor in layer.tensors.values()]
+    inventory = join_stages(tag_dir, cells, layers)
+    return Assembled(inventory, tuple(la.file for la in layers), commonest_dtype(weights))
+
+
+def _experts(files: Sequence[RankFile], cells: Mapping[int, RankStates]) -> Assembled:
+    from zexport.checkpoint.assembly.expert_states import read_expert_states  # noqa: PLC0415
+    from zexport.checkpoint.assembly.experts import take_expert_inventory  # noqa: PLC0415
+
+    experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
+    ranks = cells[min(cells)]
+    if len(cells) > 1 or ranks.first_model is None:
+        return _refuse_split_experts(cells)
+    inventory = take_expert_inventory(ranks, ranks.first_model, experts)
     return Assembled(inventory, tuple(states.file for states in experts), _module_dtype(cells))
+
+
+def _refuse_split_experts(cells: Mapping[int, RankStates]) -> Assembled:
+    """Experts under tensor or pipeline parallelism, or without a model file that names them."""
+    if len(cells) > 1:
+        raise UnsupportedError(
+            "combines experts with tensor or pipeline parallelism, which is not supported",
+            found=f"{len(cells)} model-parallel ranks",
+            expected="experts and data parallelism alone",
+        )
+    return Assembled(Inventory((), {}, ()))
+
+
+def _tensor(cells: Mapping[int, RankStates]) -> Assembled:
+    from zexport.checkpoint.assembly.tensor_parallel import join_tensor_ranks  # noqa: PLC0415
+
+    return Assembled(join_tensor_ranks(cells, _take_each(cells)), (), _module_dtype(cells))
+
+
+def _take_each(cells: Mapping[int, RankStates]) -> dict[int, Inventory]:
+    """The tensors of every model-parallel index whose names are known."""
+    return {
+        index: _take_zero0(model) if is_zero0(ranks) else take_inventory(ranks, model)
+        for index, ranks in cells.items()
+        if (model := ranks.first_model) is not None
+    }
+
+
+def _take_zero0(model: ModelStates) -> Inventory:
+    from zexport.checkpoint.assembly.zero0 import take_zero0_inventory  # noqa: PLC0415
+
+    return take_zero0_inventory(model)
 
 
 def _module_dtype(cells: Mapping[int, RankStates]) -> DType | None:

@@ -102,7 +102,7 @@ def _check_one_save(cells: Mapping[int, RankStates], what: str) -> None:
         "ZeRO stage": {i: cells[i].is_zero3 for i in models},
     }
     for fact, found in facts.items():
-        values = {str(value) for value in found.values()}
+        values = {str(value) for value in found.values() if value is not None}
         if len(values) > 1:
             raise DamagedCheckpointError(
                 f"mixes files of different saves: the {fact} differs",

@@ -32,9 +32,9 @@ from zexport.checkpoint.assembly.expert_states import (
     parse_native,
     read_dp_world_size,
 )
-from zexport.checkpoint.assembly.zero0 import is_zero0, take_zero0_inventory
+from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, take_inventory
 from zexport.errors import DamagedCheckpointError, UnsupportedError

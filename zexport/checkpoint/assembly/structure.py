@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 
-from zexport.checkpoint.assembly.zero0 import is_zero0
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates
 
@@ -48,8 +47,16 @@ def recognise(
     return Structure.DATA
 
 
-def needs_optimizer_files(structure: Structure, cells: Mapping[int, RankStates]) -> bool:
-    """Whether the weights lie in optimizer files: not in ZeRO-0's model files, nor elsewhere."""
-    if structure in (Structure.UNIVERSAL, Structure.PIPELINE):
-        return False
-    return not all(is_zero0(cell) for cell in cells.values())
+def lacking_optimizer_files(
+    structure: Structure, files: Iterable[RankFile], cells: Mapping[int, RankStates]
+) -> list[int]:
+    """The model-parallel indices without any of the optimizer files that their weights lie in.
+
+    Wherever ZeRO holds weights, ``param_shapes`` names them; under ZeRO-0 it is ``None``. Only a
+    conversion to universal moves them elsewhere.
+    """
+    if structure is Structure.UNIVERSAL:
+        return []
+    written = {file.mp_rank for file in files if file.kind is RankFileKind.OPTIMIZER}
+    models = {index: cell.first_model for index, cell in cells.items() if index not in written}
+    return [index for index, model in models.items() if model and any(model.param_shapes)]

@@ -20,27 +20,12 @@ from collections.abc import Mapping
 
 from zexport.checkpoint.assembly.zero0_masters import find_masters
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
-from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.torchfile.pickles import TensorRef
-
-
-def is_zero0(ranks: RankStates) -> bool:
-    """Whether the model file holds all there is: whole weights, and no flat groups elsewhere.
-
-    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``): ``param_shapes``
-    is ``None`` unless ZeRO holds the weights.
-    """
-    model = ranks.first_model
-    return (
-        model is not None
-        and bool(model.module)
-        and not (model.param_shapes or ranks.optimizer or ranks.is_zero3)
-    )
 
 
 def take_zero0_inventory(model: ModelStates) -> Inventory:

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# From nothing to generated text: train a tiny model on two ranks with DeepSpeed ZeRO-3, look at the
+# checkpoint, turn it into a Hugging Face model folder, load that with transformers and let it speak.
+# It takes about a minute; everything is written to ./demo. Run it as `make demo`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf demo
+
+say() { printf '\n$ %s\n' "$*"; "$@"; }
+
+say zexport train demo/run --world-size 2 --stage 3 --steps 60
+say zexport inspect demo/run
+say zexport consolidate demo/run demo/model
+say zexport verify demo/model --against demo/run
+say python examples/generate.py demo/model "The tide"
