@@ -1,4 +1,4 @@
-"""Write ``docs/cli.md`` from the commands, and ``docs/interfaces.md``'s tables from the schemas.
+"""Write what is made from the code: commands, tables of keys, and the README's support table.
 
 ``--check`` only says what is stale.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from zexport.checkpoint.support import SUPPORT
 from zexport.cli.main import cli
 
 DOCS = Path(__file__).parent
@@ -31,10 +32,40 @@ def pages() -> dict[Path, str]:
     interfaces = DOCS / "interfaces.md"
     text = interfaces.read_text(encoding="utf-8")
     for path in SCHEMAS:
-        begin, end = f"<!-- {path.stem} -->\n", f"<!-- /{path.stem} -->"
-        table = begin + "\n".join(_table(json.loads(path.read_text(encoding="utf-8")))) + "\n" + end
-        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _: table, text, flags=re.S)  # noqa: B023
-    return {DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]), interfaces: text}
+        table = "\n".join(_table(json.loads(path.read_text(encoding="utf-8")))) + "\n"
+        text = _replaced(text, path.stem, table)
+    readme = DOCS.parent / "README.md"
+    return {
+        DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
+        interfaces: text,
+        readme: _replaced(readme.read_text(encoding="utf-8"), "support", support_table()),
+    }
+
+
+def _replaced(text: str, mark: str, content: str) -> str:
+    """``text`` with what stands between two comments of this name replaced."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    return re.sub(
+        re.escape(begin) + ".*?" + re.escape(end), lambda _: begin + content + end, text, flags=re.S
+    )
+
+
+# --- support ---
+
+
+def support_table() -> str:
+    """What is exported and what is refused, as the README shows it."""
+    head = "## What is supported\n\n| layout | ZeRO stage | |\n|---|---|---|\n"
+    return head + "".join(
+        f"| {row.layout} | {row.stages} | "
+        + (
+            f"refused: {row.refused}"
+            if row.refused
+            else "; ".join(filter(None, ("exported", row.note)))
+        )
+        + " |\n"
+        for row in SUPPORT
+    )
 
 
 # --- commands ---

@@ -47,10 +47,13 @@ class Run:
 
     ``sub_group_numel`` (ZeRO-3) and ``aligned`` (ZeRO-1/2) are DeepSpeed's ``sub_group_size`` and
     ``parameter_alignment``; ``optimizer_step`` is ``None`` for an optimizer that counts none.
+    With ``replica_groups`` ZeRO-3 is MiCS: the first ``world_size`` ranks of that many times as
+    many hold the whole model, and save it.
     """
 
     stage: int = 3
     world_size: int = 2
+    replica_groups: int = 1
     sub_group_numel: int = 1 << 40
     aligned: bool = False
     bf16_optimizer: bool = False
@@ -123,7 +126,7 @@ def _model_states(model: Model, run: Run, rank: int) -> dict[str, object]:
         "skipped_steps": 0,
         "global_steps": run.steps,
         "global_samples": run.steps * run.world_size,
-        "dp_world_size": run.world_size,
+        "dp_world_size": run.world_size * run.replica_groups,
         "mp_world_size": 1,
         "ds_config": {
             "optimizer": {"type": "AdamW"},

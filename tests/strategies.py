@@ -53,6 +53,7 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(
         stage=stage,
         world_size=draw(st.integers(1, 5)),
+        replica_groups=draw(st.integers(1, 3)) if stage == 3 else 1,
         sub_group_numel=draw(st.sampled_from([1, 10, 1 << 40])),
         aligned=stage < 3 and not bf16_optimizer and draw(st.booleans()),
         bf16_optimizer=bf16_optimizer,

@@ -120,7 +120,7 @@ _ALL = {
         3,
         "damaged",
         _TAG,
-        ("optimizer step differs", "9.0 on ranks 1"),
+        ("optimizer step differs", "9.0 on rank 1"),
     ),
     "empty file": Bad(_write(_RANK_1, b""), 3, "damaged", _RANK_1, ("is empty",)),
     "text file": Bad(_write(_RANK_1, b"<html>"), 3, "damaged", _RANK_1, ("torch.save",)),

@@ -52,6 +52,51 @@ def test_the_folder_above_accelerates_states_is_enough(tmp_path: Path) -> None:
     assert (location.tag, location.framework) == ("pytorch_model", Framework.ACCELERATE)
 
 
+@pytest.mark.parametrize(
+    ("root", "tag", "framework"),
+    [
+        ("epoch=1-step=20.ckpt", "checkpoint", Framework.LIGHTNING),
+        ("run/_actor", "global_step20", Framework.OPENRLHF),
+        ("run/_critic", "global_step20", Framework.OPENRLHF),
+        ("epoch=1-step=20.ckpt", "global_step20", Framework.DEEPSPEED),
+        ("checkpoints", "checkpoint", Framework.DEEPSPEED),
+        ("run/actor", "global_step20", Framework.DEEPSPEED),
+    ],
+)
+def test_frameworks_are_known_by_how_they_name_folders(
+    root: str, tag: str, framework: Framework, tmp_path: Path
+) -> None:
+    folder = _tag(tmp_path / root, tag)
+    (tmp_path / root / "latest").write_text(tag)
+    found = [locate(path) for path in (tmp_path / root, folder)]
+    assert [(location.tag_dir, location.framework) for location in found] == [
+        (folder, framework)
+    ] * 2
+
+
+def test_the_folder_above_an_actor_is_enough(tmp_path: Path) -> None:
+    folder = _tag(tmp_path / "_actor", "global_step20")
+    assert locate(tmp_path).tag_dir == folder
+
+
+def test_a_converted_checkpoint_is_named_by_a_file_of_its_own(tmp_path: Path) -> None:
+    for tag in ("global_step20", "global_step20_universal"):
+        _tag(tmp_path, tag)
+    (tmp_path / "latest_universal").write_text("global_step20_universal")
+    location = locate(tmp_path)
+    assert (location.tag, location.chosen) == ("global_step20_universal", TagChoice.LATEST)
+    (tmp_path / "latest").write_text("global_step20")
+    assert locate(tmp_path).tag == "global_step20"
+
+
+def test_latest_universal_never_leads_outside_either(tmp_path: Path) -> None:
+    _tag(tmp_path / "root", "global_step20_universal")
+    _tag(tmp_path, "outside")
+    (tmp_path / "root" / "latest_universal").write_text("../outside")
+    with pytest.raises(UnsafeError, match="outside"):
+        locate(tmp_path / "root")
+
+
 def test_latest_decides_between_tags_and_may_end_its_line(tmp_path: Path) -> None:
     for step in (2, 10):
         _tag(tmp_path, f"global_step{step}")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+import zexport
 from tests.checkpoints import Run, edit, save, small_model
 from zexport.checkpoint.assembly.node_local import unite
 from zexport.checkpoint.location import Location, locate
 from zexport.checkpoint.rank_files import list_rank_files
-from zexport.errors import DamagedCheckpointError, UsageError
+from zexport.cli.main import cli
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UsageError
+from zexport.options import ExportOptions, NameLayout
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+MEMORY = ExportOptions(layout=NameLayout.MEMORY)
+TAG = "global_step2"
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
@@ -76,3 +85,74 @@ def test_folders_of_different_tags_are_no_parts(tmp_path: Path) -> None:
     parts = [locate(save(small_model(), Run(), tmp_path / tag, tag)) for tag in ("step1", "step2")]
     with pytest.raises(UsageError, match="different tags"):
         unite(parts)
+
+
+# --- from several folders to one model ---
+
+
+def dealt_out(name: str, root: Path) -> list[Path]:
+    """A real checkpoint on two nodes: ranks in turn, what is not of a rank on the first."""
+    folders = [root / "node0", root / "node1"]
+    source = FIXTURES / name / "ckpt"
+    for folder in folders:
+        (folder / TAG).mkdir(parents=True)
+        shutil.copy(source / "latest", folder / "latest")
+    for file in list_rank_files(source / TAG):
+        shutil.copy(file.path, folders[file.rank % 2] / TAG / file.path.name)
+    return folders
+
+
+def exported(checkpoint: Path | list[Path], out: Path) -> dict[str, bytes]:
+    """The weight files of an export, by name."""
+    zexport.consolidate(checkpoint, out, MEMORY)
+    return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+
+
+REAL = ["z3_w4_bf16_odd", "z2_w3_bf16_odd", "z3_w2_bf16_frozen", "tp2_z2_w4_bf16", "moe_z2_w4_ep2"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_parts_give_the_model_of_the_whole(name: str, tmp_path: Path) -> None:
+    parts = dealt_out(name, tmp_path)
+    whole = exported(FIXTURES / name / "ckpt", tmp_path / "whole")
+    assert exported(parts, tmp_path / "out") == whole
+    assert exported(parts[::-1], tmp_path / "turned") == whole
+    assert zexport.verify_export(tmp_path / "out", against=parts).ok
+
+
+@pytest.mark.parametrize("name", ["z3_w4_bf16_odd", "z2_w3_bf16_odd"])
+def test_a_rank_that_lies_in_no_folder_is_named(name: str, tmp_path: Path) -> None:
+    parts = dealt_out(name, tmp_path)
+    next((parts[1] / TAG).glob("*rank_1_*optim*")).unlink()
+    with pytest.raises(IncompleteCheckpointError, match="optimizer files of rank 1"):
+        zexport.consolidate(parts, tmp_path / "out", MEMORY)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_folder_of_two_is_not_the_whole(tmp_path: Path) -> None:
+    first, _ = dealt_out("z3_w4_bf16_odd", tmp_path)
+    with pytest.raises(IncompleteCheckpointError, match="optimizer files of ranks 1, 3"):
+        zexport.consolidate(first, tmp_path / "out", MEMORY)
+
+
+def test_a_folder_of_another_save_is_refused(tmp_path: Path) -> None:
+    parts = [save(small_model(), Run(steps=steps), tmp_path / str(steps)) for steps in (2, 4)]
+    with pytest.raises(DamagedCheckpointError, match="another file than the one of the same name"):
+        zexport.consolidate(parts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_takes_all_folders_and_then_the_output(tmp_path: Path) -> None:
+    parts = dealt_out("z3_w4_bf16_odd", tmp_path)
+    words = [str(part) for part in parts]
+    runner = CliRunner()
+    inspected = runner.invoke(cli, ["inspect", *words, "--json"])
+    assert inspected.exit_code == 0, inspected.output
+    assert json.loads(inspected.stdout)["verdict"]["exportable"] is True
+    done = runner.invoke(cli, ["consolidate", *words, str(tmp_path / "out"), "--layout", "memory"])
+    assert done.exit_code == 0, done.output
+    whole = exported(FIXTURES / "z3_w4_bf16_odd" / "ckpt", tmp_path / "whole")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.safetensors")} == whole
+    assert runner.invoke(cli, ["inspect", words[0], "--json"]).exit_code == 0
+    alone = runner.invoke(cli, ["consolidate", words[0], str(tmp_path / "alone")])
+    assert (alone.exit_code, (tmp_path / "alone").exists()) == (3, False)

@@ -50,49 +50,24 @@ def test_a_missing_model_file_matters_only_with_frozen_weights(tmp_path: Path) -
         raise_problems(open_checkpoint(tmp_path / "frozen"))
     checkpoint = open_checkpoint(tmp_path / "none")
     assert checkpoint.problems == ()
-    assert "ranks 1" in checkpoint.warnings[0]
+    assert "files of rank 1 are missing" in checkpoint.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("layer_0_expert_0_mp_rank_00_model_states.pt", "expert-parallel"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "expert-parallel"),
-        ("layer_00-model_states.pt", "pipeline-parallel"),
-        ("mp_rank_01_model_states.pt", "tensor-parallel"),
-    ],
-)
-def test_a_split_model_is_known_by_its_files(name: str, layout: str, zero2: Path) -> None:
-    (zero2 / "global_step2" / name).touch()
-    with pytest.raises(UnsupportedError, match=layout):
-        raise_problems(open_checkpoint(zero2))
-
-
-@pytest.mark.parametrize(
-    ("state", "layout"),
-    [
-        ({"num_experts": [4]}, "expert-parallel"),
-        ({"ds_autoep_layers": {"0": {}}}, "expert-parallel"),
-        ({"mp_world_size": 2}, "tensor-parallel"),
-        ({"optimizer": {"fp32_groups": []}}, "ZeRO-0"),
-    ],
-)
-def test_a_split_model_is_known_by_its_states(
-    state: dict[str, object], layout: str, tmp_path: Path
-) -> None:
-    root = save(small_model(), Run(stage=2, client_state=state), tmp_path)
-    with pytest.raises(UnsupportedError, match=layout):
-        raise_problems(open_checkpoint(root))
-
-
-def test_a_universal_checkpoint_is_known_by_its_folder(tmp_path: Path) -> None:
-    run = Run(stage=2)
-    root = save(small_model(), run, tmp_path)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_save_without_any_optimizer_file_is_incomplete(stage: int, tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=stage), tmp_path)
     for path in root.glob("*/*_optim_states.pt"):
         path.unlink()
-    (root / "global_step2" / "zero").mkdir()
-    with pytest.raises(UnsupportedError, match="universal"):
+    with pytest.raises(IncompleteCheckpointError, match="optimizer files of all ranks") as caught:
         raise_problems(open_checkpoint(root))
+    assert caught.value.path == root / "global_step2"
+
+
+def test_optimizer_files_that_cannot_be_read_are_not_called_missing(zero3: Path) -> None:
+    for path in zero3.glob("*/*_optim_states.pt"):
+        path.write_bytes(b"")
+    problems = [problem.problem for problem in open_checkpoint(zero3).problems]
+    assert problems == ["is empty"] * 3
 
 
 def test_an_optimizer_swapped_to_nvme_is_told_from_damage(zero3: Path) -> None:
@@ -126,7 +101,7 @@ def test_several_problems_come_as_one_error_that_tells_them_all(zero3: Path) -> 
     with pytest.raises(DamagedCheckpointError, match="has 2 problems") as caught:
         raise_problems(open_checkpoint(zero3))
     assert "is empty" in str(caught.value)
-    assert "ranks 1" in str(caught.value)
+    assert "files of rank 1" in str(caught.value)
     assert caught.value.exit_code == 3
 
 

@@ -43,12 +43,21 @@ def test_missing_ranks_are_named_by_number(tmp_path: Path) -> None:
     assert problem.found == "3 of 6 ranks"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_save_without_any_optimizer_file_is_incomplete(stage: int, tmp_path: Path) -> None:
-    root = save(small_model(), Run(stage=stage), tmp_path / "ckpt")
-    for path in root.glob("*/*_optim_states.pt"):
-        path.unlink()
-    assert "optimizer files of all ranks" in _problem(root).problem
+def test_a_group_of_ranks_that_holds_the_whole_model_is_a_whole_save(tmp_path: Path) -> None:
+    ranks = _read(save(small_model(), Run(world_size=2, replica_groups=2), tmp_path))
+    assert (ranks.problems, ranks.world_size, ranks.missing_ranks) == ((), 2, ())
+
+
+def test_files_of_other_groups_are_surplus_to_a_whole_one(tmp_path: Path) -> None:
+    root = save(small_model(), Run(world_size=2, replica_groups=2), tmp_path)
+    for rank in (0, 1):
+        path = root / "global_step2" / _OPTIMIZER.format(rank)
+        with deepspeed_names():
+            state = torch.load(path, weights_only=False)
+            torch.save(state, path.with_name(_OPTIMIZER.format(rank + 2)))
+    problem = _problem(root)
+    assert "ranks 2-3, beyond its world size" in problem.problem
+    assert problem.expected == "2, ranks 0-1"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -90,7 +99,7 @@ def test_a_rank_file_of_another_save_is_seen(
     problems = [problem for problem in _read(zero2).problems if what in problem.problem]
     assert len(problems) == 1
     assert isinstance(problems[0], DamagedCheckpointError)
-    assert "on ranks 1" in str(problems[0].found)
+    assert str(problems[0].found).endswith("on rank 1")
 
 
 def test_a_model_file_of_another_step_is_seen(zero3: Path, tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""What is exported and what is refused, layout by layout; the README's table is made from this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """One row of the support table.
+
+    Attributes:
+        layout: what DeepSpeed wrote.
+        stages: ZeRO stages it comes with.
+        refused: why it is refused; empty where it is exported, bit for bit.
+        note: what should be known of the export.
+        fixtures: committed checkpoints of this layout that the tests hold against their live truth
+            (for a refused layout: that the tests see refused).
+    """
+
+    layout: str
+    stages: str
+    refused: str = ""
+    note: str = ""
+    fixtures: tuple[str, ...] = ()
+
+
+SUPPORT = (
+    Support(
+        "Data parallelism alone",
+        "1, 2, 3",
+        note="any world size, optimizer, groups and sub-groups; offload to CPU; fp32, fp16, bf16",
+        fixtures=("z1_w2_bf16", "z2_w2_bf16_groups", "z3_w4_bf16_odd", "z3_w2_bf16_sub1000"),
+    ),
+    Support("BF16_Optimizer", "1, 0 in pipelines", fixtures=("z1_w2_bf16opt",)),
+    Support(
+        "Frozen weights, also of LoRA runs",
+        "1, 2, 3",
+        note="left out at save time: `--base` fills them in, or `--exclude-frozen`",
+        fixtures=("z1_w2_bf16_frozen", "z3_w2_bf16_frozen", "z2_w2_bf16_lora"),
+    ),
+    Support("Tied weights", "0-3", note="written once", fixtures=("z2_w2_bf16_tied",)),
+    Support(
+        "No ZeRO",
+        "0",
+        note="fp32 masters where the optimizer has them, matched by order, shape and value",
+        fixtures=("z0_w2_bf16", "z0_w2_fp16", "z0_w1_fp32_odd", "z0_w2_bf16_fused"),
+    ),
+    Support(
+        "Tensor parallelism (AutoTP)",
+        "0-3",
+        note="uneven and fused splits; copies on several ranks are compared",
+        fixtures=("tp2_z1_w2_bf16_tied", "tp2_z1_w2_bf16_fused", "tp2_z3_w4_bf16"),
+    ),
+    Support(
+        "Pipeline parallelism",
+        "0, 1",
+        note="under the pipeline's own names; `--rename` gives others",
+        fixtures=("pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32"),
+    ),
+    Support(
+        "DeepSpeed-MoE",
+        "0 in fp32, 1, 2",
+        note="experts numbered globally; both placements; residual",
+        fixtures=("moe_z2_w4_ep2", "moe_z2_w4_ep2_blocks", "moe_z1_w2_ep2_residual"),
+    ),
+    Support(
+        "AutoEP",
+        "1, 2, 3",
+        fixtures=("autoep_z2_w4_ep2", "autoep_z3_w4_ep2", "autoep_z2_w2_ep2_frozen"),
+    ),
+    Support(
+        "Universal checkpoint",
+        "1, 2, 3",
+        note="what the conversion lost is named and left out",
+        fixtures=("uni_z2_w2_bf16_odd", "uni_z3_w2_bf16_frozen"),
+    ),
+    Support("Parts on several nodes", "all", note="give every node's folder"),
+    Support("torch files of the old container", "all"),
+    Support(
+        "DeepSpeed-MoE in 16 bits",
+        "0",
+        refused="its fp32 masters are saved without names",
+        fixtures=("moe_z0_w2_ep2_bf16",),
+    ),
+    Support("Experts under tensor or pipeline parallelism", "all", refused="how one expert is split is not recorded with it"),
+    Support(
+        "Universal checkpoint of a round-robin run",
+        "1, 2",
+        refused="DeepSpeed's conversion shuffles its weights for good; export the original",
+    ),
+    Support(
+        "Optimizer swapped to NVMe",
+        "3",
+        refused="the masters are in swap files, not in the checkpoint's",
+    ),
+    Support("Compressed or big-endian torch files", "all", refused="no byte range is the tensor's"),
+)
