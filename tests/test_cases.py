@@ -110,6 +110,17 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Case, tmp_pa
     assert zexport.verify_export(tmp_path / "out", against=case.handed_over).ok
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [p for p in _cases("autoep_") if (p.values[0].folder / "hf_config").is_dir()]
+)
+def test_autoep_experts_come_as_the_hugging_face_model_has_them(case: Case, tmp_path: Path) -> None:
+    options = ExportOptions(base=case.folder / "hf_config")
+    zexport.consolidate(case.handed_over, tmp_path / "out", options)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert differences(found, case.truth("truth.hf.safetensors")) == []
+
+
 @pytest.mark.parametrize("case", [p for p in _WHOLE if p.values[0].left_out])
 def test_frozen_weights_that_were_left_out_are_asked_for_by_name(
     case: Case, tmp_path: Path

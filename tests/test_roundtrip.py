@@ -25,6 +25,7 @@ _ALL_RUNS = [
     Run(stage=2, aligned=True),
     Run(stage=3, world_size=3),
     Run(stage=3, world_size=4, sub_group_numel=20),
+    Run(stage=3, world_size=2, replica_groups=2),
 ]
 
 

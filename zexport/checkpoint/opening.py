@@ -129,7 +129,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         aliases=inventory.aliases,
         left_out=inventory.left_out,
         frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
-        missing_ranks=tuple(sorted({r for c in cells.values() for r in c.missing_ranks})),
+        missing_ranks=_missing_ranks(cells, structure),
         missing_model_ranks=tuple(
             sorted({r for c in cells.values() for r in c.missing_model_ranks})
         ),
@@ -139,6 +139,13 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         problems=problems,
         warnings=(*_warnings(cells), *inventory.notes),
     )
+
+
+def _missing_ranks(cells: Mapping[int, RankStates], structure: Structure) -> tuple[int, ...]:
+    """Ranks whose optimizer file is not there; a conversion to universal takes none along."""
+    if structure is Structure.UNIVERSAL:
+        return ()
+    return tuple(sorted({rank for cell in cells.values() for rank in cell.missing_ranks}))
 
 
 def _stage(cell: RankStates) -> int | None:

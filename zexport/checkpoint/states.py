@@ -112,8 +112,9 @@ def read_model_states(file: TorchFile) -> ModelStates:
         ds_config=root.get("ds_config").mapping_or_empty(),
         lr_step=root.get("lr_scheduler").lr_step(),
         has_optimizer=not root.get("optimizer").is_none,
-        has_experts=bool(root.get("ds_autoep_layers").mapping_or_empty())
-        or not root.get("num_experts").is_empty,
+        has_experts=not (
+            root.get("ds_autoep_layers").is_empty and root.get("num_experts").is_empty
+        ),
         tensor_parallel=root.get("mp_world_size").number_or_none() or 1,
     )
 

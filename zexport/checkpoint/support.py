@@ -83,7 +83,11 @@ SUPPORT = (
         refused="its fp32 masters are saved without names",
         fixtures=("moe_z0_w2_ep2_bf16",),
     ),
-    Support("Experts under tensor or pipeline parallelism", "all", refused="how one expert is split is not recorded with it"),
+    Support(
+        "Experts under tensor or pipeline parallelism",
+        "all",
+        refused="how one expert is split is not recorded with it",
+    ),
     Support(
         "Universal checkpoint of a round-robin run",
         "1, 2",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
+from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import MemoryLimitError
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
@@ -47,6 +49,7 @@ def plan_export(
     raise_problems(checkpoint)
     jobs, chunk_nbytes = _share_memory(options)
     sidecars = find_sidecars(checkpoint.location.root, options.base)
+    checkpoint = _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
     names = _learn_names(checkpoint, sidecars, stored.shapes, options)
     base = _read_base(options.base)
@@ -69,6 +72,23 @@ def plan_export(
         chunk_nbytes=chunk_nbytes,
         reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _with_fused_experts(
+    checkpoint: ZeroCheckpoint, sidecars: Sidecars, options: ExportOptions
+) -> ZeroCheckpoint:
+    """The checkpoint with AutoEP's experts as the Hugging Face model has them, if it is one."""
+    is_split = any(tensor.name.endswith(".experts.w1") for tensor in checkpoint.tensors)
+    if options.layout is NameLayout.MEMORY or not is_split:
+        return checkpoint
+    from zexport.checkpoint.assembly.fused_experts import fuse_experts  # noqa: PLC0415 - rare
+
+    inventory = fuse_experts(Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out))
+    fused = replace(checkpoint, tensors=inventory.tensors, aliases=inventory.aliases)
+    shapes = name_tensors(fused, options.renames).shapes
+    names = learn_names(sidecars, shapes)
+    is_the_models = isinstance(names, ModelNames) and shapes.keys() <= names.shapes.keys()
+    return fused if is_the_models else checkpoint
 
 
 def _learn_names(
