@@ -8,7 +8,7 @@ rm -rf demo
 
 say() { printf '\n$ %s\n' "$*"; "$@"; }
 
-say zexport train demo/run --world-size 2 --stage 3 --steps 60
+say zexport train demo/run --world-size 2 --stage 3 --steps 200
 say zexport inspect demo/run
 say zexport consolidate demo/run demo/model
 say zexport verify demo/model --against demo/run
