@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
@@ -82,7 +83,10 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
     step = checkpoint.global_steps
     masters = checkpoint.master_dtype and f"{checkpoint.master_dtype.torch_name} masters"
     module = checkpoint.module_dtype and f"{checkpoint.module_dtype.torch_name} module"
-    yield "Folder", f"{location.root} ({location.framework.value})"
+    here = Path.cwd()
+    root = location.root
+    shown = root.relative_to(here) if root.is_relative_to(here) else root
+    yield "Folder", f"{shown} ({location.framework.value})"
     yield "Tag", f"{location.tag} ({location.chosen.value})"
     yield "Step", "" if step is None else f"{step:,}"
     yield "Layout", checkpoint.layout if checkpoint.stage is not None else ""

@@ -48,13 +48,15 @@ class TrainSummary:
 
     def to_text(self) -> str:
         """Three lines: how the loss went, what was saved, and what to type next."""
-        where = self.out / self.tag if self.partitioned else self.out / "gathered" / self.tag
+        here = Path.cwd()
+        out = self.out.relative_to(here) if self.out.is_relative_to(here) else self.out
+        where = out / self.tag if self.partitioned else out / "gathered" / self.tag
         lines = [
             f"trained {self.steps} steps on {self.world_size} ranks, ZeRO stage {self.stage}:"
             f" loss {self.first_loss:.3f} -> {self.last_loss:.3f}",
             f"checkpoint: {where}",
         ]
         if self.partitioned:
-            run, model = shlex.quote(str(self.out)), shlex.quote(f"{self.out}-model")
+            run, model = shlex.quote(str(out)), shlex.quote(f"{out}-model")
             lines.append(f"next: zexport consolidate {run} {model}")
         return "\n".join(lines)
