@@ -6,7 +6,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf demo
 
-say() { printf '\n$ %s\n' "$*"; "$@"; }
+say() {
+    printf '\n$'
+    printf ' %q' "$@"
+    printf '\n'
+    "$@"
+}
 
 say zexport train demo/run --world-size 2 --stage 3 --steps 200
 say zexport inspect demo/run
