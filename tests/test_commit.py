@@ -124,6 +124,7 @@ def test_a_rename_that_fails_keeps_the_old_folder(
 def test_a_replacement_that_was_killed_between_two_renames_is_undone(tmp_path: Path) -> None:
     _make(tmp_path / "out", "old")
     (tmp_path / "out").rename(tmp_path / "out.replaced")
+    (tmp_path / "out.partial.lock").touch()
     with pytest.raises(OutputError, match="exists and is not empty"):
         _make(tmp_path / "out")
     assert (tmp_path / "out" / "file").read_text() == "old"
@@ -166,6 +167,19 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     _make(tmp_path / "out")
     assert _names(tmp_path) == ["out"]
     assert _names(tmp_path / "out") == ["file"]
+
+
+def test_what_could_not_be_cleared_away_is_cleared_away_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a second Ctrl-C while the first is being answered."""
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyError), staged_folder(tmp_path / "out", nbytes=1, overwrite=False):
+            raise KeyError
+    assert _names(tmp_path) == ["out.partial", "out.partial.lock"]
+    _make(tmp_path / "out")
+    assert _names(tmp_path) == ["out"]
 
 
 def test_a_disk_without_locks_is_used_all_the_same(

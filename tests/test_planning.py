@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.checkpoints import Model, Run, save, small_model, values
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
-from zexport.errors import CheckpointError, IncompleteCheckpointError, MemoryLimitError
+from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.planning import memory_nbytes, plan_export
 from zexport.options import ExportDType, ExportOptions
@@ -158,12 +158,12 @@ def test_a_base_gives_the_weights_that_were_left_out(tmp_path: Path) -> None:
     assert _tensors(plan)["norm.weight"].stored_dtype is DType.BF16
 
 
-def test_a_base_whose_index_names_a_file_outside_reads_inside(tmp_path: Path) -> None:
+def test_a_base_whose_index_names_a_file_outside_is_refused(tmp_path: Path) -> None:
     root = save(small_model(), Run(exclude_frozen=True), tmp_path / "ckpt")
     (base := tmp_path / "base").mkdir()
     save_file({"norm.bias": torch.ones(7)}, tmp_path / "outside.safetensors")
     index = {"weight_map": {"norm.bias": "../outside.safetensors"}}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UnsafeError) as caught:
         _plan(root, ExportOptions(base=base))
-    assert caught.value.path == base / "outside.safetensors"
+    assert caught.value.path == base / "model.safetensors.index.json"

@@ -25,10 +25,12 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.torchfile.archive import TorchFile, read_torch_file
-from zexport.torchfile.pickles import Pickle, TensorRef
+from zexport.torchfile.pickles import Pickle
 
 _WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
+
+_STEP_BITS = 64
 
 _States = TypeVar("_States", ModelStates, OptimizerStates)
 
@@ -107,9 +109,11 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     missing_model = tuple(sorted(set(model_expected) - model_named))
     problems += _missing(files, tag_dir, missing, world_size)
     if 0 in missing_model:
-        problems.append(_no_first_model(files, tag_dir, is_zero3=is_zero3))
+        mp_rank = files[0].mp_rank if files else 0
+        problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
     problems += _surplus(tag_dir, named, world_size)
     problems += _disagreements(tag_dir, model, optimizer)
+    problems += _other_shapes(tag_dir, model)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
     )
@@ -218,11 +222,11 @@ def _missing(
         )
 
 
-def _no_first_model(
-    files: Sequence[RankFile], tag_dir: Path, *, is_zero3: bool
+def no_first_model(
+    tag_dir: Path, mp_rank: int = 0, *, is_zero3: bool = False
 ) -> IncompleteCheckpointError:
-    mp_rank = f"mp_rank_{files[0].mp_rank if files else 0:02d}"
-    name = f"zero_pp_rank_0_{mp_rank}" if is_zero3 else mp_rank
+    """The problem of a model-parallel index without the file that names its weights."""
+    name = f"zero_pp_rank_0_mp_rank_{mp_rank:02d}" if is_zero3 else f"mp_rank_{mp_rank:02d}"
     return IncompleteCheckpointError(
         "lacks the model file of rank 0, which names and shapes come from",
         path=tag_dir,
@@ -252,8 +256,9 @@ def _disagreements(
         ("partition count", {r: s.partition_counts for r, s in optimizer.items()}),
         ("ZeRO stage", {r: s.stage for r, s in optimizer.items()}),
         ("number of flat groups", {r: len(s.flat_groups) for r, s in optimizer.items()}),
-        ("optimizer step", {r: _step_of(s) for r, s in optimizer.items()}),
+        ("optimizer step", {r: step_of(s) for r, s in optimizer.items()}),
         ("global step", {r: s.global_steps for r, s in model.items()}),
+        ("number of data-parallel ranks", {r: s.dp_world_size for r, s in model.items()}),
         ("DeepSpeed version", {r: s.ds_version for r, s in optimizer.items()}),
     ]
     for what, by_rank in facts:
@@ -271,10 +276,37 @@ def _disagreements(
             )
 
 
-def _step_of(states: OptimizerStates) -> float | None:
+def _other_shapes(tag_dir: Path, model: Mapping[int, ModelStates]) -> Iterable[ZexportError]:
+    """Model files of several ranks describe the same weights in the same order, but for experts."""
+    first = model[min(model)] if model else None
+    if first is None or first.has_experts:
+        return
+    shapes = [list(group.items()) for group in first.param_shapes]
+    others = [
+        rank
+        for rank, states in model.items()
+        if states.param_shapes is not first.param_shapes
+        and (
+            [list(group.items()) for group in states.param_shapes] != shapes
+            or states.frozen_shapes != first.frozen_shapes
+        )
+    ]
+    if others:
+        yield DamagedCheckpointError(
+            "mixes files of different saves: the model files describe different weights",
+            path=tag_dir,
+            found=f"others in those of {name_ranks(others)}",
+            expected="the weights of rank 0, in the same order",
+            hint="Copy all rank files of one save again",
+        )
+
+
+def step_of(states: OptimizerStates) -> float | None:
     """The optimizer's step, read from its scalar tensor where it is one (4 or 8 bytes)."""
-    if not isinstance(states.step, TensorRef):
-        return None if states.step is None else float(states.step)
+    if isinstance(states.step, int):
+        return float(states.step) if states.step.bit_length() < _STEP_BITS else None
+    if states.step is None:
+        return None
     if states.step.numel != 1 or states.step.dtype not in _SCALAR_FORMATS:
         return None
     source = states.file.source(states.step)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zexport.checkpoint.untrusted import Shape, Value
+from zexport.layouts.zero12 import Fragments
 from zexport.torchfile.archive import TorchFile
-from zexport.torchfile.pickles import TensorRef
+from zexport.torchfile.pickles import FragmentAddress, TensorRef
 
 ZERO3 = 3
 """The stage that stripes parameters over the ranks."""
@@ -58,6 +59,15 @@ class ModelStates:
     has_experts: bool
     tensor_parallel: int
 
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether ``param_slice_mappings`` are of another order than the data's.
+
+        Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py``.
+        """
+        zero = self.ds_config.get("zero_optimization")
+        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
@@ -69,6 +79,8 @@ class OptimizerStates:
         partition_counts: number of partitions per group (one number under ZeRO-3).
         flat_groups: the master weights of this rank, one 1-D tensor per flat group.
         alignment_paddings: per group, elements of padding after each parameter; empty where absent.
+        slices: per group, what this rank's partition holds of which parameter; empty where absent.
+            Parameters of which it holds no element are left out.
         step: the optimizer's step, or where to read it.
         ds_version: version of DeepSpeed that wrote the file.
         stripes_experts: whether groups are striped over different sets of ranks (AutoEP).
@@ -79,6 +91,7 @@ class OptimizerStates:
     partition_counts: tuple[int, ...]
     flat_groups: tuple[TensorRef, ...]
     alignment_paddings: tuple[tuple[int, ...], ...]
+    slices: tuple[Fragments, ...]
     step: int | TensorRef | None
     ds_version: str | None
     stripes_experts: bool
@@ -129,18 +142,30 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     top = Value(file.path, "optimizer states", file.value)
     root = top.need("optimizer_state_dict")
     key = "fp32_flat_groups" if root.has("fp32_flat_groups") else "single_partition_of_fp32_groups"
+    stage = root.get("zero_stage").number_or_none()
+    if stage is not None and (stage == ZERO3) != (key == "fp32_flat_groups"):
+        root.fail(f"holds {key!r}, which ZeRO-{stage} does not write")
     counts = root.need("partition_count")
     base = root.get("optimizer_state_dict" if key == "fp32_flat_groups" else "base_optimizer_state")
     return OptimizerStates(
         file=file,
-        stage=root.get("zero_stage").number_or_none(),
+        stage=stage,
         partition_counts=tuple(item.number() for item in counts.items_or_self()),
         flat_groups=tuple(item.tensor() for item in root.need(key).items()),
         alignment_paddings=tuple(
             tuple(padding.number() for padding in group.items())
             for group in root.get("param_alignment_paddings").items()
         ),
+        slices=tuple(_slices(mapping) for mapping in root.get("param_slice_mappings").items()),
         step=base.first_step(),
         ds_version=top.get("ds_version").text_or_none() or root.get("ds_version").text_or_none(),
         stripes_experts=root.has("ds_zero_partition_groups"),
     )
+
+
+def _slices(mapping: Value) -> Fragments:
+    return {
+        name: (entry.value.start, entry.value.numel)
+        for name, entry in mapping.entries().items()
+        if isinstance(entry.value, FragmentAddress) and entry.value.numel
+    }

@@ -86,6 +86,10 @@ def _striped(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[
         for states in optimizers
     )
     zero3.check_flat_numels(model.param_shapes, [flat.nbytes // dtype.itemsize for flat in flats])
+    if all(len(states.flat_groups) == len(model.param_shapes) for states in optimizers):
+        for index, shapes in enumerate(model.param_shapes):
+            numels = [states.flat_groups[index].numel for states in optimizers]
+            zero3.check_flat_numels([shapes], numels)
     for parameter in zero3.stripe_parameters(model.param_shapes, len(flats)):
         source = Striped(
             flats,
@@ -113,7 +117,11 @@ def _chained(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[
         chain = Chain(
             tuple(states.file.source(g) for states, g in zip(optimizers, groups, strict=True))
         )
-        for parameter in zero12.place_parameters(shapes, paddings):
+        parameters = list(zero12.place_parameters(shapes, paddings))
+        if not model.is_round_robin and all(index < len(one.slices) for one in optimizers):
+            recorded = [one.slices[index] for one in optimizers]
+            zero12.check_fragments(parameters, groups[0].numel, recorded)
+        for parameter in parameters:
             source = Window(
                 chain, parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
             )
@@ -221,7 +229,8 @@ def _resolve_aliases(ranks: RankStates, model: ModelStates, known: set[str]) -> 
         while target not in known and target in model.shared_params and target not in seen:
             seen.add(target)
             target = model.shared_params[target]
-        if target in known or (target in model.module and _has_value(ranks, model, target)):
+        is_whole = target in model.module and _has_value(ranks, model, target)
+        if target in known or (is_whole and target not in model.shared_params):
             aliases[alias] = target
     return aliases
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ class ByteSize(click.ParamType[int]):
             return value
         match = _SIZE.fullmatch(str(value))
         factors = _UNITS | _BINARY_UNITS
-        nbytes = int(float(match[1]) * factors[(match[2] or "").lower()]) if match else 0
+        nbytes = int(Decimal(match[1]) * factors[(match[2] or "").lower()]) if match else 0
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
         return nbytes

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zexport.checkpoint.location import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import OutputError
 
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
 _HINTS = {
     errno.ENOSPC: "Free some space, or choose another disk",
     errno.EDQUOT: "Free some of your quota, or choose another disk",
@@ -56,12 +59,13 @@ def staged_folder(
         OutputError: the folder cannot be made, or has no room.
     """
     target = Path(os.path.realpath(out_dir))
-    _check_apart(target, sources)
+    for place in (target, *_workplaces(target)):
+        _check_apart(place, sources)
     with _parents(target.parent), _lock(target):
         _restore(target)
         _check_target(target, overwrite=overwrite)
         _check_space(target, nbytes)
-        partial = _beside(target, ".partial")
+        partial = _beside(target, _PARTIAL)
         with writing(partial):
             _remove(partial)
             partial.mkdir()
@@ -78,15 +82,47 @@ def _beside(target: Path, ending: str) -> Path:
     return target.with_name(target.name + ending)
 
 
+def _workplaces(target: Path) -> tuple[Path, Path]:
+    """The folders that are made, and cleared away, on the way to ``target``."""
+    return _beside(target, _PARTIAL), _beside(target, _REPLACED)
+
+
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise OutputError("is not a folder", path=target, hint="Choose another name")
     with writing(target):
-        holds_something = target.is_dir() and any(target.iterdir())
+        exists, is_folder, is_mount = target.exists(), target.is_dir(), target.is_mount()
+        holds_something = is_folder and any(target.iterdir())
+        is_checkpoint = is_folder and _holds_checkpoint(target)
+    if exists and not is_folder:
+        raise OutputError("is not a folder", path=target, hint="Choose another name")
+    if is_mount:
+        raise OutputError(
+            "is a mount point, which no finished folder can take the place of",
+            path=target,
+            hint="Choose a folder below it",
+        )
+    if is_checkpoint:
+        raise OutputError(
+            "holds a checkpoint, which an export never replaces",
+            path=target,
+            hint="Choose another name; OUT is the last of the folders",
+        )
     if holds_something and not overwrite:
         raise OutputError(
             "exists and is not empty", path=target, hint="Choose another name, or pass --overwrite"
         )
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    return is_tag_dir(folder) or bool(list_tags(folder) or list_run_checkpoints(folder))
+
+
+def _in_the_way(place: Path) -> OutputError:
+    """No killed export has left this folder: it is the user's."""
+    return OutputError(
+        "is in the way: an export works under this name before it has its own",
+        path=place,
+        hint="Move it away, or choose another name for the output",
+    )
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
@@ -109,8 +145,8 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
 @contextmanager
 def _parents(parent: Path) -> Iterator[None]:
     """Make the missing folders above the target; take them away again when the block fails."""
-    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     with writing(parent):
+        missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
     try:
         _check_permission(parent)
@@ -139,21 +175,29 @@ def _remove_if_empty(folder: Path) -> None:
 def _lock(target: Path) -> Iterator[None]:
     """Hold ``<target>.partial.lock``, a file that is locked for as long as its process lives.
 
+    It stays where its process leaves unfinished work, which the next one knows by it: without it,
+    a folder of that name is the user's.
+
     Where the file system knows no locks, the work goes on without one: that errs on the side of
     working on shared disks, where a second export into the same folder is the user's to avoid.
     """
-    path = _beside(target, ".partial.lock")
-    descriptor = _locked(path, target)
+    path = _beside(target, f"{_PARTIAL}.lock")
+    descriptor, was_there = _locked(path, target)
+    foreign = [] if was_there else [place for place in _workplaces(target) if place.exists()]
     try:
+        if foreign:
+            raise _in_the_way(foreign[0])
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if foreign or not any(place.exists() for place in _workplaces(target)):
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _locked(path: Path, target: Path) -> int:
+def _locked(path: Path, target: Path) -> tuple[int, bool]:
     while True:
         with writing(path):
+            was_there = path.exists()
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +213,7 @@ def _locked(path: Path, target: Path) -> int:
                 os.close(descriptor)
                 raise OutputError(f"cannot be locked: {cause.strerror}", path=path) from cause
         if _is_still(path, descriptor):
-            return descriptor
+            return descriptor, was_there
         os.close(descriptor)
 
 
@@ -197,7 +241,7 @@ def _check_space(target: Path, nbytes: int) -> None:
 
 def _restore(target: Path) -> None:
     """Undo the first half of a replacement whose process was killed between two renames."""
-    replaced = _beside(target, ".replaced")
+    replaced = _beside(target, _REPLACED)
     with writing(target):
         if replaced.exists() and not target.exists():
             replaced.rename(target)
@@ -206,7 +250,7 @@ def _restore(target: Path) -> None:
 def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
     _sync_all(partial)
     if overwrite and target.exists():
-        replaced = _beside(target, ".replaced")
+        replaced = _beside(target, _REPLACED)
         _remove(replaced)
         target.rename(replaced)
         try:
@@ -227,8 +271,8 @@ def _remove(folder: Path) -> None:
 
 
 def _sync_all(folder: Path) -> None:
-    """Put every file on the disk, then the folder that names them."""
-    for path in sorted(folder.iterdir()):
+    """Put every file on the disk, then the folders that name them."""
+    for path in sorted(folder.rglob("*"), reverse=True):
         _sync(path)
     _sync(folder)
 

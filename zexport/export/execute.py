@@ -200,6 +200,8 @@ def _reading(path: Path) -> Iterator[None]:
 def _write_file(path: Path, content: Iterator[bytes]) -> FileEntry:
     digest = blake3()
     nbytes = 0
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
     with writing(path), path.open("xb") as file:
         for data in content:
             file.write(data)

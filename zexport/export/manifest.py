@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
@@ -203,7 +203,7 @@ def _from_json(table: dict[str, Json]) -> Manifest:
         ),
         tensors={name: _tensor_entry(_table(entry)) for name, entry in tensors.items()},
         files={
-            _plain(name): FileEntry(_count(entry["nbytes"]), _text(entry["blake3"]))
+            _inside(name): FileEntry(_count(entry["nbytes"]), _text(entry["blake3"]))
             for name, entry in ((name, _table(entry)) for name, entry in files.items())
         },
         findings=tuple(
@@ -242,8 +242,16 @@ def _text(value: Json) -> str:
 
 def _plain(name: str) -> str:
     """A name that leads nowhere but into the folder itself."""
-    if name != Path(name).name:
+    if name != Path(name).name or "\0" in name:
         raise ValueError(f"expected the name of a file, found {name!r}")
+    return name
+
+
+def _inside(name: str) -> str:
+    """A path that stays within the folder, such as ``additional_chat_templates/tools.jinja``."""
+    path = PurePosixPath(name)
+    if name != str(path) or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"expected a file in the folder, found {name!r}")
     return name
 
 

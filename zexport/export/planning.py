@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
-from zexport.errors import MemoryLimitError
+from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
 from zexport.export.selection import Selection, name_tensors, select_tensors
 from zexport.extents import ByteSource, paths_of
@@ -54,6 +54,8 @@ def plan_export(
     names = _learn_names(checkpoint, sidecars, stored.shapes, options)
     base = _read_base(options.base)
     selection = select_tensors(checkpoint, stored, names, _base_tensors(base), options)
+    if not selection.tensors:
+        raise _no_weights(checkpoint)
     target = _target(checkpoint, options)
     shards = _plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
@@ -89,6 +91,15 @@ def _with_fused_experts(
     names = learn_names(sidecars, shapes)
     is_the_models = isinstance(names, ModelNames) and shapes.keys() <= names.shapes.keys()
     return fused if is_the_models else checkpoint
+
+
+def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        "holds no weights",
+        path=checkpoint.location.tag_dir,
+        expected="at least one",
+        hint="Look at it with `zexport inspect`; another tag may be whole",
+    )
 
 
 def _learn_names(
@@ -285,11 +296,33 @@ def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:
         return ()
     index = base / _INDEX_FILE
     if index.is_file():
-        weight_map = read_json_object(index).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        return tuple(read_header(base / Path(str(name)).name) for name in sorted(map(str, names)))
+        return tuple(_read_indexed(index))
     single = base / _SINGLE_FILE
     return (read_header(single),) if single.is_file() else ()
+
+
+def _read_indexed(index: Path) -> Iterator[SafetensorsHeader]:
+    """Headers of the files that an index names, each with the tensors that it places there.
+
+    Raises:
+        UnsafeError: it names something else than a file beside it.
+    """
+    weight_map = read_json_object(index).get("weight_map")
+    placed: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
+        if not isinstance(name, str) or name in ("", "..") or "\0" in name or "/" in name:
+            raise UnsafeError(
+                "names a file that does not lie beside it",
+                path=index,
+                found=repr(name),
+                expected="the name of a safetensors file",
+                hint="Mend the index, or give another model folder",
+            )
+        placed.setdefault(name, set()).add(tensor)
+    for name in sorted(placed):
+        header = read_header(index.with_name(name))
+        tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
+        yield replace(header, tensors=tensors)
 
 
 def _base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:

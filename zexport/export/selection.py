@@ -254,7 +254,7 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
         for pattern, replacement in renames:
             try:
                 new = re.sub(pattern, replacement, new)
-            except (re.error, IndexError) as error:
+            except (re.error, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
         if new in taken:
             raise UsageError(

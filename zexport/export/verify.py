@@ -168,6 +168,8 @@ def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
 def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
     """Where the headers and the manifest differ about a tensor."""
     problems = []
+    if not manifest.tensors:
+        problems.append(Problem(MANIFEST_NAME, "", "lists no tensor"))
     for shard, header in headers.items():
         for name, tensor in header.tensors.items():
             entry = manifest.tensors.get(name)
@@ -179,7 +181,7 @@ def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) 
         there = headers.get(entry.shard)
         if there is not None and name not in there.tensors:
             problems.append(Problem(entry.shard, name, "is listed but not in the file"))
-        elif entry.shard not in manifest.files:
+        elif entry.shard not in manifest.files or not Path(entry.shard).match(_SHARD_PATTERN):
             problems.append(Problem(entry.shard, name, "is listed in a file that is not"))
     return problems
 

@@ -9,15 +9,11 @@ holds which.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from zexport.layouts import LayoutError
-from zexport.layouts.zero12 import FlatParameter
-
-Fragments = Mapping[str, tuple[int, int]]
-"""Name to the first element and the number of elements that a partition holds of a parameter."""
 
 
 class Placement(Enum):
@@ -50,20 +46,6 @@ def ep_size_of(partition_count: int, world_size: int) -> int:
             f"a divisor of {world_size} ranks",
         )
     return world_size // partition_count
-
-
-def fragments(
-    parameters: Iterable[FlatParameter], partition_numel: int, partition: int
-) -> dict[str, tuple[int, int]]:
-    """First element and number of elements of every parameter that lies in one partition."""
-    begin, end = partition * partition_numel, (partition + 1) * partition_numel
-    found = {}
-    for parameter in parameters:
-        first = max(parameter.offset, begin)
-        last = min(parameter.offset + parameter.numel, end)
-        if first < last:
-            found[parameter.name] = (first - begin, last - first)
-    return found
 
 
 def same_where_shared(placement: Placement, ep_size: int, contents: Sequence[Hashable]) -> bool:

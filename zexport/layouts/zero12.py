@@ -9,13 +9,15 @@ without the padding that falls into it, BF16_Optimizer saves it whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from zexport.layouts import LayoutError
 
 Shape = tuple[int, ...]
+Fragments = Mapping[str, tuple[int, int]]
+"""Name to the first element and the number of elements that a partition holds of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,47 @@ def place_parameters(
         numel = prod(shape)
         yield FlatParameter(name, shape, numel, offset)
         offset += numel + (paddings[index] if paddings else 0)
+
+
+def fragments(
+    parameters: Iterable[FlatParameter], partition_numel: int, partition: int
+) -> dict[str, tuple[int, int]]:
+    """First element and number of elements of every parameter that lies in one partition."""
+    begin, end = partition * partition_numel, (partition + 1) * partition_numel
+    found = {}
+    for parameter in parameters:
+        first = max(parameter.offset, begin)
+        last = min(parameter.offset + parameter.numel, end)
+        if first < last:
+            found[parameter.name] = (first - begin, last - first)
+    return found
+
+
+def check_fragments(
+    parameters: Sequence[FlatParameter], partition_numel: int, recorded: Sequence[Fragments]
+) -> None:
+    """Hold what each rank records of its partition against the places of the parameters.
+
+    It shows rank files that were exchanged and parameters in another order, where lengths do not.
+    Where no rank records anything there is nothing to hold.
+
+    Args:
+        parameters: those of the group.
+        partition_numel: elements of a whole partition.
+        recorded: of each rank (``param_slice_mappings``).
+
+    Raises:
+        LayoutError: a rank's partition holds something else than its place in the row takes.
+    """
+    for rank, found in enumerate(recorded if any(recorded) else ()):
+        expected = fragments(parameters, partition_numel, rank)
+        if found != expected:
+            name = next(n for n in {**expected, **found} if found.get(n) != expected.get(n))
+            raise LayoutError(
+                f"the partition of rank {rank} is another than its number says",
+                f"{name!r} at {found.get(name)} in its param_slice_mappings",
+                f"{expected.get(name)}, first element and length, by param_shapes",
+            )
 
 
 def check_partitions(

@@ -30,4 +30,4 @@ def model_card(checkpoint: ZeroCheckpoint, dtype: DType, sidecars: Sidecars) -> 
         "`zexport verify .` checks them.",
         "",
     ]
-    return "\n".join(lines).encode()
+    return "\n".join(lines).encode(errors="backslashreplace")

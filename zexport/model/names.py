@@ -146,7 +146,8 @@ def _installed_transformers() -> str | None:
 
 def _ask_transformers(path: Path) -> dict[str, Json]:
     """The answer of the names process; ``{"error": ...}`` where it has none."""
-    command = [sys.executable, "-m", "zexport.model.names_process", str(path)]
+    # -P: without it the current folder, perhaps the checkpoint's, would be searched for modules.
+    command = [sys.executable, "-P", "-m", "zexport.model.names_process", str(path)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(  # noqa: S603 - our own module, by its name

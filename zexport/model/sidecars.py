@@ -65,7 +65,7 @@ class ConfigFile:
         edited["dtype"] = dtype.torch_name
         if architecture is not None and not self.architectures:
             edited["architectures"] = [architecture]
-        return (json.dumps(edited, indent=2, ensure_ascii=False) + "\n").encode()
+        return _json_bytes(edited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,14 @@ def _custom_code(config: ConfigFile) -> dict[str, Path]:
     modules = {r.split(".")[0] for r in flat if isinstance(r, str) and "--" not in r}
     names = [f"{module}.py" for module in modules if re.fullmatch(r"\w+", module)]
     return _present(config.path.parent, sorted(names))
+
+
+def _json_bytes(content: JsonObject) -> bytes:
+    """The file as transformers writes it; escapes that no UTF-8 can stand for stay escapes."""
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _with_dtype(config: JsonObject, name: str) -> JsonObject:

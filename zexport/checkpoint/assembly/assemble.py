@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zexport.checkpoint.assembly.structure import Structure
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
-from zexport.checkpoint.ranks import RankStates, is_zero0
+from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, commonest_dtype, module_dtype, take_inventory
 from zexport.dtypes import DType
@@ -55,7 +55,7 @@ def assemble(
         case Structure.PIPELINE:
             return _pipeline(tag_dir, files, cells)
         case Structure.EXPERTS:
-            return _experts(files, cells)
+            return _experts(tag_dir, files, cells)
         case Structure.TENSOR:
             return _tensor(cells)
         case Structure.DATA:
@@ -87,11 +87,15 @@ def _pipeline(
     return Assembled(inventory, tuple(la.file for la in layers), commonest_dtype(weights))
 
 
-def _experts(files: Sequence[RankFile], cells: Mapping[int, RankStates]) -> Assembled:
+def _experts(
+    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
+) -> Assembled:
     from zexport.checkpoint.assembly.expert_states import read_expert_states  # noqa: PLC0415
     from zexport.checkpoint.assembly.experts import take_expert_inventory  # noqa: PLC0415
 
     experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
+    if not cells:
+        raise no_first_model(tag_dir)
     ranks = cells[min(cells)]
     if len(cells) > 1 or ranks.first_model is None:
         return _refuse_split_experts(cells)

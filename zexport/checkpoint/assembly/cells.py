@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.rank_files import ranges_of
-from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.ranks import RankStates, step_of
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
@@ -100,6 +100,9 @@ def _check_one_save(cells: Mapping[int, RankStates], what: str) -> None:
         "DeepSpeed version": {i: model.ds_version for i, model in models.items()},
         "data-parallel world size": {i: cells[i].world_size for i in models},
         "ZeRO stage": {i: cells[i].is_zero3 for i in models},
+        "optimizer step": {
+            i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None
+        },
     }
     for fact, found in facts.items():
         values = {str(value) for value in found.values() if value is not None}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from zexport.checkpoint.assembly.expert_states import (
     read_autoep_layers,
     read_blocks_option,
-    read_fragments,
     read_sharing_ranks,
 )
 from zexport.checkpoint.ranks import RankStates
@@ -19,10 +18,8 @@ from zexport.errors import UnsupportedError
 from zexport.extents import ByteSource, Chain, Striped, Window
 from zexport.layouts import LayoutError, zero3, zero12
 from zexport.layouts.experts import (
-    Fragments,
     Placement,
     ep_size_of,
-    fragments,
     same_where_shared,
     sharing_sets,
 )
@@ -161,7 +158,7 @@ def _placement(
     model: ModelStates, optimizers: list[OptimizerStates], groups: list[_Group], notes: list[str]
 ) -> Placement:
     """How the ranks share experts: what the partitions hold decides, then the configuration."""
-    recorded = [read_fragments(states) for states in optimizers]
+    recorded = [states.slices for states in optimizers]
     fitting = [
         placement
         for placement in Placement
@@ -200,7 +197,7 @@ def _fits(
     placement: Placement,
     model: ModelStates,
     optimizers: list[OptimizerStates],
-    recorded: list[tuple[Fragments, ...]],
+    recorded: list[tuple[zero12.Fragments, ...]],
     group: _Group,
 ) -> bool:
     """Whether what the ranks record of their partitions agrees with ``placement``; so does nothing.
@@ -213,7 +210,7 @@ def _fits(
     ):
         return True
     found = [one[group.index] for one in recorded]
-    if _is_round_robin(model):
+    if model.is_round_robin:
         contents = [tuple(sorted(one.items())) for one in found]
         return same_where_shared(placement, group.ep_size, contents)
     full = optimizers[0].flat_groups[group.index].numel
@@ -221,14 +218,9 @@ def _fits(
     return all(
         found[rank] == expected
         for partition, sharing in enumerate(zip(*sets, strict=True))
-        for expected in (fragments(group.parameters, full, partition),)
+        for expected in (zero12.fragments(group.parameters, full, partition),)
         for rank in sharing
     )
-
-
-def _is_round_robin(model: ModelStates) -> bool:
-    zero = model.ds_config.get("zero_optimization")
-    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
 def _striped(

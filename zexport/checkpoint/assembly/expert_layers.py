@@ -169,6 +169,7 @@ def _dense_groups(states: OptimizerStates, indices: Sequence[int]) -> OptimizerS
         states,
         flat_groups=_without(states.flat_groups, indices),
         alignment_paddings=_without(states.alignment_paddings, indices),
+        slices=_without(states.slices, indices),
     )
 
 

@@ -16,9 +16,9 @@ from zexport.checkpoint.ranks import check_written_as_named
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.layouts.experts import Fragments, uniform
+from zexport.layouts.experts import uniform
 from zexport.torchfile.archive import TorchFile, read_torch_file
-from zexport.torchfile.pickles import FragmentAddress, TensorRef
+from zexport.torchfile.pickles import TensorRef
 
 _EXPERT_FILE = re.compile(
     r"layer_(\d{1,9})_expert_(\d{1,9})_mp_rank_\d+_model_states\.pt", re.ASCII
@@ -214,22 +214,6 @@ def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedErro
         found=f"{key} {version}",
         expected="1",
         hint="Look for a newer zexport",
-    )
-
-
-def read_fragments(optimizer: OptimizerStates) -> tuple[Fragments, ...]:
-    """What this rank's partitions hold, by flat group; nothing where the file does not say.
-
-    Parameters of which a partition holds no element are left out.
-    """
-    mappings = _optimizer_root(optimizer).get("param_slice_mappings")
-    return tuple(
-        {
-            name: (entry.value.start, entry.value.numel)
-            for name, entry in mapping.entries().items()
-            if isinstance(entry.value, FragmentAddress) and entry.value.numel
-        }
-        for mapping in mappings.items()
     )
 
 
