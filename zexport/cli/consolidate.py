@@ -64,7 +64,7 @@ _DEFAULTS = ExportOptions()
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 256),
     default=_DEFAULTS.jobs,
     show_default="one a core, up to 4",
     help="Worker threads.",
