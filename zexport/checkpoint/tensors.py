@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
@@ -51,16 +52,19 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         whole = [name for name in rest if _has_value(ranks, model, name)]
         tensors += [_whole(model, name, Role.FROZEN) for name in whole]
     except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=model.file.path.parent,
-            found=error.found,
-            expected=error.expected,
-            hint="Copy all rank files of one save again",
+        raise damage_of(
+            error, model.file.path.parent, "Copy all rank files of one save again"
         ) from error
     lost = [name for name in model.buffer_names if name not in model.module]
     left_out = (*lost, *(name for name in rest if name not in set(whole)))
     return Inventory(tuple(tensors), aliases, left_out)
+
+
+def damage_of(error: LayoutError, folder: Path, hint: str) -> DamagedCheckpointError:
+    """The damage that a contradiction in a layout's numbers means for the files in ``folder``."""
+    return DamagedCheckpointError(
+        error.problem, path=folder, found=error.found, expected=error.expected, hint=hint
+    )
 
 
 def _trainable(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:

@@ -36,8 +36,8 @@ from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory, take_inventory
-from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.checkpoint.tensors import Inventory, damage_of, take_inventory
+from zexport.errors import UnsupportedError
 from zexport.extents import ByteSource, Chain, Window
 from zexport.layouts import LayoutError
 from zexport.layouts.experts import expert_runs, uniform
@@ -61,12 +61,8 @@ def take_expert_inventory(
     try:
         return _take(ranks, model, experts)
     except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=model.file.path.parent,
-            found=error.found,
-            expected=error.expected,
-            hint="Copy all rank files of one save again",
+        raise damage_of(
+            error, model.file.path.parent, "Copy all rank files of one save again"
         ) from error
 
 

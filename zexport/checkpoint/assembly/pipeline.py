@@ -18,8 +18,8 @@ from zexport.checkpoint.assembly.stage_masters import (
 from zexport.checkpoint.assembly.tensor_parallel import join_shards
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.tensors import Inventory
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
+from zexport.checkpoint.tensors import Inventory, damage_of
+from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 
 
@@ -71,12 +71,8 @@ def join_stages(
         ]
         return _merge(stages)
     except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=tag_dir,
-            found=error.found,
-            expected=error.expected,
-            hint="Copy the rank files and layer files of all stages again",
+        raise damage_of(
+            error, tag_dir, "Copy the rank files and layer files of all stages again"
         ) from error
 
 

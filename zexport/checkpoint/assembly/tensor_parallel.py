@@ -11,7 +11,7 @@ from zexport.checkpoint.assembly.splits import Splits, read_splits
 from zexport.checkpoint.contents import Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory
+from zexport.checkpoint.tensors import Inventory, damage_of
 from zexport.checkpoint.untrusted import Shape
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.extents import ByteSource, Chain, Window
@@ -62,12 +62,8 @@ def join_shards(model: ModelStates, inventories: Sequence[Inventory]) -> Invento
     try:
         return _join(read_splits(model), inventories)
     except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=model.file.path.parent,
-            found=error.found,
-            expected=error.expected,
-            hint="Copy the rank files of all tensor ranks again",
+        raise damage_of(
+            error, model.file.path.parent, "Copy the rank files of all tensor ranks again"
         ) from error
 
 

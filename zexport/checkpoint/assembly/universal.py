@@ -18,7 +18,7 @@ from zexport.checkpoint.contents import Replica, Role, StoredTensor
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory, take_inventory
+from zexport.checkpoint.tensors import Inventory, damage_of, take_inventory
 from zexport.checkpoint.untrusted import Shape, Value
 from zexport.dtypes import DType
 from zexport.errors import (
@@ -78,13 +78,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
         ]
         rest, replicas = _merge_rest(tag_dir, parts)
     except LayoutError as error:
-        raise DamagedCheckpointError(
-            error.problem,
-            path=tag_dir,
-            found=error.found,
-            expected=error.expected,
-            hint=_COPY_AGAIN,
-        ) from error
+        raise damage_of(error, tag_dir, _COPY_AGAIN) from error
     aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
     left_out = dict.fromkeys(name for part in parts for name in part.left_out)
     inventory = Inventory(
