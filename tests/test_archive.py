@@ -21,7 +21,8 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.extents import Extent, Strided
+from zexport.extents import Extent
+from zexport.mosaic import Mosaic, Tile
 from zexport.torchfile.archive import Container, Member, TorchFile, read_torch_file
 from zexport.torchfile.pickles import TensorRef
 
@@ -115,7 +116,7 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_dense_tensor_is_one_extent_and_any_other_is_strided(tmp_path: Path) -> None:
+def test_a_dense_tensor_is_one_extent_and_any_other_a_box_of_its_storage(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     whole = torch.arange(24.0).reshape(4, 6)
     torch.save(
@@ -126,9 +127,11 @@ def test_a_dense_tensor_is_one_extent_and_any_other_is_strided(tmp_path: Path) -
     (member,) = file.members
     assert file.source(tensor_of(file, "rows")) == Extent(path, member.offset + 24, 48)
     assert file.source(tensor_of(file, "one")) == Extent(path, member.offset + 32, 8)
-    assert file.source(tensor_of(file, "turned")) == Strided(path, member.offset, 4, (6, 4), (1, 6))
+    storage = Extent(path, member.offset, 96)
+    turned = Mosaic((6, 4), 4, (Tile((0, 0), (6, 4), storage, 0, (1, 6)),))
+    assert file.source(tensor_of(file, "turned")) == turned
     column = file.source(tensor_of(file, "column"))
-    assert isinstance(column, Strided)
+    assert isinstance(column, Mosaic)
     assert len(list(column.extents(0, 16))) == 4
 
 

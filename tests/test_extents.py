@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.extents import ByteSource, Chain, Extent, Strided, Striped, Window
+from zexport.extents import ByteSource, Chain, Extent, Striped, Window
 
 FILES = {
     Path(name): bytes((i * 7 + salt) % 251 for i in range(600)) for salt, name in enumerate("abc")
@@ -80,46 +78,3 @@ def test_stripes_are_taken_from_the_sources_in_turn_and_the_tail_is_left_out(
     start, stop = data.draw(windows_of(striped))
     naive = b"".join(bytes_of(source)[offset : offset + stripe] for source in sources)[:nbytes]
     assert bytes_of(striped, start, stop) == naive[start:stop]
-
-
-@st.composite
-def strided_tensors(draw: st.DrawFn) -> Strided:
-    itemsize = draw(st.sampled_from([1, 2, 4]))
-    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
-    stride = tuple(draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape))))
-    return Strided(Path("a"), draw(st.integers(0, 40)), itemsize, shape, stride)
-
-
-def naive_bytes(tensor: Strided) -> bytes:
-    data, size = FILES[tensor.path], tensor.itemsize
-    starts = (
-        tensor.offset + size * sum(i * step for i, step in zip(index, tensor.stride, strict=True))
-        for index in np.ndindex(tensor.shape)
-    )
-    return b"".join(data[start : start + size] for start in starts)
-
-
-@given(st.data(), strided_tensors())
-def test_a_window_of_a_strided_tensor_is_a_slice_of_its_elements_in_row_major_order(
-    data: st.DataObject, tensor: Strided
-) -> None:
-    assert tensor.nbytes == len(naive_bytes(tensor))
-    start, stop = data.draw(windows_of(tensor))
-    assert bytes_of(tensor, start, stop) == naive_bytes(tensor)[start:stop]
-
-
-@given(st.data(), strided_tensors())
-def test_the_ranges_of_a_strided_tensor_are_as_long_as_they_can_be(
-    data: st.DataObject, tensor: Strided
-) -> None:
-    start, stop = data.draw(windows_of(tensor))
-    ranges = list(tensor.extents(start, stop))
-    for before, after in pairwise(ranges):
-        assert before.offset + before.nbytes != after.offset
-
-
-def test_a_large_dense_part_of_a_strided_tensor_is_one_range() -> None:
-    rows = Strided(Path("a"), 0, 4, (3, 10**6, 10**6, 1), (2 * 10**12, 10**6, 1, 7))
-    assert list(rows.extents(0, rows.nbytes)) == [
-        Extent(Path("a"), i * 8 * 10**12, 4 * 10**12) for i in range(3)
-    ]

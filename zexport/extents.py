@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -124,66 +123,6 @@ class Striped:
     def constituents(self) -> tuple[ByteSource, ...]:
         """The sources of the stripes."""
         return self.sources
-
-
-@dataclass(frozen=True, slots=True)
-class Strided:
-    """A tensor that does not lie densely in its file, read in row-major order.
-
-    Attributes:
-        path: the file.
-        offset: byte of the first element.
-        itemsize: bytes of an element.
-        shape: size of each dimension.
-        stride: elements from one index of a dimension to the next.
-    """
-
-    path: Path
-    offset: int
-    itemsize: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements together."""
-        return prod(self.shape) * self.itemsize
-
-    def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The ranges of a window; neighbours in the file come as one."""
-        run, outer = self._runs()
-        offset = end = self.offset
-        while start < stop:
-            index, within = divmod(start, run)
-            begin = self.offset + within
-            for count, step in outer:
-                index, place = divmod(index, count)
-                begin += place * step
-            if begin != end:
-                if offset < end:
-                    yield Extent(self.path, offset, end - offset)
-                offset = begin
-            end = begin + min(run - within, stop - start)
-            start += end - begin
-        if offset < end:
-            yield Extent(self.path, offset, end - offset)
-
-    def constituents(self) -> tuple[ByteSource, ...]:
-        """Nothing: it lies in one file."""
-        return ()
-
-    def _runs(self) -> tuple[int, list[tuple[int, int]]]:
-        """Bytes of a dense run, and (size, byte step) of the dimensions above, innermost first."""
-        run, outer = self.itemsize, list[tuple[int, int]]()
-        for count, elements in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            step = elements * self.itemsize
-            if count == 1:
-                continue
-            if not outer and step == run:
-                run *= count
-            else:
-                outer.append((count, step))
-        return run, outer
 
 
 def paths_of(sources: Iterable[ByteSource]) -> set[Path]:

@@ -6,7 +6,7 @@ window are ever named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -48,6 +48,27 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of one tile that lie within a window of the whole.
+
+    Attributes:
+        shape: its size in each dimension.
+        source: the bytes that it is cut from.
+        offset: element of ``source`` that holds its first.
+        stride: elements of ``source`` between neighbours, for each dimension.
+        out_offset: element of the window where its first belongs.
+        out_stride: elements of the window between neighbours, for each dimension.
+    """
+
+    shape: Shape
+    source: ByteSource
+    offset: int
+    stride: Shape
+    out_offset: int
+    out_stride: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Mosaic:
     """A row-major tensor of ``shape`` made of tiles that cover it, each element once.
 
@@ -85,6 +106,24 @@ class Mosaic:
         """The sources that the tiles are cut from."""
         return tuple(tile.source for tile in self.tiles)
 
+    def boxes(self, first: int, last: int) -> Iterator[Box]:
+        """What elements ``first`` to ``last`` (half-open) of the whole are made of; in no order."""
+        for start, shape in _boxes_of_window(self.shape, first, last):
+            for tile in self.tiles:
+                begin = tuple(map(max, start, tile.start))
+                end = tuple(min(a + n, b + m) for a, n, b, m in _zip(start, shape, tile))
+                size = tuple(b - a for a, b in zip(begin, end, strict=True))
+                if all(n > 0 for n in size):
+                    local = (a - b for a, b in zip(begin, tile.start, strict=True))
+                    yield Box(
+                        shape=size,
+                        source=tile.source,
+                        offset=tile.offset + _dot(local, tile.stride),
+                        stride=tile.stride,
+                        out_offset=_dot(begin, self._strides) - first,
+                        out_stride=self._strides,
+                    )
+
     def _index(self, element: int) -> Shape:
         index = []
         for stride in self._strides:
@@ -99,7 +138,7 @@ class Mosaic:
         source stores them densely.
         """
         local = [i - a for i, a in zip(index, tile.start, strict=True)]
-        position = tile.offset + sum(i * s for i, s in zip(local, tile.stride, strict=True))
+        position = tile.offset + _dot(local, tile.stride)
         dense = run = 1
         for dim in range(len(self.shape) - 1, -1, -1):
             if tile.stride[dim] != dense and tile.shape[dim] != 1:
@@ -111,6 +150,34 @@ class Mosaic:
         return position, run
 
 
+def _boxes_of_window(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+    """A row-major window of a tensor as boxes, each by its start and its shape, in order."""
+    if not shape:
+        if first < last:
+            yield (), ()
+        return
+    row = prod(shape[1:])
+    while first < last:
+        index, within = divmod(first, row)
+        whole = (last - first) // row if not within else 0
+        if whole:
+            yield (index, *(0 for _ in shape[1:])), (whole, *shape[1:])
+            first += whole * row
+            continue
+        stop = min(row, within + last - first)
+        for start, size in _boxes_of_window(shape[1:], within, stop):
+            yield (index, *start), (1, *size)
+        first += stop - within
+
+
+def _zip(start: Shape, shape: Shape, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
+    return zip(start, shape, tile.start, tile.shape, strict=True)
+
+
+def _dot(index: Iterable[int], stride: Sequence[int]) -> int:
+    return sum(i * s for i, s in zip(index, stride, strict=True))
+
+
 def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
     for tile in tiles:
         inside = len(tile.start) == len(tile.shape) == len(tile.stride) == len(shape) and all(
@@ -119,7 +186,7 @@ def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
         )
         if not inside:
             raise LayoutError("a piece of a split tensor reaches outside it", tile.shape, shape)
-        last = tile.offset + sum((n - 1) * s for n, s in zip(tile.shape, tile.stride, strict=True))
+        last = tile.offset + _dot((n - 1 for n in tile.shape), tile.stride)
         if min(tile.offset, *tile.stride, 0) < 0 or (last + 1) * itemsize > tile.source.nbytes:
             raise LayoutError(
                 "a piece of a split tensor reaches outside its shard",

@@ -12,8 +12,10 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from zexport.errors import CheckpointError, DamagedCheckpointError
-from zexport.extents import ByteSource
+from zexport.extents import ByteSource, Window
+from zexport.mosaic import Mosaic
 from zexport.streams.crc_ledger import FileLedger
+from zexport.streams.gather import gather
 from zexport.torchfile.archive import Member
 
 _OPEN_FILES_LIMIT = 128
@@ -87,6 +89,12 @@ class SourceReader:
             DamagedCheckpointError: a file ends too early, or was changed.
             CheckpointError: a file cannot be read.
         """
+        while isinstance(source, Window):
+            start += source.start
+            source = source.source
+        if isinstance(source, Mosaic) and not (start | buffer.nbytes) % source.itemsize:
+            gather(source, start, buffer, self.read_into)
+            return
         filled = 0
         for extent in source.extents(start, start + buffer.nbytes):
             part = buffer[filled : filled + extent.nbytes]

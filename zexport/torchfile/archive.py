@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from zexport.errors import DamagedCheckpointError
-from zexport.extents import ByteSource, Extent, Strided
+from zexport.extents import ByteSource, Extent
+from zexport.mosaic import Mosaic, Tile
 from zexport.torchfile.legacy_container import read_legacy
 from zexport.torchfile.pickles import Global, Pickle, StorageRef, TensorRef
 from zexport.torchfile.zip_container import COPY_AGAIN, Member, opened, read_zip
@@ -99,7 +100,9 @@ class TorchFile:
         offset = begin + tensor.offset * itemsize
         if _is_dense(tensor):
             return Extent(self.path, offset, tensor.nbytes)
-        return Strided(self.path, offset, itemsize, tensor.shape, tensor.stride)
+        span = Extent(self.path, offset, (last + 1) * itemsize)
+        start = (0,) * len(tensor.shape)
+        return Mosaic(tensor.shape, itemsize, (Tile(start, tensor.shape, span, 0, tensor.stride),))
 
 
 def _is_dense(tensor: TensorRef) -> bool:
