@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
-from zexport.model.sidecars import ConfigFile, find_sidecars
+from zexport.model.sidecars import find_sidecars
 
 _CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -90,25 +89,115 @@ def test_a_base_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         find_sidecars(tmp_path, tmp_path / "nothing")
 
 
-def test_only_the_element_type_is_edited() -> None:
-    content = {
-        "torch_dtype": "bfloat16",
-        "rope": {"theta": 1e-06, "dtype": "kept"},
-        "text_config": {"dtype": "bfloat16", "hidden_size": 8},
-        "quantization_config": {"dtype": "kept"},
-        "architectures": ["X"],
-        "name": "ä",
+def test_the_code_of_a_kind_comes_from_its_folder_with_all_that_it_imports(tmp_path: Path) -> None:
+    root = _put(
+        tmp_path / "run" / "root",
+        config__json={**_CONFIG, "auto_map": {"AutoModel": "modeling_x.X"}},
+        tokenizer__json={},
+        tokenizer_config__json={"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}},
+        processor_config__json={"auto_map": {"AutoProcessor": "processing_x.X"}},
+    )
+    _write(
+        root / "modeling_x.py", "import os, json\nfrom .layers.norm import (\n  Norm, # (a)\n)\n"
+    )
+    _write(root / "tokenization_x.py", "if True: from . import shared, ABSENT\n")
+    _write(root / "processing_x.py", "from ..outside import x\nfrom .missing import y\n")
+    _write(root / "layers" / "__init__.py", "")
+    _write(root / "layers" / "norm.py", "from ..shared import z\nfrom ...outside import w\n")
+    _write(root / "shared.py", '"""Text\nfrom . a sentence.\n"""\n')
+    _write(root / "unused.py", "")
+    _write(root.parent / "outside.py", "")
+    _write(tmp_path / "outside.py", "")
+    assert {n for n in find_sidecars(root).copied if n.endswith(".py")} == {
+        "modeling_x.py",
+        "tokenization_x.py",
+        "processing_x.py",
+        "layers/norm.py",
+        "shared.py",
     }
-    edited = json.loads(ConfigFile(Path("config.json"), content).edited(DType.F32, "Y"))
-    assert edited == {
-        **content,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-        "text_config": {"dtype": "float32", "hidden_size": 8},
-    }
-    assert list(edited) == [*content, "dtype"]
 
 
-def test_the_architecture_is_written_where_there_is_none() -> None:
-    edited = ConfigFile(Path("config.json"), {"model_type": "x"}).edited(DType.BF16, "Y")
-    assert json.loads(edited) == {"model_type": "x", "dtype": "bfloat16", "architectures": ["Y"]}
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def test_code_that_does_not_lie_with_its_config_comes_from_the_base(tmp_path: Path) -> None:
+    config = {**_CONFIG, "auto_map": {"AutoModel": "modeling_x.X", "AutoConfig": "o/r--other.C"}}
+    root = _put(tmp_path / "run" / "root", config__json=config)
+    base = _put(tmp_path / "base", config__json=_CONFIG, modeling_x__py=1, other__py=1)
+    assert find_sidecars(root, base).copied == {"modeling_x.py": base / "modeling_x.py"}
+
+
+def test_no_module_of_any_size_is_read(tmp_path: Path) -> None:
+    config = {**_CONFIG, "auto_map": {"AutoModel": "modeling_x.X"}}
+    root = _put(tmp_path / "root", config__json=config)
+    (root / "modeling_x.py").write_bytes(b"\n" * (5 << 20))
+    with pytest.raises(DamagedCheckpointError, match="too large for a Python module"):
+        find_sidecars(root)
+
+
+def test_a_file_of_absurd_size_is_refused(tmp_path: Path) -> None:
+    with (_put(tmp_path / "root") / "tokenizer.model").open("wb") as file:
+        file.truncate(2 << 30)
+    with pytest.raises(DamagedCheckpointError, match="too large for a file of its kind"):
+        find_sidecars(tmp_path / "root")
+
+
+def test_a_folder_with_a_vocabulary_has_the_tokenizer_not_one_with_settings_alone(
+    tmp_path: Path,
+) -> None:
+    root = _put(tmp_path / "run" / "root", tokenizer_config__json={}, chat_template__json={})
+    base = _put(tmp_path / "base", tokenizer_config__json={}, tokenizer__json={})
+    assert set(find_sidecars(root).copied) == {"tokenizer_config.json", "chat_template.json"}
+    assert set(find_sidecars(root, base).copied.values()) == {
+        base / "tokenizer_config.json",
+        base / "tokenizer.json",
+    }
+
+
+def test_what_makes_an_encoder_comes_along_and_nothing_from_outside(tmp_path: Path) -> None:
+    kinds = ("", "1_Pooling", "../secret", "2_Normalize", "/etc", 3)
+    steps = [{"idx": 0, "path": path, "type": "sentence_transformers.X"} for path in kinds]
+    root = _put(tmp_path / "run" / "root")
+    base = _put(tmp_path / "base", modules__json=steps, sentence_bert_config__json={})
+    _put(base, config_sentence_transformers__json={})
+    _put(base / "1_Pooling", config__json={}, weights__bin={})
+    _put(tmp_path / "secret", config__json={})
+    _put(root.parent, modules__json={"of": "something else"})
+    assert set(find_sidecars(root, base).copied) == {
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "1_Pooling/config.json",
+    }
+
+
+def test_licences_are_those_of_the_checkpoint_or_else_of_the_base(tmp_path: Path) -> None:
+    root = _put(tmp_path / "run" / "root")
+    base = _put(tmp_path / "base", LICENSE={}, NOTICE__txt={}, USE_POLICY__md={}, LICENSES__py={})
+    _put(root.parent, LICENSE={}, README__md={})
+    _put(base, README__md={})
+    assert set(find_sidecars(root, base).copied) == {"LICENSE", "NOTICE.txt", "USE_POLICY.md"}
+    _put(root, LICENSE__txt={}, README__md={})
+    assert set(find_sidecars(root, base).copied) == {"LICENSE.txt", "README.md"}
+
+
+def test_every_vocabulary_file_that_transformers_knows_is_copied(tmp_path: Path) -> None:
+    import re
+
+    import transformers
+
+    package = Path(transformers.__file__).parent
+    tables = [
+        table
+        for path in package.rglob("tokenization_*.py")
+        for table in re.findall(r"VOCAB_FILES_NAMES = \{(.*?)\}", path.read_text(), re.DOTALL)
+    ]
+    names = {name for table in tables for name in re.findall(r':\s*"([^"]+)"', table)}
+    assert len(names) > 20
+    _put(tmp_path / "root", tokenizer__json={}, qwen__tiktoken={})
+    for name in names:
+        _write(tmp_path / "root" / name, "{}")
+    copied = find_sidecars(tmp_path / "root").copied
+    assert names | {"qwen.tiktoken"} == set(copied)

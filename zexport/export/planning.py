@@ -18,8 +18,9 @@ from zexport.export.selection import Selection, name_tensors, select_tensors
 from zexport.extents import ByteSource, paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
+from zexport.model.json_files import read_json_object
 from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
-from zexport.model.sidecars import Sidecars, find_sidecars, read_json_object
+from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
 
@@ -214,7 +215,8 @@ def _written_files(
     target: DType,
 ) -> Iterator[SideFile]:
     """The files beside the shards whose content is new: card, config, index."""
-    yield SideFile("README.md", model_card(checkpoint, target, sidecars))
+    if "README.md" not in sidecars.copied:
+        yield SideFile("README.md", model_card(checkpoint, target, sidecars))
     if sidecars.config is not None:
         content = sidecars.config.edited(target, selection.architecture)
         yield SideFile("config.json", content)

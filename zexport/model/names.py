@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from zexport.jsontypes import Json
-from zexport.model.sidecars import ConfigFile, Sidecars
+from zexport.model.config import ConfigFile
+from zexport.model.sidecars import Sidecars
 
 _SCHEMA = 1
 _TIMEOUT_SECONDS = 300
@@ -116,10 +117,11 @@ def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
     version = _installed_transformers()
     if version is None:
         return NamesUnknown("transformers is not installed")
-    cached = _cache_file(config.path.read_bytes(), version)
+    content = config.serialized()
+    cached = _cache_file(content, version)
     answer = _read_cache(cached)
     if answer is None:
-        answer = _ask_transformers(config.path)
+        answer = _ask_transformers(content)
         if "candidates" in answer:
             _write_cache(cached, answer)
     if "candidates" not in answer:
@@ -144,25 +146,25 @@ def _installed_transformers() -> str | None:
         return None
 
 
-def _ask_transformers(path: Path) -> dict[str, Json]:
+def _ask_transformers(config: bytes) -> dict[str, Json]:
     """The answer of the names process; ``{"error": ...}`` where it has none."""
     # -P: without it the current folder, perhaps the checkpoint's, would be searched for modules.
-    command = [sys.executable, "-P", "-m", "zexport.model.names_process", str(path)]
+    command = [sys.executable, "-P", "-m", "zexport.model.names_process"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(  # noqa: S603 - our own module, by its name
             command,
+            input=config,
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,
             env=environment,
             check=False,
-            text=True,
         )
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        answer = json.loads(done.stdout.strip().rpartition(b"\n")[2])
     except subprocess.TimeoutExpired:
         return {"error": f"transformers took longer than {_TIMEOUT_SECONDS} s"}
     except ValueError:
-        last = done.stderr.strip().rpartition("\n")[2]
+        last = done.stderr.strip().rpartition(b"\n")[2].decode(errors="replace")
         return {"error": f"transformers failed: {last or done.returncode}"}
     return cast("dict[str, Json]", answer)
 

@@ -1,4 +1,4 @@
-"""Asks transformers for a model's names: ``python -m zexport.model.names_process CONFIG``.
+"""Asks transformers for a model's names: ``python -m zexport.model.names_process < CONFIG``.
 
 It prints one line of JSON. The model is built on the meta device, without weights, and from classes
 that transformers itself ships: code that a config names is never imported.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,9 @@ _MAPPINGS = (
 """Tables from model type to class that are tried where a config names no architecture."""
 
 
-def describe(config_path: Path) -> dict[str, Any]:
-    """State dicts that the config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
-    content = json.loads(config_path.read_bytes())
-    model_type = content.get("model_type")
+def describe(content: dict[str, Any]) -> dict[str, Any]:
+    """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
+    model_type = str(content.get("model_type"))
     if model_type not in transformers.CONFIG_MAPPING:
         return {
             "error": f"transformers {transformers.__version__} has no model type {model_type!r}"
@@ -82,4 +80,4 @@ def _shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe(Path(sys.argv[1]))))  # noqa: T201 - this process's answer
+    print(json.dumps(describe(json.load(sys.stdin.buffer))))  # noqa: T201 - this process's answer
