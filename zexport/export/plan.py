@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from zexport.checkpoint.contents import CastReplica, Replica
 from zexport.checkpoint.location import Location
@@ -14,12 +14,18 @@ from zexport.jsontypes import Json
 from zexport.torchfile.archive import Member
 
 
+def qualified(filename: str, name: str) -> str:
+    """The name of a tensor within the whole output: after its file's folder, if it has one."""
+    folder = PurePosixPath(filename).parent
+    return name if folder == PurePosixPath() else f"{folder}/{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
     """One tensor of the output and where its elements come from.
 
     Attributes:
-        name: name in the output.
+        name: name in the output; see ``qualified``.
         shape: shape in the output; a scalar's is ``()``.
         dtype: element type in the output.
         stored_name: name in the checkpoint.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -13,19 +11,17 @@ from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
-from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
+from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
 from zexport.export.selection import Selection, name_tensors, select_tensors
-from zexport.extents import ByteSource, paths_of
+from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_shards
+from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
 from zexport.model.json_files import read_json_object
 from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
-from zexport.safetensors_file import HeaderEntry, SafetensorsHeader, build_header, read_header
-
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+from zexport.safetensors_file import SafetensorsHeader, read_header
 
 _PROCESS_NBYTES = 96 << 20
 """What the process itself takes before the first chunk: interpreter, numpy, and the plan."""
@@ -58,7 +54,7 @@ def plan_export(
     if not selection.tensors:
         raise _no_weights(checkpoint)
     target = _target(checkpoint, options)
-    shards = _plan_shards(selection.tensors, target, options.max_shard_nbytes)
+    shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
         out_dir=Path(out_dir),
         shards=shards,
@@ -151,58 +147,6 @@ def _target(checkpoint: ZeroCheckpoint, options: ExportOptions) -> DType:
     }[options.dtype]
 
 
-def _plan_shards(
-    tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
-) -> tuple[ShardPlan, ...]:
-    """The files of the output, split as huggingface_hub splits a state dict."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
-
-    nbytes = {
-        name: tensor.numel * tensor.output_dtype(target).itemsize
-        for name, tensor in tensors.items()
-    }
-    split = split_state_dict_into_shards_factory(
-        nbytes,
-        get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_nbytes,
-    )
-    return tuple(
-        _plan_shard(filename, {name: tensors[name] for name in names}, target)
-        for filename, names in split.filename_to_tensors.items()
-    )
-
-
-def _plan_shard(filename: str, tensors: Mapping[str, StoredTensor], target: DType) -> ShardPlan:
-    """One file: widest elements first, then by name, as safetensors itself orders them."""
-    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
-    header, offsets = build_header(
-        [HeaderEntry(name, dtypes[name], tensors[name].shape) for name in order]
-    )
-    planned = tuple(
-        TensorPlan(
-            name=name,
-            shape=tensors[name].shape,
-            dtype=dtypes[name],
-            stored_name=tensors[name].name,
-            stored_dtype=tensors[name].dtype,
-            source=_source_of(tensors[name]),
-            offset=offset,
-        )
-        for name, offset in zip(order, offsets, strict=True)
-    )
-    return ShardPlan(filename, header, planned)
-
-
-def _source_of(tensor: StoredTensor) -> ByteSource:
-    source = tensor.source
-    if source is None or source.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
-        # Opening has checked both; to come here is a bug, never the input's fault.
-        raise AssertionError(f"{tensor.name} was laid out wrongly")
-    return source
-
-
 def _copied_files(sidecars: Sidecars) -> tuple[SideFile, ...]:
     return tuple(SideFile(name, origin=path) for name, path in sorted(sidecars.copied.items()))
 
@@ -220,22 +164,8 @@ def _written_files(
     if sidecars.config is not None:
         content = sidecars.config.edited(target, selection.architecture)
         yield SideFile("config.json", content)
-    if [shard.filename for shard in shards] != [_SINGLE_FILE]:
-        yield SideFile(_INDEX_FILE, _index(shards, selection))
-
-
-def _index(shards: Sequence[ShardPlan], selection: Selection) -> bytes:
-    """The index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
-    planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
-    parameters = [t for t, _ in planned if selection.tensors[t.name].role is not Role.BUFFER]
-    content = {
-        "metadata": {
-            "total_parameters": sum(tensor.numel for tensor in parameters),
-            "total_size": sum(tensor.nbytes for tensor, _ in planned),
-        },
-        "weight_map": {tensor.name: shard.filename for tensor, shard in planned},
-    }
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+    if [shard.filename for shard in shards] != [SINGLE_FILE]:
+        yield SideFile(INDEX_FILE, index_file(shards, selection.tensors))
 
 
 def _sources(
@@ -296,10 +226,10 @@ def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:
     """Headers of a base model's weight files: those that its index names, else the single one."""
     if base is None:
         return ()
-    index = base / _INDEX_FILE
+    index = base / INDEX_FILE
     if index.is_file():
         return tuple(_read_indexed(index))
-    single = base / _SINGLE_FILE
+    single = base / SINGLE_FILE
     return (read_header(single),) if single.is_file() else ()
 
 
