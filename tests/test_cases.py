@@ -77,20 +77,11 @@ def _cases(*groups: str) -> list[Any]:
     ]
 
 
-_INEXACT = {
-    "moe_z0_w2_ep2_bf16": "keeps the fp32 masters of experts without their names",
-}
-"""Cases that cannot be rebuilt exactly, and the reason they are refused with."""
-
 _LOST = {"uni_pp2_z1_w4_bf16opt": ("1.cnt", "2.cnt", "3.cnt")}
 """Tensors that the conversion to universal did not keep."""
 
 _ALL = _cases("")
-_WHOLE = [
-    param
-    for param in _ALL
-    if param.id not in _INEXACT and not param.values[0].folder.name.startswith("dmg_")
-]
+_WHOLE = [param for param in _ALL if not param.values[0].folder.name.startswith("dmg_")]
 _DAMAGED = _cases("dmg_")
 
 
@@ -130,16 +121,6 @@ def test_frozen_weights_that_were_left_out_are_asked_for_by_name(
     assert caught.value.exit_code == 3
     assert "left out" in caught.value.problem
     assert "--base" in caught.value.hint
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("case", [p for p in _ALL if p.id in _INEXACT])
-def test_what_cannot_be_rebuilt_exactly_is_refused_with_the_reason(
-    case: Case, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedError, match=_INEXACT[case.folder.name]) as caught:
-        zexport.consolidate(case.handed_over, tmp_path / "out", _MEMORY)
-    assert caught.value.exit_code == 4
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
-from zexport.checkpoint.assembly.expert_states import read_expert_states
+from zexport.checkpoint.assembly.cast_check import check_cast
+from zexport.checkpoint.assembly.expert_states import read_expert_optimizers, read_expert_states
 from zexport.checkpoint.assembly.experts import take_expert_inventory
 from zexport.checkpoint.assembly.fused_experts import fuse_experts
-from zexport.checkpoint.contents import Role
+from zexport.checkpoint.contents import CastReplica, Role
 from zexport.checkpoint.location import locate
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import read_ranks
@@ -25,14 +28,13 @@ from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.extents import ByteSource
 
-_REFUSED = {"moe_z0_w2_ep2_bf16"}  # unnamed masters, of which each file holds a part
 _FIXTURES = Path(__file__).parents[1] / "fixtures"
 _FOLDERS = [_FIXTURES, *(Path(own) for own in [os.environ.get("ZEXPORT_CASES")] if own)]
 _CASES = [
     pytest.param(file.parent, id=f"{file.parent.parent.name}-{file.parent.name}")
     for folder in _FOLDERS
     for file in sorted(folder.glob("*/case.json"))
-    if file.parent.name.startswith(("moe_", "autoep_")) and file.parent.name not in _REFUSED
+    if file.parent.name.startswith(("moe_", "autoep_"))
 ]
 
 
@@ -40,8 +42,9 @@ def inventory_of(tag_dir: Path) -> Inventory:
     files = list_rank_files(tag_dir)
     ranks = read_ranks(tag_dir, files)
     experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
+    masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
     assert ranks.first_model is not None
-    return take_expert_inventory(ranks, ranks.first_model, experts)
+    return take_expert_inventory(ranks, ranks.first_model, experts, read_expert_optimizers(masters))
 
 
 def read(source: ByteSource | None) -> bytes:
@@ -52,6 +55,13 @@ def read(source: ByteSource | None) -> bytes:
         parts.append(os.pread(descriptor, extent.nbytes, extent.offset))
         os.close(descriptor)
     return b"".join(parts)
+
+
+class Positioned:
+    """Reads a source without looking at checksums."""
+
+    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
+        buffer[:] = read(source)[start : start + len(buffer)]
 
 
 def facts(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -88,7 +98,11 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Path) -> Non
     roles = {tensor.name: tensor.role for tensor in inventory.tensors}
     assert {n for n, r in roles.items() if r is Role.FROZEN} == set(described["frozen"])
     assert {n for n, r in roles.items() if r is Role.BUFFER} == set(described["buffers"])
-    assert all(read(replica.kept) == read(replica.other) for replica in inventory.replicas)
+    for replica in inventory.replicas:
+        if isinstance(replica, CastReplica):
+            check_cast(replica, Positioned())
+        else:
+            assert read(replica.kept) == read(replica.other)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +115,79 @@ def test_fused_experts_are_those_of_the_hugging_face_model(case: Path) -> None:
     assert fused.aliases == {}
 
 
-@pytest.mark.parametrize("name", sorted(_REFUSED))
-def test_real_masters_of_experts_without_names_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="without their names"):
-        inventory_of(locate(_FIXTURES / name / "ckpt", None).tag_dir)
+# --- ZeRO-0: masters without names, in a file for each expert-parallel rank ---
+
+
+def unsharded(tmp_path: Path, name: str = "moe_z0_w2_ep2_bf16") -> Path:
+    shutil.copytree(locate(_FIXTURES / name / "ckpt", None).tag_dir, tmp_path / "tag")
+    return tmp_path / "tag"
+
+
+def optimizer_file(folder: Path, ep_rank: int) -> Path:
+    return folder / f"expp_rank_{ep_rank}_mp_rank_00_optim_states.pt"
+
+
+def unnamed(state: dict[str, Any]) -> None:
+    for group in state["optimizer"]["optimizer_state_dict"]["param_groups"]:
+        group.pop("name")
+
+
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_a_missing_file_of_masters_is_missed_by_the_number_of_ranks(
+    ep_rank: int, tmp_path: Path
+) -> None:
+    folder = unsharded(tmp_path)
+    optimizer_file(folder, ep_rank).unlink()
+    with pytest.raises(IncompleteCheckpointError, match=f"expp_rank_{ep_rank}_"):
+        inventory_of(folder)
+
+
+def test_a_missing_file_of_masters_is_missed_where_no_group_has_a_name(tmp_path: Path) -> None:
+    folder = unsharded(tmp_path)
+    optimizer_file(folder, 1).unlink()
+    rewrite(optimizer_file(folder, 0), unnamed)
+    with pytest.raises(IncompleteCheckpointError, match=r"only one of .*experts\.0.*experts\.2"):
+        inventory_of(folder)
+
+
+def test_groups_that_are_not_marked_as_experts_are_told_apart_all_the_same(tmp_path: Path) -> None:
+    folder = unsharded(tmp_path)
+    expected = facts(inventory_of(folder))
+    for ep_rank in (0, 1):
+        rewrite(optimizer_file(folder, ep_rank), unnamed)
+        rewrite(
+            optimizer_file(folder, ep_rank),
+            lambda s: s["optimizer"]["optimizer_state_dict"]["param_groups"][1].pop("moe"),
+        )
+    assert facts(inventory_of(folder)) == expected
+
+
+def test_masters_of_experts_of_another_step_are_found_out(tmp_path: Path) -> None:
+    folder = unsharded(tmp_path)
+
+    def other_step(state: dict[str, Any]) -> None:
+        for master in state["optimizer"]["fp32_groups"][1]:
+            master.mul_(1.5)
+
+    rewrite(optimizer_file(folder, 1), other_step)
+    casts = [one for one in inventory_of(folder).replicas if isinstance(one, CastReplica)]
+    (first,) = (cast for cast in casts if cast.name == f"{prefix(0)}.2.up.weight")
+    with pytest.raises(DamagedCheckpointError, match="does not belong to the module's weight"):
+        check_cast(first, Positioned())
+
+
+def test_experts_that_are_dealt_out_in_two_ways_are_refused_without_their_names(
+    tmp_path: Path,
+) -> None:
+    folder = unsharded(tmp_path)
+    rewrite(
+        optimizer_file(folder, 0),
+        lambda s: s["optimizer"]["optimizer_state_dict"]["param_groups"][0].update(
+            name="ep_size_1"
+        ),
+    )
+    with pytest.raises(UnsupportedError, match="several ways"):
+        inventory_of(folder)
 
 
 # --- any number of ranks, experts and shares ---
@@ -305,14 +388,6 @@ def test_without_a_rank_file_names_and_shapes_are_still_known(tmp_path: Path) ->
 
 
 # --- what is refused ---
-
-
-def test_masters_of_experts_without_names_are_refused(tmp_path: Path) -> None:
-    folder = save_moe(MoeRun(), tmp_path)
-    masters = {"fp32_groups": [[torch.zeros(2)]]}
-    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(optimizer=masters))
-    with pytest.raises(UnsupportedError, match="without their names"):
-        inventory_of(folder)
 
 
 def test_experts_folded_with_tensor_ranks_are_refused(tmp_path: Path) -> None:

@@ -23,12 +23,10 @@ def test_what_the_table_calls_exported_has_no_problems(fixture: str) -> None:
     assert (FIXTURES / fixture / "truth.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    "fixture", [name for row in SUPPORT if row.refused for name in row.fixtures]
-)
-def test_what_the_table_calls_refused_is_refused_as_not_supported(fixture: str) -> None:
-    with pytest.raises(UnsupportedError):
-        raise_problems(open_checkpoint(FIXTURES / fixture / "ckpt"))
+def test_what_the_table_calls_refused_is_refused_as_not_supported() -> None:
+    for fixture in (name for row in SUPPORT if row.refused for name in row.fixtures):
+        with pytest.raises(UnsupportedError):
+            raise_problems(open_checkpoint(FIXTURES / fixture / "ckpt"))
 
 
 def test_every_fixture_is_of_a_layout_in_the_table() -> None:

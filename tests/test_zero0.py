@@ -156,16 +156,55 @@ def test_layers_of_the_same_shapes_are_told_apart_by_their_values(tmp_path: Path
     check_casts(taken)
 
 
-def test_values_that_are_alike_after_rounding_are_refused(tmp_path: Path) -> None:
+def taken_of(inventory: Inventory) -> dict[str, str]:
+    return {tensor.name: tensor.dtype.torch_name for tensor in inventory.tensors}
+
+
+def test_masters_none_of_which_is_a_weights_alone_are_refused(tmp_path: Path) -> None:
     module = {name: torch.ones(4, dtype=torch.bfloat16) for name in ("a", "b")}
     with pytest.raises(UnsupportedError, match=r"several weights look like one.*'a' and 'b'"):
         save(tmp_path, module, {"fp32_groups": [[torch.full((4,), 1.0001)]]})
+
+
+def test_weights_that_are_alike_after_rounding_keep_the_modules_values_and_are_named(
+    tmp_path: Path,
+) -> None:
+    (known,) = masters((5, 3))
+    alike = {name: torch.ones(4, dtype=torch.bfloat16) for name in ("a", "b")}
+    module = {**alike, "known": known.bfloat16()}
+    taken = save(tmp_path, module, {"fp32_groups": [[torch.full((4,), 1.0001), known]]})
+    assert facts_of(taken) == facts({**alike, "known": known})
+    assert {t.role for t in taken.tensors} == {Role.TRAINABLE}
+    assert "'a' and 'b' alike" in taken.notes[0]
+    assert taken.notes[0].endswith(": a, b")
+    assert "rounded to bfloat16" in taken.notes[0]
+    check_casts(taken)
 
 
 def test_masters_that_fit_no_weight_are_refused(tmp_path: Path) -> None:
     module = {"a": torch.ones(4, dtype=torch.bfloat16)}
     with pytest.raises(UnsupportedError, match="do not fit the module's weights"):
         save(tmp_path, module, {"fp32_groups": [[torch.ones(5)]]})
+
+
+def test_a_master_of_no_weight_leaves_the_others_to_be_known_by_their_values(
+    tmp_path: Path,
+) -> None:
+    first, second, third = masters((5, 3), (4,), (5, 3))
+    trained = {"first": first, "second": second, "third": third}
+    module = {name: value.bfloat16() for name, value in trained.items()}
+    groups = [[third, torch.ones(9), second]]
+    taken = save(tmp_path, module, {"fp32_groups": groups})
+    assert facts_of(taken) == facts({**trained, "first": module["first"]})
+    assert taken.notes[0].endswith(": first")
+    check_casts(taken)
+
+
+def test_masters_of_another_step_are_refused_where_order_and_shape_fit(tmp_path: Path) -> None:
+    one, other, stale = masters((5, 3), (5, 3), (5, 3))
+    module = {"a": one.bfloat16(), "frozen": other.bfloat16()}
+    with pytest.raises(UnsupportedError, match="do not fit the module's weights"):
+        save(tmp_path, module, {"fp32_groups": [[stale]]})
 
 
 def test_masters_in_another_order_are_found_out_when_values_are_compared(tmp_path: Path) -> None:
@@ -269,12 +308,25 @@ def test_masters_that_are_named_are_taken_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("named_as_deepspeeds")
 @pytest.mark.parametrize("places", [{"w": (0, 4)}, {"w": (4, 6)}, {"other": (0, 4)}])
-def test_named_masters_that_are_not_all_there_are_refused(
+def test_named_masters_that_contradict_the_module_are_refused(
     tmp_path: Path, places: dict[str, tuple[int, int]]
 ) -> None:
     module = {"w": torch.ones(2, 3, dtype=torch.bfloat16)}
-    with pytest.raises(UnsupportedError, match="is not all there"):
+    with pytest.raises(UnsupportedError, match=r"is all there|does not fit"):
         save(tmp_path, module, bf16_optimizer(torch.ones(8), places))
+
+
+@pytest.mark.usefixtures("named_as_deepspeeds")
+def test_a_named_master_of_which_another_rank_has_a_part_leaves_the_modules_value(
+    tmp_path: Path,
+) -> None:
+    (flat,) = masters((8,))
+    cut = torch.ones(9, dtype=torch.bfloat16)
+    module = {"w": flat[:6].view(2, 3).bfloat16(), "cut": cut, "elsewhere": cut * 2}
+    optimizer = bf16_optimizer(flat, {"w": (0, 6), "cut": (6, 2)})
+    taken = save(tmp_path, module, optimizer | {"partition_count": [2]})
+    assert facts_of(taken) == facts({**module, "w": flat[:6].view(2, 3)})
+    assert "other partitions were not saved: cut, elsewhere" in taken.notes[0]
 
 
 def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path) -> None:
@@ -290,12 +342,6 @@ def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path
     assert "no fp32 masters" in taken.notes[0]
     roles = {tensor.name: tensor.role for tensor in taken.tensors}
     assert roles == {"a": Role.TRAINABLE, "none": Role.TRAINABLE, "count": Role.BUFFER}
-
-
-def test_experts_whose_masters_lie_elsewhere_are_refused(tmp_path: Path) -> None:
-    module = {"a": torch.ones(4, dtype=torch.bfloat16)}
-    with pytest.raises(UnsupportedError, match="masters of a model with experts"):
-        save(tmp_path, module, None, num_experts=[4])
 
 
 # --- DeepSpeed's own ---

@@ -43,7 +43,8 @@ SUPPORT = (
     Support(
         "No ZeRO",
         "0",
-        note="fp32 masters where the optimizer has them, matched by order, shape and value",
+        note="fp32 masters where the optimizer has them, matched by order, shape and value; "
+        "weights whose master cannot be told from others have the module's values, and are named",
         fixtures=("z0_w2_bf16", "z0_w2_fp16", "z0_w1_fp32_odd", "z0_w2_bf16_fused"),
     ),
     Support(
@@ -60,14 +61,27 @@ SUPPORT = (
     ),
     Support(
         "DeepSpeed-MoE",
-        "0 in fp32, 1, 2",
+        "0, 1, 2",
         note="experts numbered globally; both placements; residual",
-        fixtures=("moe_z2_w4_ep2", "moe_z2_w4_ep2_blocks", "moe_z1_w2_ep2_residual"),
+        fixtures=(
+            "moe_z2_w4_ep2",
+            "moe_z2_w4_ep2_blocks",
+            "moe_z1_w2_ep2_residual",
+            "moe_z0_w2_ep2_bf16",
+            "moe_z0_w2_ep1_fp16",
+            "moe_z0_w2_ep2_bf16_frozen",
+            "moe_z0_w2_ep2_bf16_fused",
+        ),
     ),
     Support(
         "AutoEP",
-        "1, 2, 3",
-        fixtures=("autoep_z2_w4_ep2", "autoep_z3_w4_ep2", "autoep_z2_w2_ep2_frozen"),
+        "0-3",
+        fixtures=(
+            "autoep_z0_w2_ep2",
+            "autoep_z2_w4_ep2",
+            "autoep_z3_w4_ep2",
+            "autoep_z2_w2_ep2_frozen",
+        ),
     ),
     Support(
         "Universal checkpoint",
@@ -78,10 +92,9 @@ SUPPORT = (
     Support("Parts on several nodes", "all", note="give every node's folder"),
     Support("torch files of the old container", "all"),
     Support(
-        "DeepSpeed-MoE in 16 bits",
-        "0",
+        "Experts dealt out in several ways at once",
+        "0 in 16 bits",
         refused="its fp32 masters are saved without names",
-        fixtures=("moe_z0_w2_ep2_bf16",),
     ),
     Support(
         "Experts under tensor or pipeline parallelism",

@@ -214,6 +214,7 @@ def _provenance(
             "deepspeed_version": checkpoint.ds_version,
             "module_dtype": module_dtype,
             "master_dtype": master_dtype,
+            "warnings": list(checkpoint.warnings),
         },
         "options": options.recorded(),
         "loadable": selection.loadable,

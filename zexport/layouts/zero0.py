@@ -9,6 +9,7 @@ that of the flat tensor that the group's 16-bit weights are views of).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -117,6 +118,19 @@ def _misfit(number: int, index: int) -> LayoutError:
         f"no weight for master {index} of group {number}",
         "for each master a weight of its shape, in the same order",
     )
+
+
+def match_unique(parameters: Sequence[Hashable], masters: Sequence[Hashable]) -> list[Span | None]:
+    """Which parameter each master belongs to, whatever the order: where no other is like either.
+
+    ``None`` for a master that is like no parameter, or like several, or like another master.
+    """
+    counts = Counter(parameters), Counter(masters)
+    places = {kind: index for index, kind in enumerate(parameters)}
+    return [
+        Span(places[kind], places[kind]) if counts[0][kind] == counts[1][kind] == 1 else None
+        for kind in masters
+    ]
 
 
 def is_tiled(views: Sequence[tuple[int, int]], numel: int) -> bool:

@@ -90,7 +90,10 @@ def _pipeline(
 def _experts(
     tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Assembled:
-    from zexport.checkpoint.assembly.expert_states import read_expert_states  # noqa: PLC0415
+    from zexport.checkpoint.assembly.expert_states import (  # noqa: PLC0415
+        read_expert_optimizers,
+        read_expert_states,
+    )
     from zexport.checkpoint.assembly.experts import take_expert_inventory  # noqa: PLC0415
 
     experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
@@ -99,8 +102,11 @@ def _experts(
     ranks = cells[min(cells)]
     if len(cells) > 1 or ranks.first_model is None:
         return _refuse_split_experts(cells)
-    inventory = take_expert_inventory(ranks, ranks.first_model, experts)
-    return Assembled(inventory, tuple(states.file for states in experts), _module_dtype(cells))
+    masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
+    optimizers = read_expert_optimizers(masters) if is_zero0(ranks) else {}
+    inventory = take_expert_inventory(ranks, ranks.first_model, experts, optimizers)
+    read = (*(states.file for states in experts), *optimizers.values())
+    return Assembled(inventory, read, _module_dtype(cells))
 
 
 def _refuse_split_experts(cells: Mapping[int, RankStates]) -> Assembled:
@@ -122,17 +128,33 @@ def _tensor(cells: Mapping[int, RankStates]) -> Assembled:
 
 def _take_each(cells: Mapping[int, RankStates]) -> dict[int, Inventory]:
     """The tensors of every model-parallel index whose names are known."""
-    return {
-        index: _take_zero0(model) if is_zero0(ranks) else take_inventory(ranks, model)
-        for index, ranks in cells.items()
-        if (model := ranks.first_model) is not None
+    models = {index: cell.first_model for index, cell in cells.items()}
+    whole = {index: model for index, model in models.items() if model and is_zero0(cells[index])}
+    sharded = {
+        index: take_inventory(cells[index], model)
+        for index, model in models.items()
+        if model is not None and index not in whole
     }
+    return sharded | (_take_zero0(whole) if whole else {})
 
 
-def _take_zero0(model: ModelStates) -> Inventory:
-    from zexport.checkpoint.assembly.zero0 import take_zero0_inventory  # noqa: PLC0415
+def _take_zero0(models: Mapping[int, ModelStates]) -> dict[int, Inventory]:
+    """Each rank's tensors; a weight without a master on one rank goes without on all of them."""
+    from zexport.checkpoint.assembly.zero0 import (  # noqa: PLC0415
+        lacking_masters,
+        take_zero0_inventory,
+    )
 
-    return take_zero0_inventory(model)
+    taken = {index: take_zero0_inventory(model) for index, model in models.items()}
+    lacking = {name for one in taken.values() for name in lacking_masters(one)}
+    uneven = {
+        index
+        for index, one in taken.items()
+        if any(replica.name in lacking for replica in one.replicas)
+    }
+    return taken | {
+        index: take_zero0_inventory(models[index], unmastered=lacking) for index in uneven
+    }
 
 
 def _module_dtype(cells: Mapping[int, RankStates]) -> DType | None:

@@ -116,6 +116,20 @@ def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
     return tuple(read[key] for key in sorted(read))
 
 
+def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
+    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in.
+
+    Raises:
+        DamagedCheckpointError: a file cannot be read, or has another one's name.
+    """
+    read: dict[int, TorchFile] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        read[file.rank] = torch_file
+    return read
+
+
 def read_num_experts(model: ModelStates) -> tuple[int, ...]:
     """The number of experts of every layer that has some, in the module's order."""
     counts = Value(model.file.path, "model states", model.file.value).get("num_experts")
@@ -134,13 +148,6 @@ def is_folded(model: ModelStates) -> bool:
     Source: DeepSpeed 0.19, ``checkpoint/constants.py`` (``FOLDING_METADATA_KEY``).
     """
     return not Value(model.file.path, "model states", model.file.value).get("folding").is_none
-
-
-def has_unnamed_masters(model: ModelStates) -> bool:
-    """Whether, under ZeRO-0, the optimizer keeps fp32 masters beside 16-bit weights."""
-    root = Value(model.file.path, "model states", model.file.value)
-    keys = ("fp32_groups", "fp32_groups_flat", "single_partition_of_fp32_groups")
-    return any(root.get("optimizer").has(key) for key in keys)
 
 
 def read_blocks_option(model: ModelStates) -> bool | None:

@@ -7,7 +7,7 @@ what is no master (frozen weights, buffers) nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -27,12 +27,11 @@ from zexport.checkpoint.assembly.expert_layers import (
 from zexport.checkpoint.assembly.expert_states import (
     AutoEpLayer,
     ExpertStates,
-    has_unnamed_masters,
     is_folded,
     parse_native,
     read_dp_world_size,
 )
-from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
+from zexport.checkpoint.assembly.zero0_experts import take_unsharded_experts
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
@@ -41,10 +40,14 @@ from zexport.errors import UnsupportedError
 from zexport.extents import ByteSource, Chain, Window
 from zexport.layouts import LayoutError
 from zexport.layouts.experts import expert_runs, uniform
+from zexport.torchfile.archive import TorchFile
 
 
 def take_expert_inventory(
-    ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]
+    ranks: RankStates,
+    model: ModelStates,
+    experts: Sequence[ExpertStates],
+    optimizers: Mapping[int, TorchFile] | None = None,
 ) -> Inventory:
     """The tensors of a checkpoint with experts, numbered globally, of one model-parallel index.
 
@@ -52,6 +55,7 @@ def take_expert_inventory(
         ranks: the states of its ranks.
         model: the model states that names and shapes come from.
         experts: its expert files (none under ZeRO-3).
+        optimizers: under ZeRO-0, its optimizer files by expert-parallel rank.
 
     Raises:
         DamagedCheckpointError: lengths, shapes, names or ranks contradict each other.
@@ -59,21 +63,28 @@ def take_expert_inventory(
         UnsupportedError: the experts are stored in a way that cannot be rebuilt exactly.
     """
     try:
-        return _take(ranks, model, experts)
+        return _take(ranks, model, experts, optimizers or {})
     except LayoutError as error:
         raise damage_of(
             error, model.file.path.parent, "Copy all rank files of one save again"
         ) from error
 
 
-def _take(ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]) -> Inventory:
+def _take(
+    ranks: RankStates,
+    model: ModelStates,
+    experts: Sequence[ExpertStates],
+    optimizers: Mapping[int, TorchFile],
+) -> Inventory:
     _refuse(model)
     ranks = replace(ranks, world_size=_world_size(ranks, model))
     layers = find_layers(ranks, model, experts)
     indices = expert_groups(model, layers)
     dense_ranks, dense_model = without_experts(ranks, model, layers, indices)
     if is_zero0(ranks):
-        return _unsharded(dense_model, model, layers)
+        stored = list(stored_experts(model, layers, set()))
+        unsharded = take_unsharded_experts(dense_model, stored, layers, optimizers)
+        return replace(unsharded, tensors=_in_order(unsharded.tensors))
     dense = take_inventory(dense_ranks, dense_model)
     notes: list[str] = []
     trained = list(_number(local_parameters(ranks, model, indices, notes), layers))
@@ -111,29 +122,6 @@ def _refuse(model: ModelStates) -> None:
             expected="expert parallelism without tensor parallelism",
             hint="Resume the run with autotp_size 1, save, and export that",
         )
-    if has_unnamed_masters(model):
-        raise UnsupportedError(
-            "keeps the fp32 masters of experts without their names (ZeRO-0)",
-            path=model.file.path,
-            expected="ZeRO-1, 2 or 3, or fp32 throughout",
-            hint="Resume the run with ZeRO stage 1, save, and export that",
-        )
-
-
-def _unsharded(dense_model: ModelStates, model: ModelStates, layers: ExpertLayers) -> Inventory:
-    """ZeRO-0 without masters: the weights in the files are the ones that were trained."""
-    aliases = {n: t for n, t in dense_model.shared_params.items() if n in dense_model.module}
-    own = {name: one for name, one in dense_model.module.items() if name not in aliases}
-    dense = take_zero0_inventory(replace(dense_model, module=own))
-    stored = stored_experts(model, layers, set())
-    experts = [
-        one if one.role is Role.BUFFER else replace(one, role=Role.TRAINABLE) for one in stored
-    ]
-    return replace(
-        dense,
-        tensors=_in_order((*dense.tensors, *experts)),
-        aliases={**dense.aliases, **aliases},
-    )
 
 
 def _in_order(tensors: Iterable[StoredTensor]) -> tuple[StoredTensor, ...]:

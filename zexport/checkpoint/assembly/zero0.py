@@ -4,10 +4,12 @@ Which values are exported:
 
 1. fp32 masters, where the optimizer holds some, under the names that shape and order allow
    (``zexport.layouts.zero0``): by shape alone where that leaves one possibility, else by shape and
-   by samples of the values, rounded. Where several possibilities are left, or none, the checkpoint
-   is refused: a master under a wrong name is a wrong model.
+   by samples of the values, rounded. Where the order does not fit at all, a master is still the
+   weight's that it alone is like.
 2. The module's own values for buffers and for weights that no master belongs to (frozen ones), and
    for all weights where the optimizer holds no masters.
+3. The module's own values, and a note that names them, for weights whose master cannot be told from
+   others. A checkpoint none of whose masters is a weight's beyond doubt is refused.
 
 Every master is to be compared with the module's weight, by
 ``zexport.checkpoint.assembly.cast_check``, when it is exported: opening reads no values but the
@@ -16,92 +18,150 @@ samples, and those only where shapes do not tell.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from zexport.checkpoint.assembly.zero0_masters import find_masters
+from zexport.checkpoint.assembly.zero0_masters import Master, Masters, Weight, find_masters
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
+from zexport.checkpoint.untrusted import Value
 from zexport.dtypes import DType
 from zexport.errors import UnsupportedError
 from zexport.layouts import LayoutError
+from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import TensorRef
 
 
-def take_zero0_inventory(model: ModelStates) -> Inventory:
+def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
     """The tensors of a ZeRO-0 model file; see the module's docstring for which values are taken.
 
+    Args:
+        model: the model file's states.
+        unmastered: names whose masters are not to be taken although they are there.
+
     Raises:
-        UnsupportedError: it holds masters that cannot be told apart, or not all of them.
+        UnsupportedError: it holds masters, and none can be told to be some weight's.
         DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
-    weights, aliases = _distinct(model)
-    try:
-        masters = find_masters(model, weights)
-    except LayoutError as error:
-        raise _unattributable(model, error) from error
-    if not masters and model.has_experts:
-        _refuse_lost_masters(model, weights)
-    trained, casts = [], []
-    for name, master in masters.items():
-        tensor = weights[name]
-        trained.append(
-            StoredTensor(name, tensor.shape, master.dtype, Role.TRAINABLE, master.source)
-        )
-        casts.append(
-            CastReplica(
-                name=name,
-                path=model.file.path,
-                kept=master.source,
-                kept_dtype=master.dtype,
-                other=model.file.source(tensor),
-                other_dtype=tensor.dtype,
-            )
-        )
-    # Without masters nothing says which weights were frozen, and none may be left out as such.
-    rest_role = Role.FROZEN if masters else Role.TRAINABLE
-    rest = [_own(model, name, rest_role) for name in weights if name not in masters]
-    buffers = [
-        _own(model, name, Role.BUFFER) for name in model.buffer_names if name in model.module
-    ]
+    distinct, aliases = _distinct(model)
+    weights = weights_of(model, distinct)
+    masters = masters_of(model.file, weights)
+    if unmastered:
+        kept = {name: one for name, one in masters.found.items() if name not in unmastered}
+        masters = Masters(kept, masters.doubt or "another tensor rank's part has no master")
     return Inventory(
-        tensors=(*trained, *rest, *buffers),
+        tensors=(*stored_weights(weights, masters), *stored_buffers(model)),
         aliases=aliases,
         left_out=tuple(name for name in model.buffer_names if name not in model.module),
-        replicas=tuple(casts),
-        notes=_notes(weights, len(masters)),
+        replicas=tuple(casts(weights, masters.found, model.file)),
+        notes=notes(weights, [masters]),
     )
 
 
-def _refuse_lost_masters(model: ModelStates, weights: Mapping[str, TensorRef]) -> None:
-    """Refuse 16-bit weights whose masters are in files by expert rank (``expp_rank_*``).
+def lacking_masters(inventory: Inventory) -> set[str]:
+    """The trainable weights that have the module's values although others have masters."""
+    mastered = {replica.name for replica in inventory.replicas}
+    return {
+        tensor.name
+        for tensor in inventory.tensors
+        if mastered and tensor.role is Role.TRAINABLE and tensor.name not in mastered
+    }
 
-    Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``).
+
+def weights_of(model: ModelStates, tensors: Mapping[str, TensorRef]) -> list[Weight]:
+    """Tensors of the model file as weights."""
+    return [
+        Weight(name, tensor.shape, tensor.dtype, model.file.source(tensor), tensor)
+        for name, tensor in tensors.items()
+    ]
+
+
+def masters_of(
+    file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
+) -> Masters:
+    """The masters that ``file`` holds of ``weights``, which may lie in ``others`` too.
+
+    Raises:
+        UnsupportedError: there are masters, and none can be told to be some weight's.
     """
-    if any(tensor.dtype in (DType.BF16, DType.F16) for tensor in weights.values()):
+    optimizer = Value(file.path, "states", file.value).get("optimizer")
+    try:
+        return find_masters(optimizer, file, weights, others)
+    except LayoutError as error:
         raise UnsupportedError(
-            "lacks the fp32 masters of a model with experts, which lie in files by expert rank",
-            path=model.file.path,
-            expected="expp_rank_0_mp_rank_00_optim_states.pt and the like to be read",
-            hint="Resume the run with ZeRO stage 1, save, and export that",
+            f"holds fp32 masters that cannot be told apart: {error.problem}",
+            path=file.path,
+            found=error.found,
+            expected=error.expected,
+            hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
+            "alone, take the file's 'module'",
+        ) from error
+
+
+def stored_weights(weights: Iterable[Weight], masters: Masters) -> Iterable[StoredTensor]:
+    """The masters that were found, then the weights that have none, as the module keeps them.
+
+    Where there is a doubt or no master at all, nothing says which weights were frozen, and none may
+    be left out as such.
+    """
+    role = Role.FROZEN if masters.found and not masters.doubt else Role.TRAINABLE
+    weights = tuple(weights)
+    for weight in weights:
+        master = masters.found.get(weight.name)
+        if master is not None:
+            yield StoredTensor(
+                weight.name, weight.shape, master.dtype, Role.TRAINABLE, master.source
+            )
+    for weight in weights:
+        if weight.name not in masters.found:
+            yield StoredTensor(weight.name, weight.shape, weight.dtype, role, weight.source)
+
+
+def stored_buffers(model: ModelStates) -> Iterable[StoredTensor]:
+    """The buffers of the model file."""
+    for name in model.buffer_names:
+        if name in model.module:
+            tensor = model.module[name]
+            source = model.file.source(tensor)
+            yield StoredTensor(name, tensor.shape, tensor.dtype, Role.BUFFER, source)
+
+
+def casts(
+    weights: Iterable[Weight], masters: Mapping[str, Master], file: TorchFile
+) -> Iterable[CastReplica]:
+    """What is to be compared: every master of ``file`` with its weight."""
+    for weight in weights:
+        master = masters.get(weight.name)
+        if master is not None:
+            yield CastReplica(
+                name=weight.name,
+                path=file.path,
+                kept=master.source,
+                kept_dtype=master.dtype,
+                other=weight.source,
+                other_dtype=weight.dtype,
+            )
+
+
+def notes(weights: Sequence[Weight], every: Sequence[Masters]) -> tuple[str, ...]:
+    """Which values were taken, for the user; ``every`` are the masters of one file or several."""
+    found = {name for masters in every for name in masters.found}
+    doubts = dict.fromkeys(masters.doubt for masters in every if masters.doubt)
+    rest = [weight for weight in weights if weight.name not in found]
+    rounded = [one for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)]
+    types = "/".join(sorted({weight.dtype.torch_name for weight in rounded}))
+    if doubts and rounded:
+        names = ", ".join(weight.name for weight in rounded)
+        return (
+            f"ZeRO-0: {len(found)} weights have their fp32 masters' values; {len(rounded)} weights "
+            f"have the module's values, rounded to {types}, because {'; '.join(doubts)}: {names}",
         )
-
-
-def _notes(weights: Mapping[str, TensorRef], masters: int) -> tuple[str, ...]:
-    if masters:
-        others = len(weights) - masters
-        of_module = f"; {others} frozen weights have the module's values" if others else ""
-        return (f"ZeRO-0: {masters} weights have their fp32 masters' values{of_module}",)
-    rounded = {t.dtype.torch_name for t in weights.values() if t.dtype is not DType.F32 and t.numel}
-    if not rounded:
-        return ()
-    types = "/".join(sorted(rounded))
-    return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
-
-
-def _own(model: ModelStates, name: str, role: Role) -> StoredTensor:
-    tensor = model.module[name]
-    return StoredTensor(name, tensor.shape, tensor.dtype, role, model.file.source(tensor))
+    if found:
+        of_module = f"; {len(rest)} frozen weights have the module's values" if rest else ""
+        return (f"ZeRO-0: {len(found)} weights have their fp32 masters' values{of_module}",)
+    if rounded:
+        return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
+    return ()
 
 
 def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]:
@@ -122,14 +182,3 @@ def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]
         else:
             aliases[name] = known
     return weights, aliases
-
-
-def _unattributable(model: ModelStates, error: LayoutError) -> UnsupportedError:
-    return UnsupportedError(
-        f"holds fp32 masters that cannot be told apart: {error.problem}",
-        path=model.file.path,
-        found=error.found,
-        expected=error.expected,
-        hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
-        "alone, take the file's 'module'",
-    )

@@ -1,22 +1,48 @@
-"""The fp32 masters inside a ZeRO-0 model file, each brought to the name of its weight."""
+"""The fp32 masters of a ZeRO-0 optimizer, each brought to the name of its weight."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import TypeVar
 
 from zexport.checkpoint.assembly.cast_check import fingerprint
-from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.untrusted import Shape, Value
 from zexport.dtypes import DType
-from zexport.extents import ByteSource, Window
+from zexport.extents import ByteSource, Chain, Window
 from zexport.layouts import LayoutError
-from zexport.layouts.zero0 import Span, is_tiled, match_in_order
+from zexport.layouts.zero0 import Span, is_tiled, match_in_order, match_unique
 from zexport.streams.reader import SourceReader
+from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import FragmentAddress, StorageRef, TensorRef
 
 _Item = TypeVar("_Item")
+_Fingerprint = Callable[[ByteSource, DType], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as the module keeps it, in the element type that it trained in.
+
+    Attributes:
+        name, shape, dtype, source: what and where it is.
+        view: the tensor of the model file that it is; ``None`` for one put together from several.
+        of_experts: whether it belongs to an expert.
+    """
+
+    name: str
+    shape: Shape
+    dtype: DType
+    source: ByteSource
+    view: TensorRef | None = None
+    of_experts: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +54,21 @@ class Master:
 
 
 @dataclass(frozen=True, slots=True)
+class Masters:
+    """The masters that are some weight's beyond doubt.
+
+    Attributes:
+        found: by the weight's name.
+        doubt: why others could not be told apart; empty where every master has found its weight.
+    """
+
+    found: Mapping[str, Master]
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class _Unit:
-    """What one unnamed master stands for: a weight, or all that are views of one flat tensor.
+    """What one unnamed master stands for: a weight, or all that lie in one flat tensor.
 
     Attributes:
         kind: what is known of it from metadata.
@@ -41,91 +80,172 @@ class _Unit:
     kind: Hashable
     source: ByteSource
     dtype: DType
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[Weight, int], ...]
 
 
-def find_masters(model: ModelStates, weights: Mapping[str, TensorRef]) -> dict[str, Master]:
-    """The masters by name, in the module's order; none where the optimizer holds none.
+@dataclass(frozen=True, slots=True)
+class _Unnamed:
+    """One master without a name, and what is known of it from metadata."""
+
+    kind: Hashable
+    source: ByteSource
+    dtype: DType
+
+
+def find_masters(
+    optimizer: Value, file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
+) -> Masters:
+    """The masters of ``weights``; none where the optimizer holds none.
 
     Args:
-        model: the model file's states.
-        weights: the module's weights, each once.
+        optimizer: the optimizer's state.
+        file: the file that it lies in.
+        weights: the module's weights in the module's order, each once.
+        others: further files that weights lie in.
 
     Raises:
-        LayoutError: masters cannot be told apart, or not all of them are there.
+        LayoutError: there are masters, and none is a weight's beyond doubt.
         DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
-    optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
-    floating = {n: t for n, t in weights.items() if t.dtype.is_floating and t.numel}
-    found: dict[str, Master] = {}
+    floating = [weight for weight in weights if weight.dtype.is_floating and weight.numel]
+    if optimizer.has("single_partition_of_fp32_groups"):
+        return _named_masters(optimizer, file, {weight.name: weight for weight in floating})
+    if not optimizer.has("fp32_groups") and not optimizer.has("fp32_groups_flat"):
+        return Masters({})
+    by_flag = any(_flags(optimizer))
     if optimizer.has("fp32_groups"):
-        units = [_weight_unit(model, name, tensor) for name, tensor in floating.items()]
-        groups = [
-            [item.tensor() for item in group.items()]
-            for group in optimizer.need("fp32_groups").items()
-        ]
-        found = _match(model, units, groups)
-    elif optimizer.has("fp32_groups_flat"):
-        flats = optimizer.need("fp32_groups_flat").items()
-        found = _match(model, _storage_units(model, floating), [[f.tensor()] for f in flats])
-    elif optimizer.has("single_partition_of_fp32_groups"):
-        found = dict(_named_masters(model, optimizer, floating))
-    return {name: found[name] for name in weights if name in found}
+        units = [_weight_unit(weight, by_flag=by_flag) for weight in floating]
+    else:
+        of_experts = any(weight.of_experts for weight in floating)
+        units = list(_laid_out(floating, by_flag=by_flag) if of_experts else _stored(floating))
+    files = {one.path: one for one in (file, *others)}
+    return _match(units, _groups(optimizer, file), tuple(files.values()))
 
 
-def _weight_unit(model: ModelStates, name: str, tensor: TensorRef) -> _Unit:
-    return _Unit(tensor.shape, model.file.source(tensor), tensor.dtype, ((name, 0),))
+def _flags(optimizer: Value) -> list[bool]:
+    """Which parameter groups are of experts, where the run has told DeepSpeed.
+
+    Source: DeepSpeed 0.10 to 0.19, ``moe/utils.py`` (``is_moe_param_group``).
+    """
+    state = optimizer.get("optimizer_state_dict")
+    groups = state.get("param_groups").items() if state.has("param_groups") else []
+    return [group.mapping_or_empty().get("moe") is True for group in groups]
 
 
-def _storage_units(model: ModelStates, weights: Mapping[str, TensorRef]) -> list[_Unit]:
+def _groups(optimizer: Value, file: TorchFile) -> list[list[_Unnamed]]:
+    """The masters of each parameter group.
+
+    Those without elements are left out, as DeepSpeed 0.19 does itself (``runtime/utils.py``,
+    ``is_optimized_parameter``).
+    """
+    unfused = optimizer.has("fp32_groups")
+    key = "fp32_groups" if unfused else "fp32_groups_flat"
+    groups = [
+        [item.tensor() for item in (group.items() if unfused else [group])]
+        for group in optimizer.need(key).items()
+    ]
+    flags = _flags(optimizer)
+    flags = flags if any(flags) and len(flags) == len(groups) else [False] * len(groups)
+    return [
+        [_Unnamed((flag, one.shape), file.source(one), one.dtype) for one in group if one.numel]
+        for flag, group in zip(flags, groups, strict=True)
+    ]
+
+
+def _weight_unit(weight: Weight, *, by_flag: bool) -> _Unit:
+    kind = (by_flag and weight.of_experts, weight.shape)
+    return _Unit(kind, weight.source, weight.dtype, ((weight, 0),))
+
+
+def _stored(weights: Iterable[Weight]) -> Iterator[_Unit]:
     """The storages that weights share without a gap, as the fused optimizer's flat groups are."""
-    by_storage: dict[StorageRef, list[str]] = {}
-    for name, tensor in weights.items():
-        by_storage.setdefault(tensor.storage, []).append(name)
-    units = []
-    for storage, names in by_storage.items():
-        views = [(weights[name].offset, weights[name].numel) for name in names]
-        if is_tiled(views, storage.numel):
-            whole = TensorRef(storage.dtype, (storage.numel,), (1,), 0, storage)
-            parts = tuple((name, weights[name].offset) for name in names)
-            units.append(_Unit(whole.shape, model.file.source(whole), storage.dtype, parts))
-    return units
+    by_storage: dict[StorageRef, list[tuple[Weight, TensorRef]]] = {}
+    for weight in weights:
+        if weight.view is not None:
+            by_storage.setdefault(weight.view.storage, []).append((weight, weight.view))
+    for storage, held in by_storage.items():
+        held.sort(key=lambda item: item[1].offset)
+        if is_tiled([(view.offset, view.numel) for _, view in held], storage.numel):
+            yield _laid_end_to_end([weight for weight, _ in held], of_experts=False)
+
+
+def _laid_out(weights: Sequence[Weight], *, by_flag: bool) -> Iterator[_Unit]:
+    """The fused optimizer's flat groups of a model with experts, whose files do not share storages.
+
+    Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint`` clones every tensor) and
+    ``runtime/fp16/fused_optimizer.py`` (a group's weights are laid end to end in their order).
+    """
+    for of_experts in (False, True) if by_flag else (None,):
+        chosen = [one for one in weights if of_experts in (None, one.of_experts)]
+        if len({one.dtype for one in chosen}) == 1:
+            yield _laid_end_to_end(chosen, of_experts=bool(of_experts))
+
+
+def _laid_end_to_end(weights: Sequence[Weight], *, of_experts: bool) -> _Unit:
+    parts, numel = [], 0
+    for weight in weights:
+        parts.append((weight, numel))
+        numel += weight.numel
+    source = Chain(tuple(weight.source for weight in weights))
+    return _Unit((of_experts, (numel,)), source, weights[0].dtype, tuple(parts))
 
 
 def _match(
-    model: ModelStates, units: Sequence[_Unit], groups: Sequence[Sequence[TensorRef]]
-) -> dict[str, Master]:
-    """The master of each weight, by shape and order, and by samples where these leave a doubt.
+    units: Sequence[_Unit], groups: Sequence[Sequence[_Unnamed]], files: Sequence[TorchFile]
+) -> Masters:
+    """By kind and order; by samples where these leave a doubt; else what is like nothing else."""
+    masters = _flat(groups)
+    misfit: LayoutError | None = None
+    try:
+        spans = match_in_order([u.kind for u in units], [[m.kind for m in g] for g in groups])
+    except LayoutError as error:
+        misfit, spans = error, []
+    if not misfit and all(span.is_certain for span in _flat(spans)):
+        return Masters(_pair(units, masters, _flat(spans)))
+    with SourceReader(files) as reader:
+        sampled, samples = _with_samples(units, groups, partial(fingerprint, reader))
+    chosen: Sequence[Span | None]
+    if misfit is None:
+        chosen = _flat(match_in_order(sampled, samples))
+        doubt = _alike(units, chosen)
+    else:
+        chosen = match_unique(sampled, _flat(samples))
+        doubt = f"{misfit.problem} ({misfit.found})"
+    found = _pair(units, masters, chosen)
+    if not found and masters:
+        raise misfit or LayoutError(doubt, "weights that are alike", "weights that differ")
+    return Masters(found, doubt)
 
-    Masters without elements are left out, as DeepSpeed 0.19 does itself
-    (``runtime/utils.py``, ``is_optimized_parameter``).
-    """
-    groups = [[master for master in group if master.numel] for group in groups]
-    spans = match_in_order([u.kind for u in units], [[m.shape for m in g] for g in groups])
-    if not all(span.is_certain for group in spans for span in group):
-        spans = _match_by_samples(model, units, groups)
+
+def _alike(units: Sequence[_Unit], spans: Iterable[Span | None]) -> str:
+    """Which weights look like one master, where some do."""
+    for span in spans:
+        if span is not None and not span.is_certain:
+            one, other = (units[at].parts[0][0].name for at in (span.first, span.last))
+            return f"several weights look like one fp32 master ({one!r} and {other!r} alike)"
+    return ""
+
+
+def _pair(
+    units: Sequence[_Unit], masters: Sequence[_Unnamed], spans: Iterable[Span | None]
+) -> dict[str, Master]:
+    """The masters whose unit is certain, cut into the masters of its weights."""
     found: dict[str, Master] = {}
-    for span, master in zip(_flat(spans), _flat(groups), strict=True):
-        unit = units[span.first]
-        if not span.is_certain:
-            raise LayoutError(
-                "several weights look like one fp32 master",
-                f"{unit.parts[0][0]!r} and {units[span.last].parts[0][0]!r} alike",
-                "weights that differ",
-            )
-        source = model.file.source(master)
-        for name, offset in unit.parts:
-            itemsize = master.dtype.itemsize
-            numel = model.module[name].numel
-            window = Window(source, offset * itemsize, numel * itemsize)
-            found[name] = Master(source if len(unit.parts) == 1 else window, master.dtype)
+    for span, master in zip(spans, masters, strict=True):
+        if span is None or not span.is_certain:
+            continue
+        parts, itemsize = units[span.first].parts, master.dtype.itemsize
+        for weight, offset in parts:
+            window = Window(master.source, offset * itemsize, weight.numel * itemsize)
+            source = master.source if len(parts) == 1 else window
+            found[weight.name] = Master(source, master.dtype)
     return found
 
 
-def _match_by_samples(
-    model: ModelStates, units: Sequence[_Unit], groups: Sequence[Sequence[TensorRef]]
-) -> list[list[Span]]:
-    """Matched anew with samples of the values beside the shapes: a few kilobytes of each."""
+def _with_samples(
+    units: Sequence[_Unit], groups: Sequence[Sequence[_Unnamed]], read: Callable[..., bytes]
+) -> tuple[list[Hashable], list[list[Hashable]]]:
+    """The kinds with samples of the values in them: a few kilobytes of each tensor."""
     dtypes = {unit.dtype for unit in units}
     if len(dtypes) > 1:
         raise LayoutError(
@@ -134,41 +254,46 @@ def _match_by_samples(
             "one",
         )
     seen_as = next(iter(dtypes), DType.F32)
-    with SourceReader([model.file]) as reader:
-        parameters = [(u.kind, fingerprint(reader, u.source, u.dtype, seen_as)) for u in units]
-        masters = [
-            [(m.shape, fingerprint(reader, model.file.source(m), m.dtype, seen_as)) for m in group]
-            for group in groups
-        ]
-    return match_in_order(parameters, masters)
+    return (
+        [(unit.kind, read(unit.source, unit.dtype, seen_as)) for unit in units],
+        [[(one.kind, read(one.source, one.dtype, seen_as)) for one in group] for group in groups],
+    )
 
 
-def _named_masters(
-    model: ModelStates, optimizer: Value, weights: Mapping[str, TensorRef]
-) -> Iterator[tuple[str, Master]]:
+def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weight]) -> Masters:
     """The masters of BF16_Optimizer, whose dictionary names them.
 
     Source: DeepSpeed 0.19, ``runtime/bf16_optimizer.py`` (``state_dict``): the partition of the
     rank that saved, which is all of a group only where there is one rank.
     """
+    found: dict[str, Master] = {}
+    cut = False
     flats = optimizer.need("single_partition_of_fp32_groups").items()
     mappings = optimizer.need("param_slice_mappings").items()
     for flat, mapping in zip(flats, mappings, strict=False):
         tensor = flat.tensor()
-        source, itemsize = model.file.source(tensor), tensor.dtype.itemsize
+        source, itemsize = file.source(tensor), tensor.dtype.itemsize
         for name, entry in mapping.entries().items():
             place = entry.value
             if not isinstance(place, FragmentAddress):
                 entry.fail("is not a fragment_address")
-            expected = weights[name].numel if name in weights else None
-            if place.numel != expected or place.start + place.numel > tensor.numel:
+            expected = weights[name].numel if name in weights else 0
+            if place.numel > expected or place.start + place.numel > tensor.numel:
                 raise LayoutError(
-                    f"the fp32 master of {name!r} is not all there",
+                    f"the fp32 master of {name!r} does not fit",
                     f"elements {place.start} to {place.start + place.numel} of {tensor.numel}",
                     f"{expected} elements" if expected else "a weight of that name",
                 )
-            window = Window(source, place.start * itemsize, place.numel * itemsize)
-            yield name, Master(window, tensor.dtype)
+            cut |= place.numel < expected
+            if place.numel == expected:
+                window = Window(source, place.start * itemsize, place.numel * itemsize)
+                found[name] = Master(window, tensor.dtype)
+    if weights and not found:
+        raise LayoutError("no fp32 master is all there", "parts of some", "whole masters")
+    counts = optimizer.get("partition_count").items()
+    whole = all(count.number_or_none() == 1 for count in counts)
+    partial = cut or (not whole and len(found) < len(weights))
+    return Masters(found, "the optimizer's other partitions were not saved" if partial else "")
 
 
 def _flat(groups: Iterable[Sequence[_Item]]) -> list[_Item]:

@@ -1,0 +1,290 @@
+"""ZeRO-0 with experts: one file of masters for each expert-parallel rank, none of them named.
+
+``expp_rank_E_mp_rank_MM_optim_states.pt`` holds the masters of what rank ``E`` trained: the dense
+weights, as every such file does, and its own experts. The weights themselves lie in the model file
+and in the expert files, in the module's element types.
+
+Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``) and
+``moe/utils.py`` (``split_params_into_different_moe_groups_for_optimizer``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zexport.checkpoint.assembly.cast_check import fingerprint
+from zexport.checkpoint.assembly.expert_layers import ExpertLayers
+from zexport.checkpoint.assembly.expert_states import ExpertStates, parse_native
+from zexport.checkpoint.assembly.zero0 import (
+    casts,
+    masters_of,
+    notes,
+    stored_buffers,
+    stored_weights,
+    weights_of,
+)
+from zexport.checkpoint.assembly.zero0_masters import Master, Masters, Weight
+from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.tensors import Inventory
+from zexport.checkpoint.untrusted import Value
+from zexport.dtypes import DType
+from zexport.errors import IncompleteCheckpointError, UnsupportedError
+from zexport.extents import Chain, Window
+from zexport.layouts.experts import expert_runs, uniform
+from zexport.streams.reader import SourceReader
+from zexport.torchfile.archive import TorchFile
+
+_GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One expert-parallel rank: its optimizer file, its own experts' weights, all its masters."""
+
+    file: TorchFile
+    experts: Sequence[Weight]
+    masters: Masters
+
+
+def take_unsharded_experts(
+    dense: ModelStates,
+    stored: Sequence[StoredTensor],
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+) -> Inventory:
+    """The tensors of a ZeRO-0 checkpoint with experts.
+
+    Args:
+        dense: the model states without experts, the router's second names in ``shared_params``.
+        stored: what the expert files hold, under the names of the whole model.
+        layers: where the experts are.
+        optimizers: the optimizer files by expert-parallel rank.
+
+    Raises:
+        IncompleteCheckpointError: an expert-parallel rank's file is missing.
+        UnsupportedError: masters cannot be told apart.
+        LayoutError: files contradict each other.
+    """
+    named_twice = {n: t for n, t in dense.shared_params.items() if n in dense.module}
+    own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
+    weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
+    experts = [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
+    _check_files(dense, layers, optimizers, [*weights, *experts])
+    shares = _shares(dense, layers, optimizers, weights, experts)
+    found = {**(shares[0].masters.found if shares else {}), **_by_whole_name(shares, layers)}
+    found = {one.name: found[one.name] for one in (*weights, *experts) if one.name in found}
+    _check_evenly_trained(dense, layers, optimizers, experts, found)
+    tied = _tied(weights, found, dense.file)
+    weights = [weight for weight in weights if weight.name not in tied]
+    doubts = dict.fromkeys(one.masters.doubt for one in shares if one.masters.doubt)
+    masters = Masters(found, "; ".join(doubts))
+    buffers = [one for one in stored if one.role is Role.BUFFER]
+    return Inventory(
+        tensors=(
+            *stored_weights([*weights, *experts], masters),
+            *stored_buffers(dense),
+            *buffers,
+        ),
+        aliases={**named_twice, **tied},
+        left_out=tuple(name for name in dense.buffer_names if name not in dense.module),
+        replicas=(*_dense_copies(weights, shares), *_casts(weights, shares)),
+        notes=notes([*weights, *experts], [masters]),
+    )
+
+
+def _as_weight(stored: StoredTensor) -> Weight:
+    if stored.source is None:
+        raise AssertionError("what expert files hold has a place")
+    return Weight(stored.name, stored.shape, stored.dtype, stored.source, of_experts=True)
+
+
+def _check_files(
+    dense: ModelStates,
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+    weights: Iterable[Weight],
+) -> None:
+    """As many files as expert-parallel ranks; none are needed where the weights are the masters."""
+    if not any(weight.dtype in (DType.BF16, DType.F16) for weight in weights):
+        return
+    sizes = _known_sizes(layers, optimizers)
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            "keeps the fp32 masters of experts that are dealt out in several ways, without names",
+            path=dense.file.path.parent,
+            found=f"expert-parallel sizes {', '.join(map(str, sorted(sizes)))}",
+            expected="one size",
+            hint="Resume the run with ZeRO stage 1, save, and export that",
+        )
+    expected = max(sizes, default=max(optimizers, default=0) + 1)
+    missing = sorted(set(range(expected)) - optimizers.keys())
+    if missing or len(optimizers) != expected:
+        raise IncompleteCheckpointError(
+            "lacks optimizer files of expert-parallel ranks, which hold the fp32 masters"
+            if missing
+            else "has optimizer files of more expert-parallel ranks than there are",
+            path=dense.file.path.parent,
+            found=f"{len(optimizers)} of {expected}",
+            expected=f"expp_rank_{missing[0] if missing else 0}_mp_rank_00_optim_states.pt",
+            hint="Copy all files of one save from the nodes that wrote them",
+        )
+
+
+def _known_sizes(layers: ExpertLayers, optimizers: Mapping[int, TorchFile]) -> set[int]:
+    """The expert-parallel sizes that AutoEP records, or that parameter groups are named after."""
+    sizes = {len(layer.held) for layer in layers.autoep.values()}
+    for file in optimizers.values():
+        optimizer = Value(file.path, "states", file.value).get("optimizer")
+        key = "optimizer_state_dict"
+        groups = optimizer.get(key).get("param_groups").items() if optimizer.has(key) else ()
+        for group in groups:
+            name = group.mapping_or_empty().get("name")
+            match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) else None
+            sizes |= {int(match[1])} if match else set()
+    return sizes
+
+
+def _shares(
+    dense: ModelStates,
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+    weights: Sequence[Weight],
+    experts: Sequence[Weight],
+) -> list[_Share]:
+    files = [states.file for every in layers.files.values() for states in every]
+    by_name = {weight.name: weight for weight in experts}
+    shares = []
+    for ep_rank, optimizer in sorted(optimizers.items()):
+        own = list(_local_experts(layers, ep_rank, len(optimizers), by_name))
+        ordered = _as_in_the_module(weights, own)
+        masters = masters_of(optimizer, ordered, (dense.file, *files))
+        shares.append(_Share(optimizer, own, masters))
+    return shares
+
+
+def _local_experts(
+    layers: ExpertLayers, ep_rank: int, ep_size: int, by_name: Mapping[str, Weight]
+) -> Iterator[Weight]:
+    """The weights of the experts that one rank trained, in the order of its module."""
+    fused = {layer.number: layer for layer in layers.autoep.values()}
+    for number, files in layers.files.items():
+        if number in fused:
+            held = [files[expert] for expert in fused[number].held[ep_rank]]
+            names = [name for name, layer in layers.autoep.items() if layer.number == number]
+            yield from (_stacked(name, held) for name in names)
+        else:
+            for expert in uniform(len(files), ep_size)[ep_rank]:
+                yield from (by_name[name] for name in files[expert].tensors if name in by_name)
+
+
+def _stacked(name: str, held: Sequence[ExpertStates]) -> Weight:
+    """AutoEP's weight of all experts of one rank, one slice out of each file."""
+    slices = [(states, states.tensors[f"{name}.{states.expert}"]) for states in held]
+    first = slices[0][1]
+    source = Chain(tuple(states.file.source(tensor) for states, tensor in slices))
+    return Weight(name, (len(slices), *first.shape), first.dtype, source, of_experts=True)
+
+
+def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> list[Weight]:
+    """Dense weights and experts in one order: experts follow the gate of their layer.
+
+    Source: DeepSpeed 0.19, ``moe/sharded_moe.py`` (``MOELayer``) and
+    ``module_inject/auto_ep_layer.py``: the gate is set before the experts, all else after them.
+    """
+    gates = {}
+    for place, weight in enumerate(dense):
+        for mark in (".deepspeed_moe.", ".router."):
+            if mark in weight.name:
+                gates[weight.name.rpartition(mark)[0]] = place
+    keyed = [((place, 0), weight) for place, weight in enumerate(dense)]
+    for place, weight in enumerate(experts):
+        mark = ".experts." if parse_native(weight.name) is None else ".deepspeed_moe."
+        layer = weight.name.rpartition(mark)[0]
+        keyed.append(((gates.get(layer, len(dense)), 1 + place), weight))
+    return [weight for _, weight in sorted(keyed, key=lambda item: item[0])]
+
+
+def _by_whole_name(shares: Sequence[_Share], layers: ExpertLayers) -> dict[str, Master]:
+    """The experts' masters of all ranks; those that AutoEP keeps as one, joined into one."""
+    found: dict[str, Master] = {}
+    for share in shares:
+        own = {weight.name for weight in share.experts} - layers.autoep.keys()
+        found |= {name: one for name, one in share.masters.found.items() if name in own}
+    for name, layer in layers.autoep.items():
+        masters = [share.masters.found[name] for share in shares if name in share.masters.found]
+        if masters and len(masters) == len(shares):
+            parts = []
+            for run in expert_runs(layer.held):
+                nbytes = masters[run.ep_rank].source.nbytes // len(layer.held[run.ep_rank])
+                source = masters[run.ep_rank].source
+                parts.append(Window(source, run.position * nbytes, run.count * nbytes))
+            found[name] = Master(Chain(tuple(parts)), masters[0].dtype)
+    return found
+
+
+def _check_evenly_trained(
+    dense: ModelStates,
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+    experts: Iterable[Weight],
+    found: Mapping[str, Master],
+) -> None:
+    """Where nothing tells how many files there should be: all experts of a layer are trained alike.
+
+    Else the masters of some lie in a file that is not here.
+    """
+    if not found or _known_sizes(layers, optimizers):
+        return
+    first: dict[str, str] = {}
+    for weight in experts:
+        native = parse_native(weight.name)
+        alike = native.renumbered(0) if native is not None else weight.name
+        other = first.setdefault(alike, weight.name)
+        if (other in found) != (weight.name in found):
+            raise IncompleteCheckpointError(
+                f"holds the fp32 master of only one of {other!r} and {weight.name!r}",
+                path=dense.file.path.parent,
+                found=f"{len(optimizers)} files expp_rank_*_optim_states.pt",
+                expected="one for each expert-parallel rank",
+                hint="Copy them from the nodes that wrote them",
+            )
+
+
+def _tied(
+    weights: Sequence[Weight], found: Mapping[str, Master], file: TorchFile
+) -> dict[str, str]:
+    """Matrices without a master of their own that are another one with a master, by all samples.
+
+    Tied weights share no storage here: the save of a model with experts clones every tensor, and
+    ZeRO-0 fills no ``shared_params``.
+    """
+    kinds = {(one.shape, one.dtype) for one in weights if one.name not in found}
+    kinds = {(shape, dtype) for shape, dtype in kinds if dtype.is_floating and len(shape) > 1}
+    alike = [one for one in weights if (one.shape, one.dtype) in kinds]
+    if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
+        return {}
+    with SourceReader([file]) as reader:
+        prints = {w.name: fingerprint(reader, w.source, w.dtype, w.dtype) for w in alike}
+    owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
+    return {
+        one.name: owners[one.shape, prints[one.name]]
+        for one in alike
+        if one.name not in found and (one.shape, prints[one.name]) in owners
+    }
+
+
+def _dense_copies(weights: Iterable[Weight], shares: Sequence[_Share]) -> Iterator[Replica]:
+    """The dense masters, which every expert-parallel rank has."""
+    for weight in weights:
+        masters = [s.masters.found[weight.name] for s in shares if weight.name in s.masters.found]
+        for other in masters[1:]:
+            yield Replica(weight.name, masters[0].source, other.source)
+
+
+def _casts(weights: Sequence[Weight], shares: Sequence[_Share]) -> Iterator[CastReplica]:
+    for index, share in enumerate(shares):
+        compared = [*weights, *share.experts] if index == 0 else share.experts
+        yield from casts(compared, share.masters.found, share.file)
