@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError, UnsafeError, ZexportError
-from zexport.torchfile import pickles
+from zexport.errors import (
+    DamagedCheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    ZexportError,
+)
+from zexport.torchfile import machine, pickles
 from zexport.torchfile.pickles import (
     FragmentAddress,
     Global,
@@ -411,6 +416,17 @@ def test_a_huge_memo_index_allocates_nothing() -> None:
     assert peak < 100_000
 
 
+def test_the_memo_is_read_as_python_reads_it_whatever_the_numbers() -> None:
+    for data in (
+        b"K\x01q\x05K\x02q\x00K\x03q\x01K\x04q\x00K\x06\x94h\x05h\x00h\x01h\x03(h\x05h\x00h\x01h\x03t.",
+        b"K\x01p3\n0K\x02\x940K\x03\x940K\x04\x940K\x05p2\n0(g3\ng1\ng2\nt.",
+    ):
+        assert read(data).value == pickle.loads(data)  # noqa: TID251 - the oracle
+    for data in (b"Nq\x000h\x01.", b"Np0\n0g-1\n.", b"Np5\n0h\x00."):
+        with pytest.raises(DamagedCheckpointError, match="never stored"):
+            read(data)
+
+
 def test_lists_within_lists_to_any_depth_are_read_without_recursion() -> None:
     depth = 200_000
     value = read(b"]" * depth + b"a" * (depth - 1) + b".").value
@@ -437,6 +453,53 @@ def test_work_and_size_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickles, "MAX_PICKLE_NBYTES", 8)
     with pytest.raises(DamagedCheckpointError, match="longer than it may be"):
         read(text("longer than that") + b".")
+
+
+_FLOODS = {
+    "lists": b"]" * 150_000,
+    "sets": b"\x8f" * 50_000,
+    "dicts": b"}NNs" * 40_000,
+    "marks": b"(" * 150_000,
+    "frozen sets": b"(\x91" * 50_000,
+    "nothing": b"N" * 1_500_000,
+    "memo": b"N" + b"\x94" * 1_500_000,
+    "strays": b"N" + b"".join(b"r" + struct.pack("<I", 7 * i + 5) for i in range(100_000)),
+    "texts": b"U\x02ab" * 150_000,
+    "wide texts": b"(" + (text("\U0001f600" + "a" * 200) + b"0") * 15_000 + b"1N",
+    "opaque": CALL_SYSTEM + b"q\x00" + b"h\x00)R" * 60_000,
+    "globals": b"".join(b"ca\n%d\n" % i for i in range(25_000)),
+    "storages": b"".join(
+        b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(f"{i}") + text("cpu") + b"K\x06tQ"
+        for i in range(15_000)
+    ),
+    "copies of a list": b"(" + b"I7\n" * 1_000 + b"lq\x00"
+    + b"cbuiltins\nset\nq\x01" + b"h\x01h\x00\x85R" * 100,
+    "copies of a tuple": b"(" + b"I7\n" * 1_000 + b"lq\x00"
+    + b"ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R" * 1000,
+    "one long text": b"X" + struct.pack("<I", 20 << 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flood", _FLOODS.values(), ids=_FLOODS.keys())
+def test_no_pickle_takes_more_memory_than_it_may(
+    flood: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound of a few megabytes: all costs are proportional, and tracing is slow."""
+    bound = 10 << 20
+    monkeypatch.setattr(machine, "MAX_NBYTES", bound)
+    monkeypatch.setattr(pickles, "MAX_NBYTES", bound)
+    tracemalloc.start()
+    with pytest.raises((UnsupportedError, DamagedCheckpointError)) as caught:
+        read(flood + b".")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "MiB of memory" in str(caught.value) or "ends early" in str(caught.value)
+    assert peak < bound
+
+
+def test_a_pickle_of_very_many_tensors_is_read() -> None:
+    one = tensor() + b"0" + text("model.layers.11.mlp.experts.255.gate_proj.weight") + b"0"
+    assert read(one * 60_000 + b"N.").value is None
 
 
 SAMPLE = (

@@ -19,6 +19,10 @@ class MalformedError(ValueError):
     """The input contradicts the format; the reader adds the file and the position."""
 
 
+class ExcessError(ValueError):
+    """Nothing need be wrong with the input, but there is more of it than is read."""
+
+
 class HiddenError(ValueError):
     """A value is needed that only running foreign code could make."""
 

@@ -24,6 +24,13 @@ from zexport.torchfile.inert import (
 from zexport.torchfile.known_globals import CALLS, CONSTRUCTORS, storage_of
 from zexport.torchfile.machine import Machine
 
+_PLAIN_NBYTES = 9  # a place on the stack or in the memo, and a little for its growth
+_MEMBER_NBYTES = 112
+_TABLE_NBYTES = 192  # what the first member of a dict costs
+_MARK_NBYTES = 96
+_WIDEST = 4  # bytes that a character takes in memory, if one of its text is rare
+_SHALLOW = 64  # marks; more of them at a time than any checkpoint has are charged for
+
 MAX_INT_NBYTES = 1024  # beyond about 1,780 bytes Python refuses to print an int
 HIGHEST_PROTOCOL = 5
 STOP = ord(".")
@@ -37,6 +44,22 @@ def _unknown(machine: Machine) -> None:
 
 
 OPCODES: list[Opcode] = [_unknown] * 256
+
+# The memory that each opcode's own objects take, in bytes; what depends on the number of values or
+# on their length is charged where they are made. Measured with CPython 3.11, rounded up.
+COSTS: list[int] = [_PLAIN_NBYTES] * 256
+for _codes, _nbytes in (
+    (b"JMGIFL\x8a\x8b", 48),
+    (b"tR\x85\x86\x87", 72),
+    (b"SUVTX\x8c\x8d", 80),
+    (b"CB\x8e\x96]}al\x81", 96),
+    (b"Q", 176),
+    (b"\x92o", 176),
+    (b"\x8f\x91", 248),
+    (b"ci\x93", 512),
+):
+    for _code in _codes:
+        COSTS[_code] = _nbytes
 
 
 def _opcode(code: bytes) -> Callable[[Opcode], Opcode]:
@@ -71,13 +94,17 @@ def _define_line(code: bytes, decode: Callable[[bytes], object]) -> None:
     _define(code, lambda machine: decode(machine.take_line()))
 
 
-def _define_collection(code: bytes, collect: Callable[[list[object]], object]) -> None:
+def _define_collection(
+    code: bytes, collect: Callable[[list[object]], object], *, hashes: bool = False
+) -> None:
     """An opcode that makes one value of those since the last mark."""
 
     @_opcode(code)
     def gather(machine: Machine) -> None:
-        value = collect(machine.pop_mark())
-        machine.stack.append(value)
+        values = machine.pop_mark()
+        if hashes:
+            machine.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
+        machine.stack.append(collect(values))
 
 
 def _define_growth(code: bytes, grow: Callable[[object, list[object]], None], single: int) -> None:
@@ -89,7 +116,10 @@ def _define_growth(code: bytes, grow: Callable[[object, list[object]], None], si
             values = [machine.stack.pop() for _ in range(single)][::-1]
         else:
             values = machine.pop_mark()
-        grow(machine.stack[-1], values)
+        target = machine.stack[-1]
+        if not isinstance(target, list):
+            machine.spend(_MEMBER_NBYTES * len(values) + (0 if target else _TABLE_NBYTES))
+        grow(target, values)
 
 
 def _define_put(code: bytes, index: Callable[[Machine], int]) -> None:
@@ -97,7 +127,21 @@ def _define_put(code: bytes, index: Callable[[Machine], int]) -> None:
 
     @_opcode(code)
     def put(machine: Machine) -> None:
-        machine.memo[index(machine)] = machine.stack[-1]
+        machine.remember(index(machine), machine.stack[-1])
+
+
+def _define_text(
+    code: bytes, take: Callable[[Machine], bytes], decode: Callable[[bytes], str]
+) -> None:
+    """An opcode that pushes text."""
+
+    @_opcode(code)
+    def push(machine: Machine) -> None:
+        raw = take(machine)
+        text = decode(raw)
+        if not text.isascii():
+            machine.spend(_WIDEST * len(raw))
+        machine.stack.append(text)
 
 
 def _text(raw: bytes) -> str:
@@ -168,18 +212,18 @@ _define(b")", lambda _: ())
 _define(b"\x8f", lambda _: set())
 _define(b"2", lambda machine: machine.stack[-1])
 _define(b"c", _global)
-_define(b"g", lambda machine: machine.memo[int(machine.take_line())])
+_define(b"g", lambda machine: machine.recall(int(machine.take_line())))
 _define_put(b"p", lambda machine: int(machine.take_line()))
-_define_put(b"\x94", lambda machine: len(machine.memo))
+_define_put(b"\x94", lambda machine: len(machine.memo) + len(machine.strays))
 _define_fixed(b"J", "<i")
 _define_fixed(b"M", "<H")
 _define_fixed(b"G", ">d")
 _define_sized(b"\x8a", 1, _long)
 _define_sized(b"\x8b", 4, _long)
-_define_sized(b"T", 4, _text)
-_define_sized(b"U", 1, _text)
-_define_sized(b"\x8c", 1, _text)
-_define_sized(b"\x8d", 8, _text)
+_define_text(b"T", lambda machine: machine.take(machine.take_int(4)), _text)
+_define_text(b"U", lambda machine: machine.take(machine.take_int(1)), _text)
+_define_text(b"\x8c", lambda machine: machine.take(machine.take_int(1)), _text)
+_define_text(b"\x8d", lambda machine: machine.take(machine.take_int(8)), _text)
 _define_sized(b"C", 1, bytes)
 _define_sized(b"B", 4, bytes)
 _define_sized(b"\x8e", 8, bytes)
@@ -187,12 +231,13 @@ _define_sized(b"\x96", 8, bytearray)
 _define_line(b"I", _int_line)
 _define_line(b"L", lambda line: int(line.removesuffix(b"L")))
 _define_line(b"F", float)
-_define_line(b"S", _quoted)
-_define_line(b"V", lambda line: line.decode("raw_unicode_escape"))
+_define_text(b"S", Machine.take_line, _quoted)
+_define_text(b"V", Machine.take_line, lambda line: line.decode("raw_unicode_escape"))
+_define_text(b"X", lambda machine: machine.take(machine.take_int(4)), _text)
 _define_collection(b"t", tuple)
 _define_collection(b"l", list)
-_define_collection(b"d", _new_dict)
-_define_collection(b"\x91", lambda values: frozenset(map(as_key, values)))
+_define_collection(b"d", _new_dict, hashes=True)
+_define_collection(b"\x91", lambda values: frozenset(map(as_key, values)), hashes=True)
 _define_growth(b"a", _extend, 1)
 _define_growth(b"e", _extend, 0)
 _define_growth(b"s", _update, 2)
@@ -200,7 +245,7 @@ _define_growth(b"u", _update, 0)
 _define_growth(b"\x90", _add, 0)
 
 
-# The next six are three quarters of a checkpoint's opcodes, so they do without the helpers. A
+# The next five are two thirds of a checkpoint's opcodes, so they do without the helpers. A
 # number cut short by the end of the data is found out at the next opcode, of which there is none.
 
 
@@ -212,7 +257,7 @@ def _binint1(machine: Machine) -> None:
 
 @_opcode(b"h")
 def _binget(machine: Machine) -> None:
-    machine.stack.append(machine.memo[machine.data[machine.pos]])
+    machine.stack.append(machine.recall(machine.data[machine.pos]))
     machine.pos += 1
 
 
@@ -220,12 +265,12 @@ def _binget(machine: Machine) -> None:
 def _long_binget(machine: Machine) -> None:
     pos = machine.pos
     machine.pos = pos + 4
-    machine.stack.append(machine.memo[int.from_bytes(machine.data[pos : pos + 4], "little")])
+    machine.stack.append(machine.recall(int.from_bytes(machine.data[pos : pos + 4], "little")))
 
 
 @_opcode(b"q")
 def _binput(machine: Machine) -> None:
-    machine.memo[machine.data[machine.pos]] = machine.stack[-1]
+    machine.remember(machine.data[machine.pos], machine.stack[-1])
     machine.pos += 1
 
 
@@ -233,15 +278,7 @@ def _binput(machine: Machine) -> None:
 def _long_binput(machine: Machine) -> None:
     pos = machine.pos
     machine.pos = pos + 4
-    machine.memo[int.from_bytes(machine.data[pos : pos + 4], "little")] = machine.stack[-1]
-
-
-@_opcode(b"X")
-def _binunicode(machine: Machine) -> None:
-    pos = machine.pos
-    machine.pos = pos + 4
-    raw = machine.take(int.from_bytes(machine.data[pos : pos + 4], "little"))
-    machine.stack.append(raw.decode("utf-8", "surrogatepass"))
+    machine.remember(int.from_bytes(machine.data[pos : pos + 4], "little"), machine.stack[-1])
 
 
 @_opcode(b"\x80")
@@ -259,6 +296,8 @@ def _frame(machine: Machine) -> None:
 def _mark(machine: Machine) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
+    if len(machine.marks) > _SHALLOW:
+        machine.spend(_MARK_NBYTES)
 
 
 @_opcode(b"0")

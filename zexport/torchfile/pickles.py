@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
-from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.torchfile.inert import (
+    ExcessError,
     ForeignStorage,
     FragmentAddress,
     Global,
@@ -20,8 +21,8 @@ from zexport.torchfile.inert import (
     TensorRef,
 )
 from zexport.torchfile.known_globals import HARMLESS
-from zexport.torchfile.machine import Machine
-from zexport.torchfile.opcodes import OPCODES, STOP
+from zexport.torchfile.machine import MAX_NBYTES, Machine
+from zexport.torchfile.opcodes import COSTS, OPCODES, STOP
 
 __all__ = [
     "ForeignStorage",
@@ -35,7 +36,7 @@ __all__ = [
     "load",
 ]
 
-MAX_PICKLE_NBYTES = 256 << 20
+MAX_PICKLE_NBYTES = 64 << 20
 # Every opcode pushes, stores or appends a bounded number of values, so this one number bounds the
 # stack, the memo and all containers together. A model of 100,000 tensors takes about 4 million.
 MAX_OPCODES = 32_000_000
@@ -72,6 +73,7 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
         DamagedCheckpointError: the bytes are not a pickle, contradict torch's format or exceed the
             limits of this module.
         UnsafeError: a tensor's place or shape would have to be computed by foreign code.
+        UnsupportedError: its values would take more memory than one pickle may.
     """
     if isinstance(data, memoryview):
         data = data.tobytes()
@@ -82,6 +84,10 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
         problem = f"{error}, at byte {machine.pos} of its pickle"
         hint = "Do not load this file with anything that runs pickles unless you trust its author"
         raise UnsafeError(problem, path=path, hint=hint) from error
+    except ExcessError as error:
+        hint = "Save again without the large lists that client_state may hold"
+        problem = f"holds a pickle that {error}"
+        raise UnsupportedError(problem, path=path, hint=hint) from error
     except (ValueError, IndexError, KeyError) as error:
         problem = f"the pickle is damaged at byte {machine.pos}: {_reason(error)}"
         hint = "Copy the file again from where it was written"
@@ -92,12 +98,15 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
 
 def _run(machine: Machine) -> object:
     """The value on top of the stack at STOP."""
-    data = machine.data
+    data, costs = machine.data, COSTS
     for _ in range(MAX_OPCODES):
         code = data[machine.pos]
         machine.pos += 1
         if code == STOP:
             break
+        machine.spent += costs[code]
+        if machine.spent > MAX_NBYTES:
+            machine.spend(0)
         OPCODES[code](machine)
     else:
         raise MalformedError(f"it goes on after {MAX_OPCODES} opcodes")
