@@ -27,7 +27,7 @@ from zexport.options import ExportOptions, NameLayout
 from zexport.report.export import export_json, print_export, print_verify, verify_json
 from zexport.report.failure import error_json
 from zexport.report.plan import plan_json, print_plan
-from zexport.report.text import duration, plural, print_table, printable, size, some
+from zexport.report.text import duration, plural, print_table, size, some
 
 NUMBER = {"type": "integer", "minimum": 0}
 PLAN_SCHEMA = {
@@ -122,10 +122,6 @@ def test_words_follow_their_number() -> None:
     assert (plural(1, "file"), plural(1024, "file")) == ("1 file", "1,024 files")
     assert some(["a", "b", "c"], 2) == "a, b and 1 more"
     assert some(["a", "b"], 2) == "a, b"
-
-
-def test_what_a_terminal_would_obey_is_written_out() -> None:
-    assert printable("a\x1b[2J\r\u202e\udc80ü") == "a\\x1b[2J\\r\\u202e\\udc80ü"
 
 
 def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:

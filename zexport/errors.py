@@ -2,12 +2,16 @@
 
 Every error a user can cause is one of these; anything else that escapes is a bug in zexport.
 The facts are attributes, so that a program can act on them; the sentence is made from the facts.
+Names and values out of a checkpoint come into messages here and nowhere else, so here they are made
+harmless to terminals and logs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar
+
+from zexport.printable import shown
 
 
 class ZexportError(Exception):
@@ -17,7 +21,8 @@ class ZexportError(Exception):
         path: the file or folder at fault, where there is one.
         problem: what is wrong, without a full stop.
         found, expected: the two sides of the contradiction, where there is one.
-        hint: the next step, as an imperative sentence without a full stop.
+        hint: the next step, as an imperative sentence without a full stop. These four are
+            printable: characters that a terminal would obey are written as escapes.
         exit_code: what a command ends with.
         kind: a stable word for programs (the ``kind`` of the JSON error object).
     """
@@ -34,16 +39,16 @@ class ZexportError(Exception):
         expected: object = None,
         hint: str = "",
     ) -> None:
-        self.problem = problem
+        self.problem = shown(problem)
         self.path = path
-        self.found = None if found is None else str(found)
-        self.expected = None if expected is None else str(expected)
-        self.hint = hint
+        self.found = None if found is None else shown(found)
+        self.expected = None if expected is None else shown(expected)
+        self.hint = shown(hint)
         super().__init__(self.sentence())
 
     def sentence(self) -> str:
         """The message: ``<path>: <what is wrong> (found X, expected Y). <what to do>``."""
-        where = f"{self.path}: " if self.path is not None else ""
+        where = f"{shown(self.path)}: " if self.path is not None else ""
         facts = ", ".join(
             f"{word} {value}"
             for word, value in (("found", self.found), ("expected", self.expected))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from zexport.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -44,13 +46,6 @@ def some(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
     more = len(names) - shown
     listed = ", ".join(names[:shown])
     return f"{listed} and {more:,} more" if more > 0 else listed
-
-
-def printable(text: str) -> str:
-    """``text`` with everything that is not visible written out as an escape."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:

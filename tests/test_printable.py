@@ -1,0 +1,48 @@
+"""Foreign text made fit to be shown, in messages too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.printable import printable, shown
+from zexport.report.failure import error_json
+
+HOSTILE = "a\x1b[2J\r\n\u202e\u200b\udc80ü\x00\x9b"
+ESCAPED = "a\\x1b[2J\\r\\n\\u202e\\u200b\\udc80ü\\x00\\x9b"
+
+
+def test_what_a_terminal_would_obey_is_written_out() -> None:
+    assert printable(HOSTILE) == ESCAPED
+    assert printable("a plain ü 漢字") == "a plain ü 漢字"
+
+
+def test_a_fact_that_would_fill_the_screen_is_cut_and_its_length_said() -> None:
+    text = shown("x" * 10_000_000)
+    assert text == "x" * 2000 + "... (10000000 characters)"
+    assert shown(5) == "5"
+
+
+@pytest.mark.parametrize("fact", ["problem", "found", "expected", "hint", "path"])
+def test_no_part_of_a_message_holds_what_a_terminal_would_obey(fact: str) -> None:
+    facts: dict[str, str] = {"problem": "p", "found": "f", "expected": "e", "hint": "h"}
+    facts[fact] = HOSTILE
+    path = Path(facts.pop("path", "p"))
+    error = DamagedCheckpointError(facts.pop("problem"), path=path, **facts)
+    assert ESCAPED in str(error)
+    assert str(error).isprintable()
+    told = error_json(error)["error"]
+    assert isinstance(told, dict)
+    assert str(told["message"]).isprintable()
+    assert str(told["hint"]).isprintable()
+
+
+def test_every_kind_of_error_makes_its_sentence_in_the_one_place() -> None:
+    waiting = [ZexportError]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        assert kind.sentence is ZexportError.sentence
+        assert kind.__init__ is ZexportError.__init__

@@ -1,0 +1,25 @@
+"""Foreign text made fit to be shown: nothing in it that a terminal or a log would obey."""
+
+from __future__ import annotations
+
+_SHOWN_MAX = 2000
+"""Characters of one fact in a message; a name in a hostile file may have ten million."""
+
+
+def printable(text: str) -> str:
+    """``text`` with everything that is not visible written out as an escape.
+
+    That covers control characters, line breaks, terminal escapes, marks that change the direction
+    of writing, blanks without width, and lone surrogates.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown(value: object) -> str:
+    """A fact as a message has it: ``printable``, and cut where it would fill the screen."""
+    text = str(value)
+    if len(text) <= _SHOWN_MAX:
+        return printable(text)
+    return f"{printable(text[:_SHOWN_MAX])}... ({len(text)} characters)"
