@@ -17,7 +17,9 @@ from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_shar
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
+from zexport.model.config import ConfigFile
 from zexport.model.json_files import read_json_object
+from zexport.model.mending import mend_sizes
 from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
@@ -48,11 +50,16 @@ def plan_export(
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     checkpoint = _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
-    names = _learn_names(checkpoint, sidecars, stored.shapes, options)
+    if _depends_on_names(checkpoint, options):
+        sidecars = _with_mended_sizes(sidecars, stored.shapes)
+        names = learn_names(sidecars, stored.shapes)
+    else:
+        names = NamesUnknown("they were not asked for")
     base = _read_base(options.base)
     selection = select_tensors(checkpoint, stored, names, _base_tensors(base), options)
     if not selection.tensors:
         raise _no_weights(checkpoint)
+    sidecars = _with_plain_weights(sidecars, selection)
     target = _target(checkpoint, options)
     shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
@@ -64,8 +71,8 @@ def plan_export(
         ),
         sources=_sources(checkpoint, base, selection),
         replicas=checkpoint.replicas,
-        provenance=_provenance(checkpoint, selection, options),
-        warnings=(*checkpoint.warnings, *_missing_sidecars(sidecars), *selection.warnings),
+        provenance=_provenance(checkpoint, sidecars, selection, options),
+        warnings=(*checkpoint.warnings, *_warnings(sidecars), *selection.warnings),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -99,18 +106,31 @@ def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:
     )
 
 
-def _learn_names(
-    checkpoint: ZeroCheckpoint,
-    sidecars: Sidecars,
-    stored: Mapping[str, Shape],
-    options: ExportOptions,
-) -> ModelNames | NamesUnknown:
-    """The model's names, where something depends on them: asking transformers takes seconds."""
-    if options.layout is NameLayout.MEMORY and (
-        options.exclude_frozen or not checkpoint.may_lack_weights
-    ):
-        return NamesUnknown("they were not asked for")
-    return learn_names(sidecars, stored)
+def _depends_on_names(checkpoint: ZeroCheckpoint, options: ExportOptions) -> bool:
+    """Whether the model's names matter: asking transformers takes seconds."""
+    if options.layout is not NameLayout.MEMORY:
+        return True
+    return checkpoint.may_lack_weights and not options.exclude_frozen
+
+
+def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidecars:
+    """With the config's vocabulary and classes as the checkpoint's weights have them."""
+
+    def shapes_for(config: ConfigFile) -> Mapping[str, Shape] | None:
+        names = learn_names(replace(sidecars, config=config), stored)
+        return names.shapes if isinstance(names, ModelNames) else None
+
+    if sidecars.config is None:
+        return sidecars
+    return replace(sidecars, config=mend_sizes(sidecars.config, stored, shapes_for))
+
+
+def _with_plain_weights(sidecars: Sidecars, selection: Selection) -> Sidecars:
+    """With a config that tells of no packing, unless packed weights are what is written."""
+    weights = (t for t in selection.tensors.values() if t.role is not Role.BUFFER)
+    if sidecars.config is None or not all(tensor.dtype.is_floating for tensor in weights):
+        return sidecars
+    return replace(sidecars, config=sidecars.config.without_quantization())
 
 
 def memory_nbytes(plan: ExportPlan) -> int:
@@ -189,17 +209,19 @@ def _sources(
     return tuple(files)
 
 
-def _missing_sidecars(sidecars: Sidecars) -> tuple[str, ...]:
-    if not sidecars.missing:
-        return ()
-    return (
-        f"without {' and '.join(sidecars.missing)}: nothing of that kind lies with the checkpoint; "
-        "give a model folder with --base",
-    )
+def _warnings(sidecars: Sidecars) -> Iterator[str]:
+    """What is missing beside the weights, and what is not as it was found."""
+    if sidecars.missing:
+        yield (
+            f"without {' and '.join(sidecars.missing)}: nothing of that kind lies with the "
+            "checkpoint; give a model folder with --base"
+        )
+    if sidecars.config is not None:
+        yield from (f"config.json is mended: {note}" for note in sidecars.config.mended)
 
 
 def _provenance(
-    checkpoint: ZeroCheckpoint, selection: Selection, options: ExportOptions
+    checkpoint: ZeroCheckpoint, sidecars: Sidecars, selection: Selection, options: ExportOptions
 ) -> JsonObject:
     """What the manifest says of the checkpoint and the options; nothing that varies by run."""
     dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
@@ -220,6 +242,7 @@ def _provenance(
         "loadable": selection.loadable,
         "tied": dict(sorted(selection.tied.items())),
         "from_base": list(selection.from_base),
+        "mended": list(sidecars.config.mended) if sidecars.config is not None else [],
     }
 
 

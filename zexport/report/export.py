@@ -35,7 +35,7 @@ def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
     """The report as one JSON object: what was done, and what the plan said of the output.
 
     Keys: those of ``ExportReport.to_json``, and from the plan ``checkpoint``, ``options``,
-    ``loadable``, ``tied`` and ``from_base``.
+    ``loadable``, ``tied``, ``from_base`` and ``mended``.
     """
     return report.to_json() | dict(plan.provenance)
 

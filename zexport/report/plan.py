@@ -33,7 +33,8 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     Keys: ``schema``, ``out_dir``, ``files`` (``name``, ``nbytes``, ``tensors``), ``side_files``,
     ``sources`` (``path``, ``nbytes``), ``tensors``, ``nbytes_to_read``, ``nbytes_to_write``,
     ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``warnings``, and those
-    of the plan's provenance: ``checkpoint``, ``options``, ``loadable``, ``tied``, ``from_base``.
+    of the plan's provenance: ``checkpoint``, ``options``, ``loadable``, ``tied``, ``from_base``,
+    ``mended``.
     """
     from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
 
