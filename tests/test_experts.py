@@ -18,8 +18,8 @@ from tests.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_
 from zexport.checkpoint.assembly.cast_check import check_cast
 from zexport.checkpoint.assembly.expert_states import read_expert_optimizers, read_expert_states
 from zexport.checkpoint.assembly.experts import take_expert_inventory
-from zexport.checkpoint.assembly.fused_experts import fuse_experts
-from zexport.checkpoint.contents import CastReplica, Role
+from zexport.checkpoint.assembly.fused_experts import fuse_experts, with_original_names
+from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
 from zexport.checkpoint.location import locate
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import read_ranks
@@ -110,9 +110,55 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Path) -> Non
     [case for case in _CASES if (Path(str(case.values[0])) / "truth.hf.safetensors").exists()],
 )
 def test_fused_experts_are_those_of_the_hugging_face_model(case: Path) -> None:
+    truth = load_file(case / "truth.hf.safetensors")
     fused = fuse_experts(inventory_of(locate(case / "ckpt", None).tag_dir))
-    assert facts(fused) == facts_of(load_file(case / "truth.hf.safetensors"))
-    assert fused.aliases == {}
+    named = with_original_names(fused, {name: tuple(one.shape) for name, one in truth.items()})
+    assert facts(named) == facts_of(truth)
+    assert named.aliases == {}
+
+
+def layer_of(shapes: dict[str, tuple[int, ...]]) -> Inventory:
+    tensors = {"m.experts.gate_up_proj": (2, 4, 3), "m.experts.down_proj": (2, 3, 2), **shapes}
+    return Inventory(
+        tuple(StoredTensor(n, s, DType.F32, Role.TRAINABLE, None) for n, s in tensors.items()),
+        {},
+        (),
+    )
+
+
+_EXPERTS_OF_LAYER = {"m.experts.gate_up_proj": (2, 4, 3), "m.experts.down_proj": (2, 3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("stored", "original"),
+    [
+        pytest.param(
+            {"m.shared_experts.up": (3, 3), "m.shared_experts_gate.weight": (1, 3)},
+            {"m.shared_expert.up": (3, 3), "m.shared_expert_gate.weight": (1, 3)},
+            id="two children at once",
+        ),
+        pytest.param(
+            {"m.gate.weight": (2, 3), "m.gate.bias_of_scores": (2,)},
+            {"m.gate.weight": (2, 3), "m.bias_of_scores": (2,)},
+            id="a tensor that lay in the layer itself",
+        ),
+        pytest.param(
+            {"m.gate.weight": (2, 3)}, {"m.chooser.weight": (2, 3)}, id="a router of another name"
+        ),
+    ],
+)
+def test_children_that_autoep_renamed_get_the_models_names_back(
+    stored: dict[str, tuple[int, ...]], original: dict[str, tuple[int, ...]]
+) -> None:
+    named = with_original_names(layer_of(stored), {**_EXPERTS_OF_LAYER, **original})
+    assert [t.name for t in named.tensors] == [*_EXPERTS_OF_LAYER, *original]
+
+
+def test_a_child_that_may_be_either_of_two_keeps_its_name() -> None:
+    stored = {"m.shared_experts.up": (3, 3)}
+    original = {"m.one.up": (3, 3), "m.other.up": (3, 3), **_EXPERTS_OF_LAYER}
+    named = with_original_names(layer_of(stored), original)
+    assert "m.shared_experts.up" in {t.name for t in named.tensors}
 
 
 # --- ZeRO-0: masters without names, in a file for each expert-parallel rank ---

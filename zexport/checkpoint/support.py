@@ -76,8 +76,10 @@ SUPPORT = (
     Support(
         "AutoEP",
         "0-3",
+        note="with a config, under the names and in the shapes that the model had before",
         fixtures=(
             "autoep_z0_w2_ep2",
+            "autoep_z1_w2_ep2_qwen2",
             "autoep_z2_w4_ep2",
             "autoep_z3_w4_ep2",
             "autoep_z2_w2_ep2_frozen",

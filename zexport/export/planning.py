@@ -87,14 +87,22 @@ def _with_fused_experts(
     is_split = any(tensor.name.endswith(".experts.w1") for tensor in checkpoint.tensors)
     if options.layout is NameLayout.MEMORY or not is_split:
         return checkpoint
-    from zexport.checkpoint.assembly.fused_experts import fuse_experts  # noqa: PLC0415 - rare
+    from zexport.checkpoint.assembly.fused_experts import (  # noqa: PLC0415 - rare
+        fuse_experts,
+        with_original_names,
+    )
 
     inventory = fuse_experts(Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out))
+    names = learn_names(sidecars, {tensor.name: tensor.shape for tensor in inventory.tensors})
+    if not isinstance(names, ModelNames):
+        return checkpoint
+    inventory = with_original_names(inventory, names.shapes)
     fused = replace(checkpoint, tensors=inventory.tensors, aliases=inventory.aliases)
-    shapes = name_tensors(fused, options.renames).shapes
-    names = learn_names(sidecars, shapes)
-    is_the_models = isinstance(names, ModelNames) and shapes.keys() <= names.shapes.keys()
-    return fused if is_the_models else checkpoint
+    return (
+        fused
+        if name_tensors(fused, options.renames).shapes.keys() <= names.shapes.keys()
+        else checkpoint
+    )
 
 
 def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:

@@ -6,12 +6,13 @@ Source: DeepSpeed 0.19, ``moe/ep_repack.py`` and ``module_inject/auto_ep_layer.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.tensors import Inventory
+from zexport.checkpoint.untrusted import Shape
 from zexport.errors import DamagedCheckpointError
 from zexport.mosaic import Mosaic, Tile, row_major
 
@@ -52,6 +53,79 @@ def fuse_experts(inventory: Inventory) -> Inventory:
             if name not in renamed
         },
     )
+
+
+def with_original_names(inventory: Inventory, original: Mapping[str, Shape]) -> Inventory:
+    """The fused inventory with the names that AutoEP changed beside the experts brought back.
+
+    AutoEP sets the other children of a layer under names of its own (``shared_experts`` for
+    ``shared_expert``) and writes down none of the old ones, so the model itself must tell: a child
+    that the model does not know gets the name of the one child of that layer that is not stored and
+    has the same weights in the same shapes; a tensor likewise.
+
+    Args:
+        inventory: what ``fuse_experts`` gave.
+        original: the model's names and shapes before AutoEP.
+    """
+    renamed: dict[str, str] = {}
+    for layer in _layers(inventory):
+        own = {t.name: t.shape for t in inventory.tensors if t.name.startswith(f"{layer}.")}
+        for key in (_child, _last):
+            found = {n: shape for n, shape in own.items() if renamed.get(n, n) not in original}
+            taken = {renamed.get(name, name) for name in own}
+            wanted = {n: s for n, s in original.items() if n.startswith(f"{layer}.")}
+            free = {name: shape for name, shape in wanted.items() if name not in taken}
+            renamed |= _paired(found, free, len(layer) + 1, key)
+    return replace(
+        inventory,
+        tensors=tuple(replace(t, name=renamed.get(t.name, t.name)) for t in inventory.tensors),
+        aliases={alias: renamed.get(name, name) for alias, name in inventory.aliases.items()},
+    )
+
+
+def _layers(inventory: Inventory) -> list[str]:
+    end = ".experts.gate_up_proj"
+    return [t.name.removesuffix(end) for t in inventory.tensors if t.name.endswith(end)]
+
+
+def _child(name: str) -> tuple[str, str]:
+    """The child of the layer that a name within it begins with, and the rest."""
+    child, _, rest = name.partition(".")
+    return child, rest
+
+
+def _last(name: str) -> tuple[str, str]:
+    """All but the last component of a name as one, and the last."""
+    before, _, last = name.rpartition(".")
+    return f"{before}/{last}", last
+
+
+def _paired(
+    stored: Mapping[str, Shape],
+    wanted: Mapping[str, Shape],
+    start: int,
+    key: Callable[[str], tuple[str, str]],
+) -> dict[str, str]:
+    """Stored name to wanted name, where one group of each alone has the same rests and shapes.
+
+    ``start`` is the length of the layer's name and its dot; ``key`` splits what follows.
+    """
+    groups: tuple[dict[str, dict[str, str]], ...] = ({}, {})
+    for names, by_key in zip((stored, wanted), groups, strict=True):
+        for name in names:
+            group, rest = key(name[start:])
+            by_key.setdefault(group, {})[rest] = name
+    kinds = [
+        {group: frozenset((r, names[n]) for r, n in held.items()) for group, held in one.items()}
+        for names, one in zip((stored, wanted), groups, strict=True)
+    ]
+    pairs: dict[str, str] = {}
+    for group, kind in kinds[0].items():
+        like = [other for other, known in kinds[1].items() if known == kind]
+        if len(like) == 1 and list(kinds[0].values()).count(kind) == 1:
+            held = groups[1][like[0]]
+            pairs |= {name: held[rest] for rest, name in groups[0][group].items()}
+    return pairs
 
 
 def _router_names(
