@@ -16,6 +16,7 @@ import click
 
 from zexport.checkpoint.support import SUPPORT
 from zexport.cli.main import cli
+from zexport.findings import FindingKind
 
 DOCS = Path(__file__).parent
 SCHEMAS = tuple(sorted((DOCS / "schemas").glob("*.json")))
@@ -34,8 +35,9 @@ def pages() -> dict[Path, str]:
     for path in SCHEMAS:
         table = "\n".join(_table(json.loads(path.read_text(encoding="utf-8")))) + "\n"
         text = _replaced(text, path.stem, table)
-    readme = DOCS.parent / "README.md"
+    readme, errors = DOCS.parent / "README.md", DOCS / "errors.md"
     return {
+        errors: _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         interfaces: text,
         readme: _replaced(readme.read_text(encoding="utf-8"), "support", support_table()),
@@ -65,6 +67,19 @@ def support_table() -> str:
         )
         + " |\n"
         for row in SUPPORT
+    )
+
+
+# --- findings ---
+
+
+def findings_table() -> str:
+    """The kinds of findings, and which of them end an export."""
+    head = "| kind | what was found | |\n|---|---|---|\n"
+    return head + "".join(
+        f"| `{kind.value}` | {kind.meaning} | "
+        f"{'refused, unless allowed' if kind.is_refused else 'told'} |\n"
+        for kind in FindingKind
     )
 
 

@@ -306,6 +306,10 @@ class LossScaler:
     pass
 
 
+class DynamicLossScaler(LossScaler):
+    pass
+
+
 def _module_of(cls: type, home: str) -> ModuleType:
     cls.__module__, cls.__qualname__ = home, cls.__name__
     module = ModuleType(home)
@@ -320,6 +324,8 @@ _MODULES = {
         LossScaler, "deepspeed.runtime.fp16.loss_scaler"
     ),
 }
+DynamicLossScaler.__module__ = LossScaler.__module__
+vars(_MODULES[LossScaler.__module__])["DynamicLossScaler"] = DynamicLossScaler
 
 
 def _stand_in(home: str, name: str) -> type:

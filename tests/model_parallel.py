@@ -29,6 +29,7 @@ Edit = Callable[[dict[str, Any]], object]
 _TORCH = {
     DType.F32: torch.float32,
     DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
     DType.I64: torch.int64,
 }
 

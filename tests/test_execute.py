@@ -23,10 +23,11 @@ from zexport.errors import (
     DamagedCheckpointError,
     VerificationError,
 )
-from zexport.export.execute import Finding, Phase, Progress, VerifyMode, run_plan
+from zexport.export.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.export.manifest import read_manifest
 from zexport.export.plan import ExportPlan, SideFile, TensorPlan
 from zexport.extents import Chain, Extent, Striped
+from zexport.findings import Finding, FindingKind
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -203,10 +204,10 @@ def test_remarkable_values_are_found_in_whole_and_in_split_tensors(tmp_path: Pat
         )
         report = run_plan(plan)
         assert report.findings == (
-            Finding("nan", "odd", 1),
-            Finding("inf", "odd", 2),
-            Finding("fp16_overflow", "odd", 2),
-            Finding("all_zero", "zero", 9),
+            Finding(FindingKind.NAN, "odd", 1),
+            Finding(FindingKind.INF, "odd", 2),
+            Finding(FindingKind.FP16_OVERFLOW, "odd", 2),
+            Finding(FindingKind.ALL_ZERO, "zero", 9),
         )
         assert read_manifest(out_dir).findings == report.findings
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
-from zexport.checkpoint.assembly.cast_check import check_cast
+from tests.model_parallel import unequal
+from zexport.checkpoint.assembly.cast_check import compare_casts
 from zexport.checkpoint.assembly.expert_states import read_expert_optimizers, read_expert_states
 from zexport.checkpoint.assembly.experts import take_expert_inventory
 from zexport.checkpoint.assembly.fused_experts import fuse_experts, with_original_names
@@ -98,11 +99,7 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Path) -> Non
     roles = {tensor.name: tensor.role for tensor in inventory.tensors}
     assert {n for n, r in roles.items() if r is Role.FROZEN} == set(described["frozen"])
     assert {n for n, r in roles.items() if r is Role.BUFFER} == set(described["buffers"])
-    for replica in inventory.replicas:
-        if isinstance(replica, CastReplica):
-            check_cast(replica, Positioned())
-        else:
-            assert read(replica.kept) == read(replica.other)
+    assert unequal(inventory.replicas) == []
 
 
 @pytest.mark.parametrize(
@@ -217,9 +214,8 @@ def test_masters_of_experts_of_another_step_are_found_out(tmp_path: Path) -> Non
 
     rewrite(optimizer_file(folder, 1), other_step)
     casts = [one for one in inventory_of(folder).replicas if isinstance(one, CastReplica)]
-    (first,) = (cast for cast in casts if cast.name == f"{prefix(0)}.2.up.weight")
-    with pytest.raises(DamagedCheckpointError, match="does not belong to the module's weight"):
-        check_cast(first, Positioned())
+    found = compare_casts(casts, Positioned(), full=False)
+    assert f"{prefix(0)}.2.up.weight" in {one.replica.name for one in found}
 
 
 def test_experts_that_are_dealt_out_in_two_ways_are_refused_without_their_names(

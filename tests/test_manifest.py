@@ -12,12 +12,12 @@ from zexport.errors import VerificationError
 from zexport.export.manifest import (
     MANIFEST_NAME,
     FileEntry,
-    Finding,
     SourceEntry,
     TensorEntry,
     new_manifest,
     read_manifest,
 )
+from zexport.findings import Finding, FindingKind
 from zexport.version import __version__
 
 MANIFEST = new_manifest(
@@ -25,7 +25,7 @@ MANIFEST = new_manifest(
     sources=[SourceEntry("b.pt", 2), SourceEntry("a.pt", 1)],
     tensors={"x": TensorEntry(DType.BF16, (2, 3), "model.safetensors", "00")},
     files={"model.safetensors": FileEntry(20, "11")},
-    findings=(Finding("nan", "x", 2),),
+    findings=(Finding(FindingKind.NAN, "x", 2),),
 )
 
 
@@ -33,7 +33,8 @@ def test_a_manifest_has_these_bytes() -> None:
     assert b"".join(MANIFEST.lines()).decode() == (
         "{\n"
         '  "files": {\n    "model.safetensors": {"blake3": "11", "nbytes": 20}\n  },\n'
-        '  "findings": [\n    {"count": 2, "kind": "nan", "tensor": "x"}\n  ],\n'
+        '  "findings": [\n    {"accepted": false, "count": 2, "detail": "",'
+        ' "kind": "nan", "tensor": "x"}\n  ],\n'
         '  "options": {"dtype": "bf16"},\n'
         '  "schema": 1,\n'
         '  "sources": [\n    {"nbytes": 1, "path": "a.pt"},\n'

@@ -136,7 +136,7 @@ def test_an_export_of_remarkable_values(tmp_path: Path) -> None:
     plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
     told = check("export", export_json(run_export(plan), plan))
     kinds = {finding["kind"] for finding in told["findings"]}
-    assert kinds == {"nan", "inf", "fp16_overflow", "all_zero"}
+    assert kinds == {"nan", "inf", "fp16-overflow", "all-zero"}
     manifest = json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes())
     assert check("manifest", manifest)["findings"] == told["findings"]
 

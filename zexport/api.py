@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
@@ -17,7 +18,7 @@ from zexport.export.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.export.plan import ExportPlan
 from zexport.export.planning import plan_export
 from zexport.export.verify import VerifyReport
-from zexport.options import ExportOptions
+from zexport.options import CheckMode, ExportOptions
 
 OnProgress = Callable[[Progress], None]
 
@@ -56,6 +57,7 @@ def verify_export(
     *,
     against: Checkpoint | None = None,
     base: Path | str | None = None,
+    check: CheckMode = CheckMode.SAMPLED,
     progress: OnProgress | None = None,
 ) -> VerifyReport:
     """What is wrong with an export, if anything.
@@ -64,18 +66,19 @@ def verify_export(
         out_dir: a folder that ``consolidate`` made.
         against: the checkpoint it came from; every tensor is then made again from it.
         base: the base model, where weights came from one.
+        check: how much of the masters is held against the module's own copy of them.
         progress: told of every step.
 
     Raises:
         VerificationError: the folder has no readable manifest.
-        CheckpointError: ``against`` cannot be opened.
+        CheckpointError: ``against`` cannot be opened or read, or is damaged.
     """
     out_dir = Path(out_dir)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     base = Path(base) if base is not None else None
-    options = _options_of(manifest, out_dir / MANIFEST_NAME, base)
+    options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
     checkpoint = open_checkpoint(against, tag=_tag_of(manifest.provenance.get("checkpoint")))
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)

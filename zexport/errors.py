@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from zexport.findings import FindingKind
 from zexport.printable import shown
 
 
@@ -23,6 +24,7 @@ class ZexportError(Exception):
         found, expected: the two sides of the contradiction, where there is one.
         hint: the next step, as an imperative sentence without a full stop. These four are
             printable: characters that a terminal would obey are written as escapes.
+        finding: the kind by which a user may allow it all the same; ``None`` where nobody may.
         exit_code: what a command ends with.
         kind: a stable word for programs (the ``kind`` of the JSON error object).
     """
@@ -38,25 +40,34 @@ class ZexportError(Exception):
         found: object = None,
         expected: object = None,
         hint: str = "",
+        finding: FindingKind | None = None,
     ) -> None:
         self.problem = shown(problem)
         self.path = path
         self.found = None if found is None else shown(found)
         self.expected = None if expected is None else shown(expected)
+        self.finding = finding
+        if finding is not None:
+            way_on = f"go on all the same with --allow {finding.value}"
+            hint = f"{hint}, or {way_on}" if hint else way_on.capitalize()
         self.hint = shown(hint)
         super().__init__(self.sentence())
 
     def sentence(self) -> str:
         """The message: ``<path>: <what is wrong> (found X, expected Y). <what to do>``."""
         where = f"{shown(self.path)}: " if self.path is not None else ""
+        step = f" {self.hint}." if self.hint else ""
+        return f"{where}{self.statement()}.{step}"
+
+    def statement(self) -> str:
+        """What is wrong, with both sides of the contradiction, and neither path nor full stop."""
         facts = ", ".join(
             f"{word} {value}"
             for word, value in (("found", self.found), ("expected", self.expected))
             if value is not None
         )
         aside = f" ({facts})" if facts else ""
-        step = f" {self.hint}." if self.hint else ""
-        return f"{where}{self.problem}{aside}.{step}"
+        return f"{self.problem}{aside}"
 
 
 class UsageError(ZexportError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zexport.findings import FindingKind
 from zexport.jsontypes import Json, JsonObject
 
 
@@ -37,6 +38,15 @@ class Engine(Enum):
     DEEPSPEED = "deepspeed"
 
 
+class CheckMode(Enum):
+    """How much is compared of a weight that the checkpoint holds twice, fp32 and rounded."""
+
+    SAMPLED = "sampled"
+    """Some elements of every tensor, from each rank file that holds part of it."""
+    FULL = "full"
+    """Every element."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """The choices of one export, with their defaults.
@@ -53,6 +63,8 @@ class ExportOptions:
         jobs: worker threads.
         max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
         overwrite: replace an existing output folder.
+        check: how much is compared of weights that the checkpoint holds twice.
+        allow: kinds of findings that are told and do not end the export.
     """
 
     dtype: ExportDType = ExportDType.FP32
@@ -65,6 +77,8 @@ class ExportOptions:
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
     overwrite: bool = False
+    check: CheckMode = CheckMode.SAMPLED
+    allow: frozenset[FindingKind] = frozenset()
 
     def recorded(self) -> JsonObject:
         """Those choices that change what is written, as a manifest keeps them."""
@@ -75,6 +89,8 @@ class ExportOptions:
             "exclude_frozen": self.exclude_frozen,
             "max_shard_nbytes": self.max_shard_nbytes,
             "renames": [list(rename) for rename in self.renames],
+            "check": self.check.value,
+            "allow": [kind.value for kind in sorted(self.allow)],
         }
 
     @classmethod
@@ -85,8 +101,9 @@ class ExportOptions:
             ValueError: no export can have had these.
         """
         size, renames = recorded.get("max_shard_nbytes"), recorded.get("renames")
-        if type(size) is not int or not isinstance(renames, list):
-            raise ValueError("max_shard_nbytes is no number, or renames no list")
+        allow = recorded.get("allow", [])
+        if type(size) is not int or not isinstance(renames, list) or not isinstance(allow, list):
+            raise ValueError("max_shard_nbytes is no number, or renames or allow no list")
         pairs = [rename for rename in renames if isinstance(rename, list)]
         return cls(
             dtype=ExportDType(recorded.get("dtype")),
@@ -95,4 +112,6 @@ class ExportOptions:
             max_shard_nbytes=size,
             renames=tuple((str(pattern), str(new)) for pattern, new in pairs),
             base=base,
+            check=CheckMode(recorded.get("check", CheckMode.SAMPLED.value)),
+            allow=frozenset(FindingKind(str(kind)) for kind in allow),
         )

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import assert_type
 
 import zexport
-from zexport.export.execute import Finding
 from zexport.export.verify import Problem
+from zexport.findings import Finding
 
 
 def the_whole_job(path: Path, out: Path) -> None:

@@ -14,6 +14,7 @@ from zexport.checkpoint.untrusted import Shape
 from zexport.dtypes import DType
 from zexport.errors import ZexportError
 from zexport.extents import ByteSource
+from zexport.findings import Finding
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import Global
 
@@ -84,8 +85,11 @@ class CastReplica:
         path: the file, for messages.
         kept: the copy that is exported.
         kept_dtype: its element type.
-        other: the narrower copy.
+        other: the narrower copy, or one of the same type.
         other_dtype: its element type.
+        names_it: whether the two are held to be one tensor because they are alike, and nothing
+            else says so. Then every element is compared, whatever was asked for.
+        advice: what to do where they differ, as an imperative sentence without a full stop.
     """
 
     name: str
@@ -94,6 +98,8 @@ class CastReplica:
     kept_dtype: DType
     other: ByteSource
     other_dtype: DType
+    names_it: bool = True
+    advice: str = "Copy all files of one save again"
 
     @property
     def numel(self) -> int:
@@ -149,6 +155,7 @@ class ZeroCheckpoint:
         replicas: second copies that must agree with what is exported.
         problems: what stands in the way of an export, all of it.
         warnings: what does not, but should be known.
+        findings: those warnings that have a kind.
     """
 
     location: Location
@@ -172,6 +179,7 @@ class ZeroCheckpoint:
     replicas: tuple[Replica | CastReplica, ...]
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
 
     @property
     def may_lack_weights(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from zexport.checkpoint.assembly.assemble import Assembled, assemble
+from zexport.checkpoint.assembly.cells import disagreements
 from zexport.checkpoint.assembly.node_local import unite
 from zexport.checkpoint.assembly.structure import (
     Structure,
@@ -26,6 +28,7 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.extents import paths_of
+from zexport.findings import Finding, FindingKind
 from zexport.torchfile.archive import TorchFile
 
 NEWEST = "newest"
@@ -77,6 +80,7 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
         no_optimizer_files(location.tag_dir, index)
         for index in lacking_optimizer_files(structure, files, cells)
     ]
+    problems += disagreements(location.tag_dir, cells)
     assembled = Assembled(Inventory((), {}, ()))
     try:
         assembled = assemble(location.tag_dir, files, cells, structure)
@@ -136,8 +140,11 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         files=tuple(_describe_file(file, torch_files, read) for file in files),
         torch_files=torch_files,
         replicas=inventory.replicas,
-        problems=problems,
+        problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(*_warnings(cells), *inventory.notes),
+        findings=tuple(
+            found for p in problems if (found := _finding(p)) and not found.kind.is_refused
+        ),
     )
 
 
@@ -245,16 +252,38 @@ def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
     )
 
 
-def raise_problems(checkpoint: ZeroCheckpoint) -> None:
-    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind."""
-    problems = checkpoint.problems
+def raise_problems(
+    checkpoint: ZeroCheckpoint, allow: Set[FindingKind] = frozenset()
+) -> tuple[Finding, ...]:
+    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind.
+
+    Returns:
+        What was found and does not stand in the way: it is only told, or was allowed by name.
+    """
+    raise_all(
+        [problem for problem in checkpoint.problems if problem.finding not in allow],
+        checkpoint.location.tag_dir,
+    )
+    found = [finding for problem in checkpoint.problems if (finding := _finding(problem))]
+    return tuple(replace(one, accepted=one.kind in allow) for one in (*checkpoint.findings, *found))
+
+
+def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
+    """Raise the one problem there is, or all of them as one error of the gravest kind."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
         gravest = max(problems, key=lambda problem: problem.exit_code)
         raise type(gravest)(
             f"has {len(problems)} problems",
-            path=checkpoint.location.tag_dir,
+            path=path,
             found="; ".join(problem.sentence().rstrip(".") for problem in problems),
             hint="Mend them and run again; `zexport inspect` shows what is there",
         )
+
+
+def _finding(problem: ZexportError) -> Finding | None:
+    """A problem as what it is where it was allowed."""
+    if problem.finding is None:
+        return None
+    return Finding(problem.finding, "", 0, problem.statement())

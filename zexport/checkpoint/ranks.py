@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from zexport.errors import (
     IncompleteCheckpointError,
     ZexportError,
 )
+from zexport.findings import FindingKind
 from zexport.torchfile.archive import TorchFile, read_torch_file
 from zexport.torchfile.pickles import Pickle
 
@@ -112,7 +114,8 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
         mp_rank = files[0].mp_rank if files else 0
         problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
     problems += _surplus(tag_dir, named, world_size)
-    problems += _disagreements(tag_dir, model, optimizer)
+    own = {r: s for r, s in optimizer.items() if world_size is None or r < world_size}
+    problems += _disagreements(tag_dir, model, own)
     problems += _other_shapes(tag_dir, model)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
@@ -245,6 +248,7 @@ def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable
             found=f"{len(named)} optimizer files",
             expected=f"{world_size}, ranks 0-{(world_size or 1) - 1}",
             hint="Remove what another save left here",
+            finding=FindingKind.STRAY_FILES,
         )
 
 
@@ -252,16 +256,18 @@ def _disagreements(
     tag_dir: Path, model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
 ) -> Iterable[ZexportError]:
     """Facts that every rank of one save states alike, and these do not."""
-    facts: list[tuple[str, dict[int, object]]] = [
-        ("partition count", {r: s.partition_counts for r, s in optimizer.items()}),
-        ("ZeRO stage", {r: s.stage for r, s in optimizer.items()}),
-        ("number of flat groups", {r: len(s.flat_groups) for r, s in optimizer.items()}),
-        ("optimizer step", {r: step_of(s) for r, s in optimizer.items()}),
-        ("global step", {r: s.global_steps for r, s in model.items()}),
-        ("number of data-parallel ranks", {r: s.dp_world_size for r, s in model.items()}),
-        ("DeepSpeed version", {r: s.ds_version for r, s in optimizer.items()}),
+    steps = {r: step_of(s) for r, s in optimizer.items()}
+    versions = {r: s.ds_version for r, s in optimizer.items()}
+    facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
+        ("partition count", None, {r: s.partition_counts for r, s in optimizer.items()}),
+        ("ZeRO stage", None, {r: s.stage for r, s in optimizer.items()}),
+        ("number of flat groups", None, {r: len(s.flat_groups) for r, s in optimizer.items()}),
+        ("optimizer step", FindingKind.MIXED_STEPS, steps),
+        ("global step", FindingKind.MIXED_STEPS, {r: s.global_steps for r, s in model.items()}),
+        ("number of data-parallel ranks", None, {r: s.dp_world_size for r, s in model.items()}),
+        ("DeepSpeed version", FindingKind.MIXED_VERSIONS, versions),
     ]
-    for what, by_rank in facts:
+    for what, kind, by_rank in facts:
         values = Counter(str(value) for value in by_rank.values() if value is not None)
         if len(values) > 1:
             yield DamagedCheckpointError(
@@ -273,7 +279,33 @@ def _disagreements(
                 ),
                 expected="one save",
                 hint="Copy all rank files of one save again",
+                finding=kind,
             )
+    yield from _other_steps(tag_dir, model, steps)
+
+
+def _other_steps(
+    tag_dir: Path, model: Mapping[int, ModelStates], steps: Mapping[int, float | None]
+) -> Iterable[ZexportError]:
+    """The optimizer's steps against those of the model files; only told, as it has honest causes.
+
+    The optimizer counts what was not skipped for an overflow, and begins anew where a run was
+    resumed without its state. DeepSpeed 0.10 counts one more (``initialize_optimizer_states`` took
+    a step to allocate it). A save that was cut off over an older one of the same tag looks like it.
+    """
+    first = model[min(model)] if model else None
+    taken = next((step for step in steps.values() if step is not None), None)
+    if first is None or first.global_steps is None or taken is None or not isfinite(taken):
+        return
+    due = first.global_steps - first.skipped_steps
+    if taken not in (due, due + 1):
+        yield DamagedCheckpointError(
+            "the optimizer counts other steps than the model file does",
+            path=tag_dir,
+            found=f"{taken:g} steps of the optimizer",
+            expected=f"{due}, or one more",
+            finding=FindingKind.STEP_MISMATCH,
+        )
 
 
 def _other_shapes(tag_dir: Path, model: Mapping[int, ModelStates]) -> Iterable[ZexportError]:

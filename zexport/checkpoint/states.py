@@ -33,7 +33,8 @@ class ModelStates:
             frozen parameters are not recorded as such (ZeRO-1) or were left out (ZeRO-2, 3).
         frozen_fragments: the frozen parameters: whole (ZeRO-2) or this rank's stripe (ZeRO-3).
         shared_params: alias to stored name; only rank 0's is filled.
-        global_steps: optimizer steps taken.
+        global_steps: steps of the training.
+        skipped_steps: how many of them the optimizer did not take, for an overflow.
         dp_world_size: number of data-parallel ranks.
         ds_version: version of DeepSpeed that wrote the file.
         ds_config: the DeepSpeed configuration of the run.
@@ -51,6 +52,7 @@ class ModelStates:
     frozen_fragments: Mapping[str, TensorRef]
     shared_params: Mapping[str, str]
     global_steps: int | None
+    skipped_steps: int
     dp_world_size: int | None
     ds_version: str | None
     ds_config: Mapping[str, object]
@@ -120,6 +122,7 @@ def read_model_states(file: TorchFile) -> ModelStates:
             alias: name.text() for alias, name in root.get("shared_params").entries().items()
         },
         global_steps=root.get("global_steps").number_or_none(),
+        skipped_steps=root.get("skipped_steps").number_or_none() or 0,
         dp_world_size=root.get("dp_world_size").number_or_none(),
         ds_version=root.get("ds_version").text_or_none(),
         ds_config=root.get("ds_config").mapping_or_empty(),

@@ -15,6 +15,7 @@ from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.extents import ByteSource, Chain, Striped, Window
 from zexport.layouts import LayoutError, zero3, zero12
+from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import TensorRef
 
 
@@ -51,13 +52,54 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         rest = [name for name in model.module if name not in known and name not in aliases]
         whole = [name for name in rest if _has_value(ranks, model, name)]
         tensors += [_whole(model, name, Role.FROZEN) for name in whole]
+        copies = [] if ranks.is_zero3 else list(_copies(model, tensors))
     except LayoutError as error:
         raise damage_of(
             error, model.file.path.parent, "Copy all rank files of one save again"
         ) from error
     lost = [name for name in model.buffer_names if name not in model.module]
     left_out = (*lost, *(name for name in rest if name not in set(whole)))
-    return Inventory(tuple(tensors), aliases, left_out)
+    return Inventory(tuple(tensors), aliases, left_out, tuple(copies))
+
+
+def _copies(model: ModelStates, tensors: Iterable[StoredTensor]) -> Iterator[CastReplica]:
+    """The weights that the module trained with, beside their masters.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` and
+    ``runtime/bf16_optimizer.py``: after each step the masters are copied into the module's weights.
+    """
+    for tensor in tensors:
+        if tensor.role is Role.TRAINABLE and tensor.name in model.module:
+            yield from rounded_copy(tensor, model.file, model.module[tensor.name])
+
+
+def rounded_copy(
+    master: StoredTensor, file: TorchFile, copy: TensorRef, name: str | None = None
+) -> Iterator[CastReplica]:
+    """The module's copy of a master, if both are there and its type is one to round to.
+
+    Args:
+        master: what is exported.
+        file: the file that holds the copy.
+        copy: the copy.
+        name: what to call it, if not by the master's name.
+
+    Raises:
+        LayoutError: the two have different shapes.
+    """
+    if copy.shape != master.shape:
+        raise LayoutError(f"{master.name!r} has two shapes", list(copy.shape), list(master.shape))
+    is_narrower = copy.dtype.itemsize < master.dtype.itemsize and copy.dtype.is_floating
+    if master.source is not None and copy.numel and (is_narrower or copy.dtype is master.dtype):
+        yield CastReplica(
+            name=name or master.name,
+            path=file.path,
+            kept=master.source,
+            kept_dtype=master.dtype,
+            other=file.source(copy),
+            other_dtype=copy.dtype,
+            names_it=False,
+        )
 
 
 def damage_of(error: LayoutError, folder: Path, hint: str) -> DamagedCheckpointError:

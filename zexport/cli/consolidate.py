@@ -15,9 +15,11 @@ from zexport.cli.options import (
     progress_options,
     tag_option,
 )
-from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+from zexport.findings import FindingKind
+from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 
 _DEFAULTS = ExportOptions()
+_KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -77,6 +79,20 @@ _DEFAULTS = ExportOptions()
     show_default=True,
     help="Read the result again before it appears; disk drops the page cache first.",
 )
+@click.option(
+    "--check",
+    type=click.Choice([mode.value for mode in CheckMode]),
+    default=_DEFAULTS.check.value,
+    show_default=True,
+    help="How much of the masters is held against the module's own rounded copy of them.",
+)
+@click.option(
+    "--allow",
+    type=click.Choice([kind.value for kind in FindingKind]),
+    multiple=True,
+    metavar="KIND",
+    help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
+)
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT once the new folder is complete.")
@@ -87,6 +103,8 @@ def consolidate(
     out: Path,
     tag: str | None,
     verify: str,
+    check: str,
+    allow: tuple[str, ...],
     no_verify: bool,
     dry_run: bool,
     json: bool,
@@ -130,6 +148,8 @@ def consolidate(
         jobs=jobs,
         max_memory_nbytes=max_memory,
         overwrite=overwrite,
+        check=CheckMode(check),
+        allow=frozenset(FindingKind(kind) for kind in allow),
     )
     plan = plan_export(open_checkpoint(ckpts, tag=tag), out, options)
     if dry_run:

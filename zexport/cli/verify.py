@@ -9,6 +9,7 @@ import click
 
 from zexport.cli.options import PATH, json_option, progress_options
 from zexport.errors import VerificationError
+from zexport.options import CheckMode
 
 
 @click.command(short_help="Check an export against its manifest and its checkpoint.")
@@ -17,10 +18,24 @@ from zexport.errors import VerificationError
     "--against", type=PATH, metavar="CKPT", help="Make every tensor again from this checkpoint."
 )
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")
+@click.option(
+    "--check",
+    type=click.Choice([mode.value for mode in CheckMode]),
+    default=CheckMode.SAMPLED.value,
+    show_default=True,
+    help="With --against: how much of the masters is held against the module's rounded copy.",
+)
 @json_option
 @progress_options
 def verify(
-    out: Path, against: Path | None, base: Path | None, json: bool, progress: str, quiet: bool
+    *,
+    out: Path,
+    against: Path | None,
+    base: Path | None,
+    check: str,
+    json: bool,
+    progress: str,
+    quiet: bool,
 ) -> None:
     """Read the export OUT again and hold every byte against its manifest.
 
@@ -32,7 +47,9 @@ def verify(
     from zexport.report.export import print_verify, verify_json
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
-        found = verify_export(out, against=against, base=base, progress=on_progress)
+        found = verify_export(
+            out, against=against, base=base, check=CheckMode(check), progress=on_progress
+        )
     if json:
         click.echo(dumps(verify_json(found), indent=2))
     else:

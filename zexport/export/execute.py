@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from zexport.export.convert import FileReader, TensorReader
 from zexport.export.manifest import (
     MANIFEST_NAME,
     FileEntry,
-    Finding,
     Manifest,
     SourceEntry,
     TensorEntry,
@@ -28,6 +27,7 @@ from zexport.export.plan import ExportPlan, SideFile, TensorPlan
 from zexport.export.readback import Checks, Meter, Phase, Progress, VerifyMode
 from zexport.export.replicas import compare_replicas
 from zexport.export.writer import ShardResult, TensorResult, write_shards
+from zexport.findings import Finding, FindingKind
 from zexport.jsontypes import Json
 from zexport.streams.casts import Statistics
 from zexport.streams.reader import SourceReader
@@ -45,7 +45,11 @@ __all__ = [
 REPORT_SCHEMA = 1
 _COPY_NBYTES = 1 << 20
 _MANIFEST_NBYTES_PER_TENSOR = 400
-_SHORT_NAME = {DType.F64: "fp64", DType.F32: "fp32", DType.F16: "fp16", DType.BF16: "bf16"}
+_OVERFLOW = {
+    DType.F32: FindingKind.FP32_OVERFLOW,
+    DType.F16: FindingKind.FP16_OVERFLOW,
+    DType.BF16: FindingKind.BF16_OVERFLOW,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +126,40 @@ def run_plan(
                 sources=tuple(source.path for source in plan.sources),
             )
         )
-        compare_replicas(plan.replicas, sources)
-        files, shards = _fill(plan, folder, reader, verify, Meter(plan, verify, progress))
+        found = (*plan.findings, *compare_replicas(plan, sources))
+        filled = _fill(plan, folder, reader, verify, Meter(plan, verify, progress), found=found)
     return ExportReport(
         out_dir=plan.out_dir,
-        files=tuple(sorted(files)),
-        tensors=sum(len(shard.tensors) for shard in shards),
+        files=tuple(sorted(filled.files)),
+        tensors=sum(len(shard.tensors) for shard in filled.shards),
         nbytes_read=reader.nbytes_read,
-        nbytes_written=sum(entry.nbytes for entry in files.values()),
+        nbytes_written=sum(entry.nbytes for entry in filled.files.values()),
         seconds=time.monotonic() - began,
-        findings=_findings(plan, shards),
+        findings=filled.findings,
         warnings=plan.warnings,
         verified=verify,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What was put into the folder, and what was remarkable about it."""
+
+    files: dict[str, FileEntry]
+    shards: list[ShardResult]
+    findings: tuple[Finding, ...]
+
+
 def _fill(
-    plan: ExportPlan, folder: Path, reader: TensorReader, verify: VerifyMode, meter: Meter
-) -> tuple[dict[str, FileEntry], list[ShardResult]]:
-    """Write and check every file of the folder; what each holds."""
+    plan: ExportPlan,
+    folder: Path,
+    reader: TensorReader,
+    verify: VerifyMode,
+    meter: Meter,
+    *,
+    found: tuple[Finding, ...],
+) -> _Filled:
+    """Write and check every file of the folder; ``found`` is what was found before."""
     files: dict[str, FileEntry] = {}
     shards: list[ShardResult] = []
     planned = {shard.filename: shard for shard in plan.shards}
@@ -156,11 +175,12 @@ def _fill(
         for side in plan.side_files:
             files[side.filename] = _write_file(folder / side.filename, _side_content(side))
             checks.add_file(side.filename, files[side.filename])
-        manifest = _manifest(plan, shards, files)
+        findings = (*found, *_findings(plan, shards))
+        manifest = _manifest(plan, shards, files, findings)
         files[MANIFEST_NAME] = _write_file(folder / MANIFEST_NAME, manifest.lines())
         checks.add_file(MANIFEST_NAME, files[MANIFEST_NAME])
         checks.wait()
-    return files, shards
+    return _Filled(files, shards, findings)
 
 
 def _nbytes_needed(plan: ExportPlan) -> int:
@@ -210,7 +230,12 @@ def _write_file(path: Path, content: Iterator[bytes]) -> FileEntry:
     return FileEntry(nbytes, digest.hexdigest())
 
 
-def _manifest(plan: ExportPlan, shards: list[ShardResult], files: dict[str, FileEntry]) -> Manifest:
+def _manifest(
+    plan: ExportPlan,
+    shards: list[ShardResult],
+    files: dict[str, FileEntry],
+    findings: tuple[Finding, ...],
+) -> Manifest:
     results = _results(shards)
     return new_manifest(
         provenance=plan.provenance,
@@ -223,7 +248,7 @@ def _manifest(plan: ExportPlan, shards: list[ShardResult], files: dict[str, File
             for tensor in shard.tensors
         },
         files=dict(files),
-        findings=_findings(plan, shards),
+        findings=findings,
     )
 
 
@@ -256,14 +281,18 @@ def _findings(plan: ExportPlan, shards: list[ShardResult]) -> tuple[Finding, ...
         finding
         for shard in plan.shards
         for tensor in shard.tensors
-        for finding in _findings_of(tensor, results[tensor.name].statistics)
+        for finding in _findings_of(tensor, results[tensor.name].statistics, plan.allow)
     )
 
 
-def _findings_of(tensor: TensorPlan, seen: Statistics) -> Iterator[Finding]:
-    overflow = f"{_SHORT_NAME[tensor.dtype]}_overflow" if seen.overflow else ""
-    for kind, count in (("nan", seen.nan), ("inf", seen.inf), (overflow, seen.overflow)):
+def _findings_of(
+    tensor: TensorPlan, seen: Statistics, allow: Set[FindingKind]
+) -> Iterator[Finding]:
+    counts = {FindingKind.NAN: seen.nan, FindingKind.INF: seen.inf}
+    if seen.overflow:
+        counts[_OVERFLOW[tensor.dtype]] = seen.overflow
+    if seen.all_zero:
+        counts[FindingKind.ALL_ZERO] = tensor.numel
+    for kind, count in counts.items():
         if count:
-            yield Finding(kind, tensor.name, count)
-    if seen.all_zero and tensor.numel:
-        yield Finding("all_zero", tensor.name, tensor.numel)
+            yield Finding(kind, tensor.name, count, accepted=kind in allow)

@@ -9,27 +9,12 @@ from pathlib import Path, PurePosixPath
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
+from zexport.findings import Finding, FindingKind
 from zexport.jsontypes import Json
 from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"
 SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something remarkable about a tensor's values, which were exported all the same.
-
-    Attributes:
-        kind: ``nan``, ``inf``, ``all_zero``, or ``fp16_overflow`` and its like: finite in the
-            checkpoint, infinite in the output.
-        tensor: its name in the output.
-        count: how many of its elements.
-    """
-
-    kind: str
-    tensor: str
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +60,7 @@ class Manifest:
         sources: the files that were read.
         tensors: by name.
         files: by name, everything in the folder but the manifest.
-        findings: what was remarkable about the values.
+        findings: what was remarkable, and exported all the same.
     """
 
     version: str
@@ -207,7 +192,13 @@ def _from_json(table: dict[str, Json]) -> Manifest:
             for name, entry in ((name, _table(entry)) for name, entry in files.items())
         },
         findings=tuple(
-            Finding(_text(found["kind"]), _text(found["tensor"]), _count(found["count"]))
+            Finding(
+                FindingKind(_text(found["kind"])),
+                _text(found["tensor"]),
+                _count(found["count"]),
+                _text(found["detail"]),
+                found["accepted"] is True,
+            )
             for found in map(_table, findings)
         ),
     )

@@ -10,7 +10,9 @@ from zexport.checkpoint.contents import CastReplica, Replica
 from zexport.checkpoint.location import Location
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
+from zexport.findings import Finding, FindingKind
 from zexport.jsontypes import Json
+from zexport.options import CheckMode
 from zexport.torchfile.archive import Member
 
 
@@ -120,6 +122,9 @@ class ExportPlan:
         sources: the checkpoint files that are read, each once.
         replicas: second copies that must agree with what is exported; compared before any byte is
             written.
+        check: how much of them is compared.
+        allow: kinds of findings that do not end the export.
+        findings: what was found while planning.
         provenance: what the manifest says of the checkpoint and the options, as JSON values.
         warnings: sentences for the user that are known before the work starts.
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
@@ -140,3 +145,6 @@ class ExportPlan:
     chunk_nbytes: int
     reference: Location | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
+    check: CheckMode = CheckMode.SAMPLED
+    allow: frozenset[FindingKind] = frozenset()
+    findings: tuple[Finding, ...] = ()

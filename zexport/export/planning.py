@@ -45,7 +45,7 @@ def plan_export(
         UsageError: an option cannot be meant.
     """
     options = options or ExportOptions()
-    raise_problems(checkpoint)
+    findings = raise_problems(checkpoint, options.allow)
     jobs, chunk_nbytes = _share_memory(options)
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     checkpoint = _with_fused_experts(checkpoint, sidecars, options)
@@ -71,6 +71,9 @@ def plan_export(
         ),
         sources=_sources(checkpoint, base, selection),
         replicas=checkpoint.replicas,
+        check=options.check,
+        allow=options.allow,
+        findings=findings,
         provenance=_provenance(checkpoint, sidecars, selection, options),
         warnings=(*checkpoint.warnings, *_warnings(sidecars), *selection.warnings),
         overwrite=options.overwrite,

@@ -17,6 +17,7 @@ from zexport.export.convert import Buffers, FileReader, TensorReader, convert
 from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, read_manifest
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.readback import Phase, Progress
+from zexport.export.replicas import compare_replicas
 from zexport.jsontypes import Json
 from zexport.safetensors_file import SafetensorsHeader, read_header
 from zexport.streams.digests import digest_file, digest_ranges, digest_shard
@@ -272,6 +273,7 @@ def _source_problems(
         for name in sorted(manifest.tensors.keys() - planned.keys())
     ]
     with SourceReader(plan.sources) as files:
+        compare_replicas(plan, files)
         reader = FileReader(files)
         for tensor, digest in _digests_from_source(plan, reader):
             entry = manifest.tensors.get(tensor.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zexport.jsontypes import JsonObject
+from zexport.report.findings import finding_lines
 from zexport.report.text import (
     duration,
     plural,
@@ -57,8 +58,8 @@ def print_export(console: Console, report: ExportReport) -> None:
     )
     print_list(
         console,
-        "Remarkable values (exported as they are)",
-        (f"{f.tensor}: {f.kind} ({plural(f.count, 'element')})" for f in report.findings),
+        "Findings (exported as it is)",
+        finding_lines(report.findings),
         "bold yellow",
     )
     print_list(console, "Warnings", report.warnings, "bold yellow")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zexport.jsontypes import JsonObject
+from zexport.report.findings import finding_lines
 from zexport.report.text import (
     duration,
     plural,
@@ -32,9 +34,9 @@ def plan_json(plan: ExportPlan) -> JsonObject:
 
     Keys: ``schema``, ``out_dir``, ``files`` (``name``, ``nbytes``, ``tensors``), ``side_files``,
     ``sources`` (``path``, ``nbytes``), ``tensors``, ``nbytes_to_read``, ``nbytes_to_write``,
-    ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``warnings``, and those
-    of the plan's provenance: ``checkpoint``, ``options``, ``loadable``, ``tied``, ``from_base``,
-    ``mended``.
+    ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``findings``,
+    ``warnings``, and those of the plan's provenance: ``checkpoint``, ``options``, ``loadable``,
+    ``tied``, ``from_base``, ``mended``.
     """
     from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
 
@@ -54,6 +56,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
         "seconds_at_1_gb_per_s": _seconds(plan),
         "jobs": plan.jobs,
         "overwrite": plan.overwrite,
+        "findings": [asdict(finding) for finding in plan.findings],
         "warnings": list(plan.warnings),
         **plan.provenance,
     }
@@ -77,6 +80,7 @@ def print_plan(console: Console, plan: ExportPlan) -> None:
         ),
     )
     print_table(console, ("File", ">Size", ">Tensors"), _file_rows(plan), "Files")
+    print_list(console, "Findings", finding_lines(plan.findings), "bold yellow")
     print_list(console, "Warnings", plan.warnings, "bold yellow")
 
 

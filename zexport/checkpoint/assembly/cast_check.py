@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from zexport.checkpoint.contents import CastReplica
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError
 from zexport.extents import ByteSource
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_SAMPLE_NUMEL = 1024
-_CHUNK_NUMEL = 1 << 20
+_SAMPLE_NUMEL = 256
+_FINGERPRINT_NUMEL = 1024
+_SPANS_MAX = 1 << 16
+"""Samples of all tensors together; each tensor has at least one, however many there are."""
+
+_RUNS_MAX = 1024
+"""Ranges of one tensor that are told apart; a tensor that is not stored densely has millions."""
+
+_BATCH_NUMEL = 1 << 18
+
+Span: TypeAlias = tuple[int, int]
+"""Elements from, to (half-open)."""
 
 
 class Reads(Protocol):
@@ -27,30 +39,55 @@ class Reads(Protocol):
         ...
 
 
-def check_cast(replica: CastReplica, reader: Reads, chunk_numel: int = _CHUNK_NUMEL) -> None:
-    """Compare every element; NaN equals NaN. Holds ``chunk_numel`` elements of both at a time.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor whose copy is not what a cast of it gives.
 
-    Raises:
-        DamagedCheckpointError: some element of the wider copy does not become that of the narrower.
+    Attributes:
+        replica: both copies.
+        first: the first element that differs, of those compared.
+        count: how many differ.
+        compared: how many were compared.
+        largest: by how much they differ at most, in units of the last place of the narrower type.
+        path: the file that holds the first of them in the copy that is exported.
     """
-    for start in range(0, replica.numel, chunk_numel):
-        stop = min(start + chunk_numel, replica.numel)
-        kept = _read(reader, replica.kept, replica.kept_dtype, start, stop)
-        other = _read(reader, replica.other, replica.other_dtype, start, stop)
-        as_other = _bits(kept, replica.kept_dtype, replica.other_dtype)
-        different = (as_other != _bits(other, replica.other_dtype, replica.other_dtype)).nonzero()[
-            0
-        ]
-        if different.size:
-            raise DamagedCheckpointError(
-                f"the fp32 master of {replica.name!r} does not belong to the module's weight",
-                path=replica.path,
-                found=f"element {start + int(different[0])} is another when rounded to "
-                f"{replica.other_dtype.torch_name}",
-                expected="the module's weight to be the master, rounded",
-                hint="Parameters may have been given to the optimizer in another order than the "
-                "model's, or weights changed after the last step: load the file's 'module' instead",
-            )
+
+    replica: CastReplica
+    first: int
+    count: int
+    compared: int
+    largest: int
+    path: Path
+
+
+def compare_casts(
+    replicas: Sequence[CastReplica],
+    reader: Reads,
+    *,
+    full: bool,
+    batch_numel: int = _BATCH_NUMEL,
+) -> tuple[Difference, ...]:
+    """The tensors whose copies differ; NaN equals NaN.
+
+    Memory is that of ``batch_numel`` elements of both copies, however large the tensors are.
+
+    Args:
+        replicas: what to compare.
+        reader: reads both copies.
+        full: compare every element; else samples from each file that a tensor lies in, except where
+            ``names_it``.
+        batch_numel: elements that are held at a time.
+    """
+    tallies = [_Tally(replica) for replica in replicas]
+    spans = (
+        (tally, part)
+        for number, tally in enumerate(tallies)
+        for span in _spans(tally.replica, number, len(replicas), full=full)
+        for part in _parts(span, batch_numel)
+    )
+    for batch in _batches(spans, batch_numel):
+        _compare(batch, reader)
+    return tuple(tally.difference() for tally in tallies if tally.count)
 
 
 def fingerprint(reader: Reads, source: ByteSource, stored: DType, seen_as: DType) -> bytes:
@@ -60,26 +97,151 @@ def fingerprint(reader: Reads, source: ByteSource, stored: DType, seen_as: DType
     """
     digest = blake2b(digest_size=16)
     numel = source.nbytes // stored.itemsize
-    for start, stop in _samples(numel):
-        elements = _read(reader, source, stored, start, stop)
+    for start, stop in _samples(0, numel, _FINGERPRINT_NUMEL):
+        elements = bytearray((stop - start) * stored.itemsize)
+        reader.read_into(source, start * stored.itemsize, memoryview(elements))
         digest.update(_bits(elements, stored, seen_as).tobytes())
     return digest.digest()
 
 
-def _samples(numel: int) -> Iterator[tuple[int, int]]:
-    """The beginning, the middle and the end; all of a small tensor."""
-    if numel <= 3 * _SAMPLE_NUMEL:
-        yield 0, numel
+class _Tally:
+    """What has been seen of one tensor so far."""
+
+    def __init__(self, replica: CastReplica) -> None:
+        self.replica = replica
+        self.first = -1
+        self.count = 0
+        self.compared = 0
+        self.largest = 0
+
+    def add(self, start: int, distances: npt.NDArray[np.int64]) -> None:
+        """Take some elements into account: by how much each differs."""
+        self.compared += distances.size
+        if not distances.any():
+            return
+        if not self.count:
+            self.first = start + int((distances != 0).argmax())
+        self.count += int((distances != 0).sum())
+        self.largest = max(self.largest, int(distances.max()))
+
+    def difference(self) -> Difference:
+        """The result, where something differs."""
+        begin = self.first * self.replica.kept_dtype.itemsize
+        extent = next(iter(self.replica.kept.extents(begin, begin + 1)))
+        return Difference(
+            self.replica, self.first, self.count, self.compared, self.largest, extent.path
+        )
+
+
+_Part: TypeAlias = tuple[_Tally, Span]
+
+
+def _spans(replica: CastReplica, number: int, of: int, *, full: bool) -> Iterator[Span]:
+    """What to compare of the tensor that is ``number`` among ``of``.
+
+    Samples are taken from every range of the exported copy, so that each rank file that holds part
+    of a tensor is looked into. Where there are too many, every n-th is taken, another one for each
+    tensor.
+    """
+    if full or replica.names_it:
+        yield 0, replica.numel
         return
-    for start in (0, (numel - _SAMPLE_NUMEL) // 2, numel - _SAMPLE_NUMEL):
-        yield start, start + _SAMPLE_NUMEL
+    samples = [
+        span
+        for start, stop in _runs(replica.kept, replica.kept_dtype.itemsize)
+        for span in _samples(start, stop, _SAMPLE_NUMEL)
+    ]
+    step = -(-len(samples) // max(1, _SPANS_MAX // of))
+    yield from samples[number % step :: step] if step > 1 else samples
 
 
-def _read(reader: Reads, source: ByteSource, dtype: DType, start: int, stop: int) -> bytearray:
-    """Elements ``start`` to ``stop``."""
-    buffer = bytearray((stop - start) * dtype.itemsize)
-    reader.read_into(source, start * dtype.itemsize, memoryview(buffer))
-    return buffer
+def _runs(source: ByteSource, itemsize: int) -> Iterator[Span]:
+    """The ranges of files that a source lies in, in elements of it; the last may be several."""
+    begin, end = 0, source.nbytes // itemsize
+    for extent in islice(source.extents(0, source.nbytes), _RUNS_MAX):
+        yield begin, begin + extent.nbytes // itemsize
+        begin += extent.nbytes // itemsize
+    if begin < end:
+        yield begin, end
+
+
+def _samples(start: int, stop: int, numel: int) -> Iterator[Span]:
+    """The beginning, the middle and the end of a range; all of a small one."""
+    if stop - start <= 3 * numel:
+        yield start, stop
+        return
+    for begin in (start, start + (stop - start - numel) // 2, stop - numel):
+        yield begin, begin + numel
+
+
+def _parts(span: Span, numel: int) -> Iterator[Span]:
+    for start in range(*span, numel):
+        yield start, min(start + numel, span[1])
+
+
+def _batches(parts: Iterable[_Part], numel: int) -> Iterator[list[_Part]]:
+    """Parts of the same types, as many as fit."""
+    batch: list[_Part] = []
+    room = numel
+    for tally, (start, stop) in parts:
+        if batch and (stop - start > room or _types(batch[0][0]) != _types(tally)):
+            yield batch
+            batch, room = [], numel
+        batch.append((tally, (start, stop)))
+        room -= stop - start
+    if batch:
+        yield batch
+
+
+def _types(tally: _Tally) -> tuple[DType, DType]:
+    return tally.replica.kept_dtype, tally.replica.other_dtype
+
+
+def _compare(batch: Sequence[_Part], reader: Reads) -> None:
+    """Read a batch, cast it, and add what is seen to the tallies."""
+    kept_dtype, other_dtype = _types(batch[0][0])
+    sizes = [stop - start for _, (start, stop) in batch]
+    kept, other = (bytearray(sum(sizes) * d.itemsize) for d in (kept_dtype, other_dtype))
+    at = 0
+    for (tally, (start, _)), numel in zip(batch, sizes, strict=True):
+        for source, dtype, buffer in (
+            (tally.replica.kept, kept_dtype, kept),
+            (tally.replica.other, other_dtype, other),
+        ):
+            part = memoryview(buffer)[at * dtype.itemsize : (at + numel) * dtype.itemsize]
+            reader.read_into(source, start * dtype.itemsize, part)
+        at += numel
+    one = _bits(kept, kept_dtype, other_dtype)
+    two = _bits(other, other_dtype, other_dtype)
+    distances = _distances(one, two, other_dtype)
+    at = 0
+    for (tally, (start, _)), numel in zip(batch, sizes, strict=True):
+        tally.add(start, distances[at : at + numel])
+        at += numel
+
+
+def _distances(
+    one: npt.NDArray[np.unsignedinteger[Any]],
+    two: npt.NDArray[np.unsignedinteger[Any]],
+    dtype: DType,
+) -> npt.NDArray[np.int64]:
+    """By how many representable numbers elements lie apart; 0 for equal bits alone."""
+    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
+
+    if np.array_equal(one, two):
+        return np.zeros(one.size, np.int64)
+    apart: npt.NDArray[np.int64] = np.abs(_ordinal(one, dtype) - _ordinal(two, dtype))
+    apart[(apart == 0) & (one != two)] = 1  # zeros of both signs
+    return apart
+
+
+def _ordinal(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: DType) -> npt.NDArray[np.int64]:
+    """The number of a value in the order of its type; zeros of both signs have one number."""
+    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
+
+    magnitude: npt.NDArray[np.int64] = (bits & (_SIGN[dtype] - 1)).astype(np.int64)
+    magnitude[(bits & _SIGN[dtype]) != 0] *= -1
+    return magnitude
 
 
 def _bits(

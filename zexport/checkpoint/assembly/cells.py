@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from zexport.checkpoint.rank_files import ranges_of
 from zexport.checkpoint.ranks import RankStates, step_of
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
+from zexport.findings import FindingKind
 
 MAX_DEGREE = 65536
 
@@ -60,7 +61,7 @@ def tag_dir_of(cells: Mapping[int, RankStates]) -> Path | None:
 
 
 def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
-    """Refuse a grid in which cells are missing, in excess, or not all of one save.
+    """Refuse a grid in which cells are missing or in excess.
 
     Args:
         cells: by model-parallel index.
@@ -69,7 +70,7 @@ def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
 
     Raises:
         IncompleteCheckpointError: cells have no files, or no model file.
-        DamagedCheckpointError: there are more cells, or they state different facts.
+        DamagedCheckpointError: there are more cells.
     """
     have = {index for index, cell in cells.items() if cell.first_model is not None}
     missing = sorted(set(range(count)) - have)
@@ -89,31 +90,35 @@ def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
             expected=count,
             hint="Remove what another save left here",
         )
-    _check_one_save(cells, what)
 
 
-def _check_one_save(cells: Mapping[int, RankStates], what: str) -> None:
-    """What every cell of one save states alike."""
+def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[ZexportError]:
+    """Facts that every model-parallel index of one save states alike, and these do not."""
     models = {i: cell.first_model for i, cell in sorted(cells.items()) if cell.first_model}
-    facts: dict[str, dict[int, object]] = {
-        "global step": {i: model.global_steps for i, model in models.items()},
-        "DeepSpeed version": {i: model.ds_version for i, model in models.items()},
-        "data-parallel world size": {i: cells[i].world_size for i in models},
-        "ZeRO stage": {i: cells[i].is_zero3 for i in models},
-        "optimizer step": {
-            i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None
-        },
-    }
-    for fact, found in facts.items():
+    steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
+    facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
+        ("global step", FindingKind.MIXED_STEPS, {i: m.global_steps for i, m in models.items()}),
+        ("optimizer step", FindingKind.MIXED_STEPS, steps),
+        (
+            "DeepSpeed version",
+            FindingKind.MIXED_VERSIONS,
+            {i: m.ds_version for i, m in models.items()},
+        ),
+        ("data-parallel world size", None, {i: cells[i].world_size for i in models}),
+        ("ZeRO stage", None, {i: cells[i].is_zero3 for i in models}),
+    ]
+    for fact, kind, found in facts:
         values = {str(value) for value in found.values() if value is not None}
         if len(values) > 1:
-            raise DamagedCheckpointError(
+            yield DamagedCheckpointError(
                 f"mixes files of different saves: the {fact} differs",
-                path=tag_dir_of(cells),
+                path=tag_dir,
                 found="; ".join(
-                    f"{value} on {what} {ranges_of(i for i, v in found.items() if str(v) == value)}"
+                    f"{value} on model-parallel ranks "
+                    + ranges_of(i for i, v in found.items() if str(v) == value)
                     for value in sorted(values)
                 ),
                 expected="one save",
                 hint="Copy all rank files of one save again",
+                finding=kind,
             )

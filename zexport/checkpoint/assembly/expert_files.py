@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
+from dataclasses import replace
+from math import prod
 
 from zexport.checkpoint.assembly.expert_layers import ExpertLayers
 from zexport.checkpoint.assembly.expert_states import AutoEpLayer, parse_native
-from zexport.checkpoint.contents import Replica, Role, StoredTensor
+from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.tensors import rounded_copy
 from zexport.errors import UnsupportedError
-from zexport.extents import ByteSource, Chain
+from zexport.extents import ByteSource, Chain, Window
 from zexport.layouts import LayoutError
 from zexport.torchfile.pickles import TensorRef
 
 
-def check_against_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> None:
-    """Hold the shapes of the masters against the same weights in the expert files.
+def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> Iterator[CastReplica]:
+    """The same weights in the expert files, as the module trained with them.
 
     Raises:
         LayoutError: a weight is in no file, or has another shape there.
     """
-    shapes = {
-        name: tensor.shape
+    held = {
+        name: (states.file, tensor)
         for files in layers.files.values()
         for states in files
         for name, tensor in states.tensors.items()
@@ -29,19 +32,27 @@ def check_against_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -
     for tensor in trained:
         layer = layers.autoep.get(tensor.name)
         if layer is None:
-            expected = {tensor.name: tensor.shape}
+            slices = {tensor.name: tensor}
         elif layer.number in layers.files:
-            names = [f"{tensor.name}.{expert}" for expert in range(tensor.shape[0])]
-            expected = dict.fromkeys(names, tensor.shape[1:])
+            slices = {f"{tensor.name}.{n}": _slice(tensor, n) for n in range(tensor.shape[0])}
         else:
             continue
-        for name, shape in expected.items():
-            if shapes.get(name) != shape:
+        for name, part in slices.items():
+            if name not in held or held[name][1].shape != part.shape:
                 raise LayoutError(
                     f"the expert file of {name!r} does not hold what the flat groups hold",
-                    shapes.get(name, "no such weight"),
-                    shape,
+                    held[name][1].shape if name in held else "no such weight",
+                    part.shape,
                 )
+            yield from rounded_copy(part, *held[name], name)
+
+
+def _slice(tensor: StoredTensor, expert: int) -> StoredTensor:
+    """One expert's part of a tensor that holds all of them, as a tensor of its own."""
+    shape = tensor.shape[1:]
+    nbytes = prod(shape) * tensor.dtype.itemsize
+    source = tensor.source and Window(tensor.source, expert * nbytes, nbytes)
+    return replace(tensor, shape=shape, source=source)
 
 
 def stored_experts(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from zexport.checkpoint.assembly.expert_files import (
-    check_against_files,
+    copies_in_files,
     expert_aliases,
     frozen_twice,
     stored_experts,
@@ -88,7 +88,7 @@ def _take(
     dense = take_inventory(dense_ranks, dense_model)
     notes: list[str] = []
     trained = list(_number(local_parameters(ranks, model, indices, notes), layers))
-    check_against_files(trained, layers)
+    copies = list(copies_in_files(trained, layers))
     aliases = expert_aliases(model, layers, {tensor.name for tensor in trained})
     known = {tensor.name for tensor in trained} | aliases.keys()
     stored = list(stored_experts(model, layers, known))
@@ -96,7 +96,7 @@ def _take(
         tensors=_in_order((*dense.tensors, *trained, *stored)),
         aliases={**dense.aliases, **aliases},
         left_out=(*dense.left_out, *_nowhere(layers, [*trained, *stored])),
-        replicas=(*dense.replicas, *frozen_twice(model, layers, stored)),
+        replicas=(*dense.replicas, *copies, *frozen_twice(model, layers, stored)),
         notes=(*dense.notes, *notes),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from zexport.checkpoint.assembly.stage_masters import (
 from zexport.checkpoint.assembly.tensor_parallel import join_shards
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.tensors import Inventory, damage_of
+from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 
@@ -179,12 +179,8 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
             stored = layer.stored(key, name, role)
             if name not in known.masters:
                 tensors.append(stored)
-            elif stored.shape != known.masters[name].shape:
-                raise LayoutError(
-                    f"{name!r} has two shapes", stored.shape, known.masters[name].shape
-                )
-            elif tied is not None:
-                copies += _copy(layer, known.masters[name], stored)
+            else:
+                copies += _copy(layer, known.masters[name], key, is_tied=tied is not None)
     unique, replicas = _unique(tensors)
     return Inventory(
         tensors=unique,
@@ -196,18 +192,11 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
 
 
 def _copy(
-    layer: LayerFile, master: StoredTensor, stored: StoredTensor
-) -> Iterator[Replica | CastReplica]:
-    """What shows that a layer file is a tied layer's: its weights are the masters, or a cast."""
-    if master.source is None or stored.source is None:
-        return
-    if master.dtype == stored.dtype:
-        yield Replica(master.name, master.source, stored.source)
-    else:
-        path = layer.file.path
-        yield CastReplica(
-            master.name, path, master.source, master.dtype, stored.source, stored.dtype
-        )
+    layer: LayerFile, master: StoredTensor, key: str, *, is_tied: bool
+) -> Iterator[CastReplica]:
+    """The layer file's copy of a master; that shows which layer is a tied one's."""
+    for copy in rounded_copy(master, layer.file, layer.tensors[key]):
+        yield replace(copy, names_it=is_tied)
 
 
 def _tied_layer(layer: LayerFile, known: _Known) -> str | None:

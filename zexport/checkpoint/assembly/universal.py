@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zexport.checkpoint.contents import Replica, Role, StoredTensor
+from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory, damage_of, take_inventory
+from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy, take_inventory
 from zexport.checkpoint.untrusted import Shape, Value
 from zexport.dtypes import DType
 from zexport.errors import (
@@ -77,6 +77,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
             for name, shards in _shards(parts).items()
         ]
         rest, replicas = _merge_rest(tag_dir, parts)
+        copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
     except LayoutError as error:
         raise damage_of(error, tag_dir, _COPY_AGAIN) from error
     aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
@@ -85,7 +86,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
         tensors=(*(tensor for tensor, _ in weights), *rest),
         aliases={alias: name for alias, name in aliases.items() if alias not in names},
         left_out=tuple(left_out),
-        replicas=replicas,
+        replicas=(*replicas, *copies),
     )
     return UniversalInventory(inventory, tuple(file for _, file in weights))
 
@@ -239,6 +240,16 @@ def _refuse_rounded(content: Value, name: str, models: Mapping[int, ModelStates]
             path=content.path,
             hint="Export the checkpoint that it was converted from",
         )
+
+
+def _copies(weight: StoredTensor, models: Mapping[int, ModelStates]) -> Iterator[CastReplica]:
+    """The module's own copies of a weight, where a model file holds it whole."""
+    for model in models.values():
+        copy = model.module.get(weight.name)
+        if copy is not None and copy.shape == weight.shape:
+            yield from (
+                replace(one, advice=_COPY_AGAIN) for one in rounded_copy(weight, model.file, copy)
+            )
 
 
 def _merge_rest(
