@@ -13,13 +13,15 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import Model, Run, save, small_model
-from zexport.api import run_export, verify_export
+from zexport.api import diff_models, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.comparison.outcome import Outcome
 from zexport.errors import UsageError, ZexportError
 from zexport.export.planning import plan_export
 from zexport.inspection.inspect import inspect_checkpoint
 from zexport.inspection.statistics import measure
 from zexport.options import ExportOptions
+from zexport.report.diff import diff_json
 from zexport.report.export import export_json, verify_json
 from zexport.report.failure import error_json
 from zexport.report.inspect import inspection_json
@@ -157,6 +159,35 @@ def test_a_verification_that_found_something(tmp_path: Path) -> None:
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
     told = check("verify", verify_json(verify_export(tmp_path / "model", against=PLAIN)))
     assert (told["ok"], told["against_checkpoint"]) == (False, True)
+
+
+def test_a_comparison_with_every_outcome_there_is(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    one = {
+        "equal": torch.ones(2),
+        "rounded": torch.full((2,), 0.1),
+        "other": torch.tensor([1.0, float("nan"), float("inf")]),
+        "empty": torch.ones(2, 0),
+        "huge": torch.tensor([1e308], dtype=torch.float64),
+        "long": torch.ones(3),
+        "mine": torch.ones(()),
+    }
+    two = one | {
+        "rounded": one["rounded"].bfloat16(),
+        "other": torch.tensor([float("-inf"), 1.0, 2.0]),
+        "huge": -one["huge"],
+        "long": torch.ones(4),
+        "yours": torch.ones((), dtype=torch.int64),
+    }
+    del two["mine"]
+    save_file(one, tmp_path / "a.safetensors")
+    save_file(two, tmp_path / "b.safetensors")
+    report = diff_models(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    told = check("diff", diff_json(report, every=True))
+    assert {tensor["outcome"] for tensor in told["tensors"]} == {o.value for o in Outcome}
+    assert len(check("diff", diff_json(report))["tensors"]) == len(told["tensors"]) - 2
 
 
 def test_every_error(tmp_path: Path) -> None:

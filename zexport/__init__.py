@@ -12,6 +12,7 @@ and in its steps, each of which returns a value that can be looked at::
     plan = zexport.plan_export(checkpoint, "model")  # where every byte will come from
     report = zexport.run_export(plan)  # what was done
     verdict = zexport.verify_export("model", against="run/checkpoint-100")
+    report = zexport.diff_models("model", "base")  # is it the training or the conversion?
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from typing import TYPE_CHECKING
 from zexport.version import __version__
 
 if TYPE_CHECKING:
-    from zexport.api import consolidate, run_export, verify_export
+    from zexport.api import consolidate, diff_models, run_export, verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
+    from zexport.comparison.diff import DiffReport
+    from zexport.comparison.outcome import Outcome, TensorDiff
+    from zexport.comparison.verdict import Cause
     from zexport.errors import ZexportError
     from zexport.export.execute import ExportReport, Progress, VerifyMode
     from zexport.export.plan import ExportPlan
@@ -33,21 +37,26 @@ if TYPE_CHECKING:
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 
 __all__ = [
+    "Cause",
+    "DiffReport",
     "Engine",
     "ExportDType",
     "ExportOptions",
     "ExportPlan",
     "ExportReport",
     "NameLayout",
+    "Outcome",
     "Progress",
     "Role",
     "StoredTensor",
+    "TensorDiff",
     "VerifyMode",
     "VerifyReport",
     "ZeroCheckpoint",
     "ZexportError",
     "__version__",
     "consolidate",
+    "diff_models",
     "open_checkpoint",
     "plan_export",
     "run_export",
@@ -56,9 +65,12 @@ __all__ = [
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api": ("consolidate", "run_export", "verify_export"),
+    "api": ("consolidate", "diff_models", "run_export", "verify_export"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
+    "comparison.diff": ("DiffReport",),
+    "comparison.outcome": ("Outcome", "TensorDiff"),
+    "comparison.verdict": ("Cause",),
     "errors": ("ZexportError",),
     "export.execute": ("ExportReport", "Progress", "VerifyMode"),
     "export.plan": ("ExportPlan",),

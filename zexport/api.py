@@ -1,4 +1,4 @@
-"""The public functions that do work: run a plan, verify an export, and the whole job in one.
+"""The public functions that do work: run a plan, verify or compare an export, or all in one.
 
 Nothing here prints or exits; progress goes to a callback, and errors are ``ZexportError``.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.comparison.diff import DiffReport, diff_weights
 from zexport.errors import VerificationError
 from zexport.export import execute, verify
 from zexport.export.execute import ExportReport, Progress, VerifyMode
@@ -82,6 +83,33 @@ def verify_export(
     checkpoint = open_checkpoint(against, tag=_tag_of(manifest.provenance.get("checkpoint")))
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def diff_models(
+    a: Path | str,
+    b: Path | str,
+    *,
+    jobs: int | None = None,
+    progress: OnProgress | None = None,
+) -> DiffReport:
+    """How the weights of two model folders differ, tensor by tensor, and what made the difference.
+
+    Tied weights that one side holds under one name and the other under another are compared with
+    each other. Memory does not grow with the models; neither folder is changed.
+
+    Args:
+        a: a model folder or safetensors file, such as an export.
+        b: what to compare it with, such as the model that training began from.
+        jobs: worker threads; by default one a core, up to 4.
+        progress: told of every step.
+
+    Raises:
+        CheckpointError: a side has no safetensors weights, or they cannot be read.
+        UnsafeError: an index leads outside its folder.
+        UnsupportedError: an element type that zexport does not know.
+    """
+    jobs = ExportOptions().jobs if jobs is None else jobs
+    return diff_weights(Path(a), Path(b), jobs=jobs, progress=progress)
 
 
 def consolidate(

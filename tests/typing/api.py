@@ -23,6 +23,10 @@ def the_whole_job(path: Path, out: Path) -> None:
     assert_type(report.findings, tuple[Finding, ...])
     verdict = assert_type(zexport.verify_export(out, against=path), zexport.VerifyReport)
     assert_type(verdict.problems, tuple[Problem, ...])
+    difference = assert_type(zexport.diff_models(out, path, jobs=2), zexport.DiffReport)
+    assert_type(difference.tensors, tuple[zexport.TensorDiff, ...])
+    assert_type(difference.count(zexport.Outcome.EQUAL), int)
+    assert_type(difference.verdict.cause, zexport.Cause)
     assert_type(zexport.consolidate(path, out, options, tag="newest"), zexport.ExportReport)
 
 

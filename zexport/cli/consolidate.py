@@ -11,6 +11,7 @@ from zexport.cli.options import (
     PATH,
     ByteSize,
     Rename,
+    jobs_option,
     json_option,
     progress_options,
     tag_option,
@@ -64,13 +65,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
     multiple=True,
     help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    default=_DEFAULTS.jobs,
-    show_default="one a core, up to 4",
-    help="Worker threads.",
-)
+@jobs_option
 @click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
 @click.option(
     "--verify",

@@ -22,7 +22,7 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
-_COMMANDS = ("consolidate", "inspect", "verify", "train")
+_COMMANDS = ("consolidate", "inspect", "verify", "diff", "train")
 
 
 class _Commands(click.Group):

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from zexport.options import ExportOptions
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -66,6 +68,17 @@ def tag_option(command: F) -> F:
 def json_option(command: F) -> F:
     """``--json``: one object on stdout in place of text."""
     return click.option("--json", is_flag=True, help="Print one JSON object on stdout.")(command)
+
+
+def jobs_option(command: F) -> F:
+    """``--jobs``: how many threads work at once."""
+    return click.option(
+        "--jobs",
+        type=click.IntRange(1, 256),
+        default=ExportOptions().jobs,
+        show_default="one a core, up to 4",
+        help="Worker threads.",
+    )(command)
 
 
 def progress_options(command: F) -> F:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from mmap import mmap
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.dtypes import DType
 from zexport.export.plan import SourceFile
 from zexport.export.readback import Phase, Progress
 from zexport.extents import ByteSource
+from zexport.streams.casts import NUMPY
 from zexport.streams.reader import SourceReader
 
 _BUFFER_NBYTES = 1 << 20
@@ -27,22 +26,6 @@ _BUFFER_NBYTES = 1 << 20
 
 # Squares of numbers in this range neither overflow nor vanish when added up.
 _SAFE_MIN, _SAFE_MAX = 1e-140, 1e140
-
-_NUMPY = {
-    DType.F64: np.dtype(np.float64),
-    DType.F32: np.dtype(np.float32),
-    DType.F16: np.dtype(np.float16),
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.I64: np.dtype(np.int64),
-    DType.I32: np.dtype(np.int32),
-    DType.I16: np.dtype(np.int16),
-    DType.I8: np.dtype(np.int8),
-    DType.U8: np.dtype(np.uint8),
-    DType.BOOL: np.dtype(np.uint8),
-    DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
-    DType.F8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
-    DType.C64: np.dtype(np.float32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +96,7 @@ def _measure(
     sums = _Sums()
     with np.errstate(all="ignore"):
         for part in _parts(source, reader, buffer):
-            sums.add(np.frombuffer(part, _NUMPY[tensor.dtype]))
+            sums.add(np.frombuffer(part, NUMPY[tensor.dtype]))
     return TensorStatistics(
         name=tensor.name,
         norm=sums.norm,

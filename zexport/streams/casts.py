@@ -17,6 +17,20 @@ _FLOAT = {
     DType.F16: np.dtype(np.float16),
     DType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+NUMPY = {
+    **_FLOAT,
+    DType.I64: np.dtype(np.int64),
+    DType.I32: np.dtype(np.int32),
+    DType.I16: np.dtype(np.int16),
+    DType.I8: np.dtype(np.int8),
+    DType.U8: np.dtype(np.uint8),
+    DType.BOOL: np.dtype(np.uint8),
+    DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DType.F8_E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    DType.C64: np.dtype(np.float32),
+}
+"""What NumPy calls the numbers that an element consists of: a complex one is two floats."""
+
 _BLOCK_NUMEL = 32768
 """Elements worked on at a time by the casts that take several passes: they stay in the L2 cache."""
 

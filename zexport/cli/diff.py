@@ -1,0 +1,76 @@
+"""``zexport diff``: how two models differ, and is it the training or the conversion?"""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zexport.cli.options import PATH, jobs_option, json_option, progress_options
+from zexport.errors import VerificationError
+
+if TYPE_CHECKING:
+    from zexport.comparison.diff import DiffReport
+
+
+@click.command(short_help="Compare two models, such as an export and its base, tensor by tensor.")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--all", is_flag=True, help="List every tensor, equal ones too.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["none", "different", "not-cast-equal"]),
+    default="none",
+    show_default=True,
+    help="End with exit code 7 if anything differs, or if anything but rounding does.",
+)
+@jobs_option
+@json_option
+@progress_options
+def diff(
+    *,
+    a: Path,
+    b: Path,
+    all: bool,  # noqa: A002 - Click names it after the option
+    fail_on: str,
+    jobs: int,
+    json: bool,
+    progress: str,
+    quiet: bool,
+) -> None:
+    """Compare the weights of the models A and B, and say what made the difference.
+
+    A and B are folders with safetensors weights (or one such file): two exports, or an export and
+    the model that its training began from. Each tensor is equal, equal but for rounding, or of
+    other values, by how much; the last line answers: was it the training, or the conversion?
+    Whatever differs, the exit code is 0 unless --fail-on says otherwise. To compare an export with
+    its checkpoint, use zexport verify --against.
+
+    Example: zexport diff model base
+    """
+    from zexport.api import diff_models
+    from zexport.cli.console import console
+    from zexport.cli.progress import ProgressPrinter
+    from zexport.report.diff import diff_json, print_diff
+
+    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+        report = diff_models(a, b, jobs=jobs, progress=on_progress)
+    if json:
+        click.echo(dumps(diff_json(report, every=all), indent=2, allow_nan=False))
+    else:
+        print_diff(console(), report, every=all)
+    if _fails(report, fail_on):
+        click.get_current_context().exit(VerificationError.exit_code)
+
+
+def _fails(report: DiffReport, fail_on: str) -> bool:
+    from zexport.comparison.outcome import Outcome
+
+    accepted = {
+        "none": frozenset(Outcome),
+        "different": frozenset({Outcome.EQUAL}),
+        "not-cast-equal": frozenset({Outcome.EQUAL, Outcome.CAST_EQUAL}),
+    }[fail_on]
+    return any(tensor.outcome not in accepted for tensor in report.tensors)

@@ -1,0 +1,1 @@
+"""Two model folders side by side, tensor by tensor."""
