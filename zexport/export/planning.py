@@ -191,7 +191,8 @@ def _written_files(
 ) -> Iterator[SideFile]:
     """The files beside the shards whose content is new: card, config, index."""
     if "README.md" not in sidecars.copied:
-        yield SideFile("README.md", model_card(checkpoint, target, sidecars))
+        card = model_card(checkpoint, target, sidecars, selection.architecture)
+        yield SideFile("README.md", card)
     if sidecars.config is not None:
         content = sidecars.config.edited(target, selection.architecture)
         yield SideFile("config.json", content)
