@@ -52,6 +52,12 @@ def tensor_of(file: TorchFile, name: str) -> TensorRef:
     return tensor
 
 
+def content_of(file: TorchFile, name: str) -> bytes:
+    source = file.source(tensor_of(file, name))
+    (extent,) = source.extents(0, source.nbytes)
+    return extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
+
+
 def rewrite(
     path: Path,
     change: Callable[[str, bytes], tuple[str, bytes] | None] = lambda name, data: (name, data),
@@ -174,8 +180,28 @@ def test_compressed_tensor_data_is_refused_only_where_it_is_asked_for(saved: Pat
     file = read_torch_file(saved)
     assert isinstance(file.value, dict)
     assert file.value["n"] == 7
-    with pytest.raises(UnsupportedError, match=r"is compressed.*torch\.save"):
+    with pytest.raises(UnsupportedError, match=r"data/0 is compressed.*zip -0 -r NEW rank_0"):
         file.source(tensor_of(file, "w"))
+
+
+@pytest.mark.parametrize("how", ["folders", "small records compressed", "zip64 sizes"])
+def test_a_zip_that_was_packed_anew_is_read_where_it_lies(how: str, saved: Path) -> None:
+    before = read_torch_file(saved)
+    kept = [content_of(before, name) for name in ("w", "b")]
+    with zipfile.ZipFile(saved) as old:
+        records = [(name, old.read(name)) for name in old.namelist()]
+    with zipfile.ZipFile(saved, "w") as new:
+        for name in ("rank_0/", "rank_0/data/") if how == "folders" else ():
+            new.writestr(name, b"")
+        for name, data in records:
+            info = zipfile.ZipInfo(name)
+            if how == "small records compressed" and "/data/" not in name:
+                info.compress_type = zipfile.ZIP_DEFLATED
+            with new.open(info, "w", force_zip64=how == "zip64 sizes") as record:
+                record.write(data)
+    after = read_torch_file(saved)
+    assert after.value == before.value
+    assert [content_of(after, name) for name in ("w", "b")] == kept
 
 
 def test_big_endian_data_is_refused(saved: Path) -> None:

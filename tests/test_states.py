@@ -84,6 +84,13 @@ def test_the_step_is_found_where_fused_adam_keeps_it(zero2: Path) -> None:
     assert _optimizer_states(zero2, move).step == 7
 
 
+def test_the_step_is_found_where_an_elastic_checkpoint_keeps_it(zero2: Path) -> None:
+    def move(state: dict[str, Any]) -> None:
+        state["optimizer_state_dict"]["base_optimizer_state"] = [{"exp_avg": None}, {"step": 7}]
+
+    assert _optimizer_states(zero2, move).step == 7
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [

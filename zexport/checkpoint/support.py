@@ -30,7 +30,13 @@ SUPPORT = (
         "Data parallelism alone",
         "1, 2, 3",
         note="any world size, optimizer, groups and sub-groups; offload to CPU; fp32, fp16, bf16",
-        fixtures=("z1_w2_bf16", "z2_w2_bf16_groups", "z3_w4_bf16_odd", "z3_w2_bf16_sub1000"),
+        fixtures=(
+            "z1_w2_bf16",
+            "z2_w2_bf16_groups",
+            "z3_w4_bf16_odd",
+            "z3_w2_bf16_sub1000",
+            "z1_w3_bf16_elastic",
+        ),
     ),
     Support("BF16_Optimizer", "1, 0 in pipelines", fixtures=("z1_w2_bf16opt",)),
     Support(

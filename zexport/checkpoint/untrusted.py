@@ -142,11 +142,14 @@ class Value:
     def first_step(self) -> int | TensorRef | None:
         """The ``step`` of the first parameter that has one, in a torch optimizer's state dict.
 
-        DeepSpeed's FusedAdam counts by parameter group (``ops/adam/fused_adam.py``).
+        DeepSpeed's FusedAdam counts by parameter group (``ops/adam/fused_adam.py``); with
+        ``elastic_checkpoint`` there is a list of states, one a group
+        (``runtime/zero/stage_1_and_2.py``, ``_get_base_optimizer_state``).
         """
         state, groups = (self.mapping_or_empty().get(key) for key in ("state", "param_groups"))
         entries = list(state.values()) if isinstance(state, dict) else []
         entries += groups if isinstance(groups, list) else []
+        entries += self.value if isinstance(self.value, list) else []
         for entry in entries:
             step = entry.get("step") if isinstance(entry, dict) else None
             if type(step) is int or isinstance(step, TensorRef):

@@ -119,7 +119,10 @@ class ZipRecords:
             raise UnsupportedError(
                 f"the record {entry.info.filename} is compressed: no part of it can be read alone",
                 path=self._path,
-                hint=_SAVE_AGAIN,
+                found=f"{entry.info.compress_size} bytes for {entry.info.file_size}",
+                expected="a stored record, as torch.save writes it",
+                hint=f"In an empty folder: `unzip FILE`, then `zip -0 -r NEW {self.root}`; put NEW "
+                "in its place",
             )
         if not storage.numel:
             return 0
