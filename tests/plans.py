@@ -31,12 +31,14 @@ def save(path: Path, tensors: Sequence[torch.Tensor]) -> tuple[SourceFile, list[
     """Write tensors with ``torch.save``; the file as a source, and where each tensor lies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({str(index): tensor for index, tensor in enumerate(tensors)}, path)
+    return saved(path)
+
+
+def saved(path: Path) -> tuple[SourceFile, list[Extent]]:
+    """What ``save`` wrote: the file as a source, and where each tensor lies."""
     members = sorted(_members(path), key=lambda member: member.offset)
-    by_key = {member.name.rsplit("/", 1)[1]: member for member in members}
-    extents = [
-        Extent(path, by_key[str(index)].offset, tensor.nbytes)
-        for index, tensor in enumerate(tensors)
-    ]
+    by_index = sorted(members, key=lambda member: int(member.name.rsplit("/", 1)[1]))
+    extents = [Extent(path, member.offset, member.nbytes) for member in by_index]
     return source_file(path, tuple(members)), extents
 
 

@@ -143,7 +143,8 @@ def test_json_progress_is_lines_on_stderr_that_end_at_the_total(tmp_path: Path) 
     done = run("consolidate", ZERO3, tmp_path / "model", "--progress", "json", "--json")
     assert json.loads(done.stdout)["tensors"] == 21
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    keys = {"phase", "nbytes_done", "nbytes_total", "bytes_per_second", "seconds_left"}
+    keys = {"phase", "nbytes_done", "nbytes_total", "nbytes_resumed"}
+    keys |= {"bytes_per_second", "seconds_left"}
     assert lines
     assert all(set(line) == keys for line in lines)
     assert lines[-1]["phase"] == "verify"
@@ -426,7 +427,7 @@ def writing(checkpoint: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
     large: Path, tmp_path: Path, sent: signal.Signals
 ) -> None:

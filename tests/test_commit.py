@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import OutputError
-from zexport.export.commit import staged_folder, writing
+from zexport.export.commit import staged_folder
+from zexport.export.disk import check_space, writing
 
 
 def _make(out_dir: Path, content: str = "new", **options: object) -> None:
-    settings = {"nbytes": 10, "overwrite": False, **options}
+    settings = {"overwrite": False, **options}
     with staged_folder(out_dir, **settings) as folder:  # type: ignore[arg-type]
         (folder / "file").write_text(content)
 
@@ -26,7 +27,7 @@ def _names(folder: Path) -> list[str]:
 
 def test_nothing_is_seen_until_the_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with staged_folder(out, nbytes=1, overwrite=False) as folder:
+    with staged_folder(out, overwrite=False) as folder:
         (folder / "file").write_text("new")
         assert not out.exists()
         assert folder == tmp_path / "out.partial"
@@ -38,14 +39,14 @@ def test_nothing_is_seen_until_the_end(tmp_path: Path) -> None:
 def test_a_failing_block_leaves_everything_as_it_was(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
-    with pytest.raises(error), staged_folder(tmp_path / "a" / "b", nbytes=1, overwrite=False):
+    with pytest.raises(error), staged_folder(tmp_path / "a" / "b", overwrite=False):
         raise error
     assert _names(tmp_path) == []
 
 
 def test_parents_that_were_there_stay_when_the_block_fails(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(KeyError), staged_folder(tmp_path / "a/b/c", nbytes=1, overwrite=False):
+    with pytest.raises(KeyError), staged_folder(tmp_path / "a/b/c", overwrite=False):
         raise KeyError
     assert _names(tmp_path) == ["a"]
     assert _names(tmp_path / "a") == []
@@ -84,7 +85,7 @@ def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_an_old_folder_is_replaced_whole_and_only_at_the_end(tmp_path: Path) -> None:
     _make(tmp_path / "out", "old")
     (tmp_path / "out" / "extra").write_text("old")
-    with staged_folder(tmp_path / "out", nbytes=1, overwrite=True) as folder:
+    with staged_folder(tmp_path / "out", overwrite=True) as folder:
         (folder / "file").write_text("new")
         assert (tmp_path / "out" / "file").read_text() == "old"
     assert _names(tmp_path / "out") == ["file"]
@@ -94,7 +95,7 @@ def test_an_old_folder_is_replaced_whole_and_only_at_the_end(tmp_path: Path) -> 
 
 def test_a_failing_replacement_keeps_the_old_folder(tmp_path: Path) -> None:
     _make(tmp_path / "out", "old")
-    with pytest.raises(KeyError), staged_folder(tmp_path / "out", nbytes=1, overwrite=True):
+    with pytest.raises(KeyError), staged_folder(tmp_path / "out", overwrite=True):
         raise KeyError
     assert (tmp_path / "out" / "file").read_text() == "old"
     assert _names(tmp_path) == ["out"]
@@ -131,7 +132,7 @@ def test_a_replacement_that_was_killed_between_two_renames_is_undone(tmp_path: P
 
 
 def test_a_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    staged = staged_folder(tmp_path / "out", nbytes=1, overwrite=False)
+    staged = staged_folder(tmp_path / "out", overwrite=False)
     staged.__enter__()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
@@ -142,7 +143,7 @@ def test_a_folder_that_was_filled_meanwhile_is_not_replaced(tmp_path: Path) -> N
 
 
 def test_a_second_export_into_the_same_folder_is_told_so(tmp_path: Path) -> None:
-    with staged_folder(tmp_path / "out", nbytes=1, overwrite=False) as folder:
+    with staged_folder(tmp_path / "out", overwrite=False) as folder:
         (folder / "file").write_text("first")
         with pytest.raises(OutputError, match="another export is writing this folder"):
             _make(tmp_path / "out")
@@ -155,7 +156,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
         "import os, sys; sys.path.insert(0, '.')\n"
         "from pathlib import Path\n"
         "from zexport.export.commit import staged_folder\n"
-        "with staged_folder(Path(sys.argv[1]), nbytes=1, overwrite=False) as folder:\n"
+        "with staged_folder(Path(sys.argv[1]), overwrite=False) as folder:\n"
         "    (folder / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), 9)\n"
     )
@@ -175,7 +176,7 @@ def test_what_could_not_be_cleared_away_is_cleared_away_by_the_next(
     """As after a second Ctrl-C while the first is being answered."""
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda *_, **__: None)
-        with pytest.raises(KeyError), staged_folder(tmp_path / "out", nbytes=1, overwrite=False):
+        with pytest.raises(KeyError), staged_folder(tmp_path / "out", overwrite=False):
             raise KeyError
     assert _names(tmp_path) == ["out.partial", "out.partial.lock"]
     _make(tmp_path / "out")
@@ -221,13 +222,12 @@ def test_a_lock_removed_by_its_owner_is_taken_anew(
     assert len(rounds) == 2
 
 
-def test_a_lack_of_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_lack_of_space_is_told_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="has no room for the output") as caught:
-        _make(tmp_path / "out", nbytes=1 << 60)
+        check_space(tmp_path, 1 << 60)
     assert caught.value.expected == f"at least {1 << 60}"
     assert caught.value.found is not None
     assert caught.value.found.endswith("bytes free")
-    assert _names(tmp_path) == []
 
 
 def test_a_folder_without_permission_is_refused(

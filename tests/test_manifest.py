@@ -22,7 +22,7 @@ from zexport.version import __version__
 
 MANIFEST = new_manifest(
     provenance={"tag": "global_step3", "options": {"dtype": "bf16"}},
-    sources=[SourceEntry("b.pt", 2), SourceEntry("a.pt", 1)],
+    sources=[SourceEntry("b.pt", 2, 20, "bb"), SourceEntry("a.pt", 1, 10, "aa")],
     tensors={"x": TensorEntry(DType.BF16, (2, 3), "model.safetensors", "00")},
     files={"model.safetensors": FileEntry(20, "11")},
     findings=(Finding(FindingKind.NAN, "x", 2),),
@@ -37,8 +37,8 @@ def test_a_manifest_has_these_bytes() -> None:
         ' "kind": "nan", "tensor": "x"}\n  ],\n'
         '  "options": {"dtype": "bf16"},\n'
         '  "schema": 1,\n'
-        '  "sources": [\n    {"nbytes": 1, "path": "a.pt"},\n'
-        '    {"nbytes": 2, "path": "b.pt"}\n  ],\n'
+        '  "sources": [\n    {"blake3": "aa", "mtime_ns": 10, "nbytes": 1, "path": "a.pt"},\n'
+        '    {"blake3": "bb", "mtime_ns": 20, "nbytes": 2, "path": "b.pt"}\n  ],\n'
         '  "tag": "global_step3",\n'
         '  "tensors": {\n    "x": {"blake3": "00", "dtype": "BF16", "shape": [2, 3],'
         ' "shard": "model.safetensors"}\n  },\n'

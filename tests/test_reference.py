@@ -141,7 +141,7 @@ def test_threads_that_ask_at_the_same_time_get_their_tensors_made_one_at_a_time(
 
         def read(tensor: TensorPlan) -> bytes:
             buffer = bytearray(tensor.numel * tensor.stored_dtype.itemsize)
-            reader.read_into(tensor, 0, memoryview(buffer))
+            reader.read_into(tensor, 0, memoryview(buffer), reader.new_ledger())
             return bytes(buffer)
 
         found = list(threads.map(read, asked))
@@ -271,7 +271,7 @@ def read(
     with open_reference(locate(root)) as reader:
         source = Extent(path, 0, len(buffer))
         tensor = TensorPlan("y", (numel,), dtype, "x", dtype, source, 0)
-        reader.read_into(tensor, 0, memoryview(buffer))
+        reader.read_into(tensor, 0, memoryview(buffer), reader.new_ledger())
     return bytes(buffer)
 
 

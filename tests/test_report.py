@@ -281,6 +281,7 @@ def test_json_progress_is_an_object_a_line_on_stderr(
         "phase": "write",
         "nbytes_done": TOTAL,
         "nbytes_total": TOTAL,
+        "nbytes_resumed": 0,
         "bytes_per_second": TOTAL // 2,
         "seconds_left": 0.0,
     }

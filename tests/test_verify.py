@@ -184,6 +184,24 @@ def test_a_checkpoint_with_other_values_is_found(plan: ExportPlan, tmp_path: Pat
     assert verify_export(plan.out_dir).ok
 
 
+def test_a_source_that_differs_in_what_no_tensor_uses_is_found(plan: ExportPlan) -> None:
+    path = plan.out_dir / MANIFEST_NAME
+    _edit_json(path, lambda table: table["sources"][0].update(blake3="00"))
+    assert verify_export(plan.out_dir, plan=plan).problems == (
+        Problem("", "", "source rank.pt is not what was read for the export"),
+    )
+    _edit_json(path, lambda table: table["sources"][0].update(path="other.pt"))
+    assert [one.problem for one in verify_export(plan.out_dir, plan=plan).problems] == [
+        "source rank.pt was not read for the export",
+        "source other.pt is not read any more",
+    ]
+
+
+def test_a_source_that_was_only_copied_is_the_same(plan: ExportPlan) -> None:
+    _edit_json(plan.out_dir / MANIFEST_NAME, lambda table: table["sources"][0].update(mtime_ns=1))
+    assert verify_export(plan.out_dir, plan=plan).ok
+
+
 def test_a_checkpoint_with_other_tensors_is_found(plan: ExportPlan) -> None:
     first, second = plan.shards
     b = replace(second.tensors[0], shape=(5, 100))

@@ -62,7 +62,7 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line and end the process with its exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    _answer_signals()
     as_json = _wants_json(sys.argv[1:])
     try:
         code = cli.main(standalone_mode=False, prog_name="zexport")
@@ -71,8 +71,8 @@ def main() -> NoReturn:
         code = _tell(error, as_json=as_json)
     except click.UsageError as error:
         code = _tell(_usage_error(error), as_json=as_json) if as_json else _show(error)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
+    except (click.Abort, KeyboardInterrupt) as error:
+        click.echo(" ".join(["Interrupted.", *_notes(error)]), err=True)
         code = _INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone, as in `zexport inspect run | head -1`.
@@ -88,6 +88,19 @@ def _wants_json(words: Sequence[str]) -> bool:
     return "--json" in words or setting.lower() in _YES
 
 
+def _answer_signals() -> None:
+    """A request to end is answered as Ctrl-C is; one that is ignored, as under nohup, stays so."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was added to an error on its way; Click raises its own in the place of Ctrl-C's."""
+    found: list[str] = getattr(error.__cause__ or error, "__notes__", [])
+    return found
+
+
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     """End as Ctrl-C does, so that nothing half-made is left."""
     raise KeyboardInterrupt
@@ -95,7 +108,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 def _tell(error: ZexportError, *, as_json: bool) -> int:
     """Say what is wrong, once for people and once for programs; the exit code."""
-    click.echo(f"Error: {error.sentence()}", err=True)
+    click.echo(" ".join([f"Error: {error.sentence()}", *getattr(error, "__notes__", [])]), err=True)
     if as_json:
         from zexport.report.failure import error_json
 

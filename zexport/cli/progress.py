@@ -21,7 +21,7 @@ _LINE_SECONDS = 10.0
 _LINE_SECONDS_MIN = 1.0
 _LINES_PER_JOB = 10
 _JSON_SECONDS = 0.5
-_LABEL = {"write": "Writing", "verify": "Checking"}
+_LABEL = {"resume": "Comparing what is there", "write": "Writing", "verify": "Checking"}
 
 
 class _Teller(Protocol):
@@ -92,7 +92,7 @@ class _Clock:
 
 
 class _JsonLines:
-    """``phase``, ``nbytes_done``, ``nbytes_total``, ``bytes_per_second`` and ``seconds_left``."""
+    """Objects with ``phase``, ``nbytes_done``, ``nbytes_total`` and their like."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -109,6 +109,7 @@ class _JsonLines:
             "phase": progress.phase.value,
             "nbytes_done": progress.nbytes_done,
             "nbytes_total": progress.nbytes_total,
+            "nbytes_resumed": progress.nbytes_resumed,
             "bytes_per_second": round(self._clock.speed(progress)),
             "seconds_left": None if left is None else round(left, 1),
         }

@@ -7,56 +7,40 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zexport.checkpoint.location import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import OutputError
+from zexport.export.disk import HINTS, sync_path, writing
+from zexport.export.journal import JOURNAL_NAME, drop_unfinished, finished_shards
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
-_HINTS = {
-    errno.ENOSPC: "Free some space, or choose another disk",
-    errno.EDQUOT: "Free some of your quota, or choose another disk",
-    errno.EACCES: "Choose a folder you may write to",
-    errno.EPERM: "Choose a folder you may write to",
-    errno.EROFS: "Choose a disk that is not read-only",
-}
 _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal to write into an ``OutputError`` about ``path``."""
-    try:
-        yield
-    except OSError as cause:
-        raise OutputError(
-            f"cannot be written: {cause.strerror}",
-            path=path,
-            hint=_HINTS.get(cause.errno or 0, ""),
-        ) from cause
-
-
-@contextmanager
 def staged_folder(
-    out_dir: Path, *, nbytes: int, overwrite: bool, sources: Iterable[Path] = ()
+    out_dir: Path, *, overwrite: bool, sources: Iterable[Path] = ()
 ) -> Iterator[Path]:
-    """A folder to fill: it becomes ``out_dir`` when the block ends, and is gone when that fails.
+    """A folder to fill: it becomes ``out_dir`` when the block ends, and never when that fails.
 
     It lies beside ``out_dir``, as ``<out_dir>.partial``, so that the last step is a rename. Before
     the block, everything that can be known to fail has been looked at; an older folder is replaced
-    only when the new one is complete and on the disk. Two processes never fill the same folder;
-    what a killed one left behind is cleared away.
+    only when the new one is complete and on the disk. Two processes never fill the same folder.
+
+    What was done is kept where a rerun may go on: after an interrupt, and where the system refused,
+    the folder stays with the shards that its journal notes. It holds what a stopped export left,
+    killed ones included, when the block begins. After any other failure it is gone.
 
     Args:
         out_dir: the folder to make; a symbolic link is followed.
-        nbytes: bytes the folder will hold.
         overwrite: whether a folder with something in it is replaced.
         sources: the files being read, which the folder must neither hold nor lie beside.
 
     Raises:
-        OutputError: the folder cannot be made, or has no room.
+        OutputError: the folder cannot be made.
     """
     target = Path(os.path.realpath(out_dir))
     for place in (target, *_workplaces(target)):
@@ -64,18 +48,35 @@ def staged_folder(
     with _parents(target.parent), _lock(target):
         _restore(target)
         _check_target(target, overwrite=overwrite)
-        _check_space(target, nbytes)
         partial = _beside(target, _PARTIAL)
         with writing(partial):
-            _remove(partial)
-            partial.mkdir()
+            partial.mkdir(exist_ok=True)
+            drop_unfinished(partial)
         try:
             yield partial
             with writing(partial):
                 _commit(partial, target, overwrite=overwrite)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+        except BaseException as error:
+            _clear_up(partial, error)
             raise
+
+
+def _clear_up(partial: Path, error: BaseException) -> None:
+    """Keep the finished shards where a rerun may succeed; else leave nothing."""
+    finished = finished_shards(partial) if _may_pass(error) else ()
+    if not finished:
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    with suppress(OSError):
+        drop_unfinished(partial)
+    count = f"{len(finished)} finished shard{'s' * (len(finished) > 1)}"
+    error.add_note(f"Kept {count} in {partial}: the same command goes on from there.")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the cause lies with the user or the system, and not in what was read or written."""
+    is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
+    return is_interrupt or isinstance(error.__cause__, OSError)
 
 
 def _beside(target: Path, ending: str) -> Path:
@@ -159,9 +160,7 @@ def _parents(parent: Path) -> Iterator[None]:
 
 def _check_permission(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(
-            "cannot be written: no permission", path=folder, hint=_HINTS[errno.EACCES]
-        )
+        raise OutputError("cannot be written: no permission", path=folder, hint=HINTS[errno.EACCES])
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -225,20 +224,6 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _check_space(target: Path, nbytes: int) -> None:
-    with writing(target.parent):
-        status = os.statvfs(target.parent)
-    free = status.f_bavail * status.f_frsize
-    if free < nbytes:
-        raise OutputError(
-            "has no room for the output",
-            path=target.parent,
-            found=f"{free} bytes free",
-            expected=f"at least {nbytes}",
-            hint=_HINTS[errno.ENOSPC],
-        )
-
-
 def _restore(target: Path) -> None:
     """Undo the first half of a replacement whose process was killed between two renames."""
     replaced = _beside(target, _REPLACED)
@@ -248,6 +233,7 @@ def _restore(target: Path) -> None:
 
 
 def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
+    _remove(partial / JOURNAL_NAME)
     _sync_all(partial)
     if overwrite and target.exists():
         replaced = _beside(target, _REPLACED)
@@ -258,11 +244,11 @@ def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
         except BaseException:
             replaced.rename(target)
             raise
-        _sync(target.parent)
+        sync_path(target.parent)
         _remove(replaced)
     else:
         partial.rename(target)
-        _sync(target.parent)
+        sync_path(target.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -273,13 +259,5 @@ def _remove(folder: Path) -> None:
 def _sync_all(folder: Path) -> None:
     """Put every file on the disk, then the folders that name them."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
+    sync_path(folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from mmap import mmap
+from pathlib import Path
 from typing import Protocol
 
 from zexport.export.chunks import Piece, room
 from zexport.export.plan import TensorPlan
 from zexport.streams.casts import Statistics, cast_into, statistics_of
+from zexport.streams.crc_ledger import Ledger, Range
 from zexport.streams.reader import SourceReader
 
 
@@ -19,12 +22,24 @@ class TensorReader(Protocol):
         """Bytes read so far."""
         ...
 
-    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""
+    def new_ledger(self) -> Ledger:
+        """An empty ledger, for a shard or another part of the work."""
         ...
 
-    def finish(self) -> None:
-        """Check whatever can only be checked when everything has been read."""
+    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
+        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on, and note them."""
+        ...
+
+    def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
+        """Count what a ledger has noted, in this run or before a stop."""
+        ...
+
+    def finish(self) -> dict[Path, str]:
+        """Check whatever can only be checked when everything has been read and taken.
+
+        Returns:
+            For each file, a digest of what was read of it.
+        """
         ...
 
 
@@ -33,19 +48,18 @@ class FileReader:
 
     def __init__(self, files: SourceReader) -> None:
         self._files = files
+        self.new_ledger = files.new_ledger
+        self.take = files.take
+        self.finish = files.finish
 
     @property
     def nbytes_read(self) -> int:
         """Bytes read so far, those read again for a CRC included."""
         return self._files.nbytes_read
 
-    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview) -> None:
+    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""
-        self._files.read_into(tensor.source, start, buffer)
-
-    def finish(self) -> None:
-        """Compare the CRC-32 of every record that was read."""
-        self._files.finish()
+        self._files.read_into(tensor.source, start, buffer, ledger)
 
 
 class Buffers:
@@ -56,14 +70,18 @@ class Buffers:
         self.out = memoryview(mmap(-1, room(chunk_nbytes)))
 
 
-def convert(piece: Piece, reader: TensorReader, stored: memoryview, out: memoryview) -> Statistics:
+def convert(
+    piece: Piece, reader: TensorReader, stored: memoryview, out: memoryview, ledger: Ledger
+) -> Statistics:
     """Fill ``out`` with a piece's bytes as they belong into the output; ``stored`` is scratch room.
+
+    What is read is noted in ``ledger``.
 
     Returns:
         What was seen among its values.
     """
     tensor = piece.tensor
     source = out if tensor.dtype is tensor.stored_dtype else stored[: piece.stored_nbytes]
-    reader.read_into(tensor, piece.first * tensor.stored_dtype.itemsize, source)
+    reader.read_into(tensor, piece.first * tensor.stored_dtype.itemsize, source, ledger)
     cast_into(source, tensor.stored_dtype, tensor.dtype, out)
     return statistics_of(source, tensor.stored_dtype, tensor.dtype, out)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from blake3 import blake3
-
-from zexport.dtypes import DType
-from zexport.errors import CheckpointError
-from zexport.export.commit import staged_folder, writing
+from zexport.export.commit import staged_folder
+from zexport.export.conclusions import findings_of, manifest_nbytes, manifest_of
 from zexport.export.convert import FileReader, TensorReader
-from zexport.export.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    SourceEntry,
-    TensorEntry,
-    new_manifest,
-)
-from zexport.export.plan import ExportPlan, SideFile, TensorPlan
+from zexport.export.disk import check_space, sync_path, writing
+from zexport.export.journal import Journal
+from zexport.export.manifest import MANIFEST_NAME, FileEntry
+from zexport.export.plan import ExportPlan
 from zexport.export.readback import Checks, Meter, Phase, Progress, VerifyMode
 from zexport.export.replicas import compare_replicas
-from zexport.export.writer import ShardResult, TensorResult, write_shards
-from zexport.findings import Finding, FindingKind
+from zexport.export.results import ShardResult
+from zexport.export.side_files import side_content, side_nbytes, write_file
+from zexport.export.writer import reserve_shards, write_shards
+from zexport.findings import Finding
 from zexport.jsontypes import Json
-from zexport.streams.casts import Statistics
 from zexport.streams.reader import SourceReader
 
 __all__ = [
@@ -43,13 +35,6 @@ __all__ = [
 ]
 
 REPORT_SCHEMA = 1
-_COPY_NBYTES = 1 << 20
-_MANIFEST_NBYTES_PER_TENSOR = 400
-_OVERFLOW = {
-    DType.F32: FindingKind.FP32_OVERFLOW,
-    DType.F16: FindingKind.FP16_OVERFLOW,
-    DType.BF16: FindingKind.BF16_OVERFLOW,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +51,7 @@ class ExportReport:
         findings: what was remarkable about the values.
         warnings: the plan's.
         verified: how it was read again.
+        resumed: the shards that a stopped export had finished, read again and taken over.
     """
 
     out_dir: Path
@@ -77,6 +63,7 @@ class ExportReport:
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
     verified: VerifyMode
+    resumed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
         """The report as JSON values, with a ``schema`` number."""
@@ -91,6 +78,7 @@ class ExportReport:
             "findings": [asdict(finding) for finding in self.findings],
             "warnings": list(self.warnings),
             "verified": self.verified.value,
+            "resumed": list(self.resumed),
         }
 
 
@@ -102,6 +90,9 @@ def run_plan(
     progress: Callable[[Progress], None] | None = None,
 ) -> ExportReport:
     """Make the plan's output folder, complete, checked and on the disk, or nothing at all.
+
+    What a stopped export of the same plan had finished is read again and taken over; the folder is
+    the same, byte for byte, as if it had not been stopped.
 
     Args:
         plan: what to do; its sources must be as they were when it was made.
@@ -118,181 +109,122 @@ def run_plan(
     with ExitStack() as stack:
         sources = stack.enter_context(SourceReader(plan.sources))
         reader = FileReader(sources) if reader is None else reader
+        paths = tuple(source.path for source in plan.sources)
         folder = stack.enter_context(
-            staged_folder(
-                plan.out_dir,
-                nbytes=_nbytes_needed(plan),
-                overwrite=plan.overwrite,
-                sources=tuple(source.path for source in plan.sources),
-            )
+            staged_folder(plan.out_dir, overwrite=plan.overwrite, sources=paths)
         )
-        found = (*plan.findings, *compare_replicas(plan, sources))
-        filled = _fill(plan, folder, reader, verify, Meter(plan, verify, progress), found=found)
+        work = _Work(plan, folder, reader, verify, Meter(verify, progress))
+        work.take_over()
+        work.prepare()
+        work.compare(sources)
+        work.write()
     return ExportReport(
         out_dir=plan.out_dir,
-        files=tuple(sorted(filled.files)),
-        tensors=sum(len(shard.tensors) for shard in filled.shards),
+        files=tuple(sorted(work.files)),
+        tensors=sum(len(shard.tensors) for shard in work.shards.values()),
         nbytes_read=reader.nbytes_read,
-        nbytes_written=sum(entry.nbytes for entry in filled.files.values()),
+        nbytes_written=sum(entry.nbytes for entry in work.files.values()),
         seconds=time.monotonic() - began,
-        findings=filled.findings,
+        findings=work.findings,
         warnings=plan.warnings,
         verified=verify,
+        resumed=work.resumed,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """What was put into the folder, and what was remarkable about it."""
+class _Work:
+    """A folder on its way from empty, or from what a stopped export left, to complete."""
 
-    files: dict[str, FileEntry]
-    shards: list[ShardResult]
-    findings: tuple[Finding, ...]
+    def __init__(
+        self,
+        plan: ExportPlan,
+        folder: Path,
+        reader: TensorReader,
+        verify: VerifyMode,
+        meter: Meter,
+    ) -> None:
+        self.files: dict[str, FileEntry] = {}
+        self.shards: dict[str, ShardResult] = {}
+        self.resumed: tuple[str, ...] = ()
+        self.findings = plan.findings
+        self._plan = plan
+        self._folder = folder
+        self._reader = reader
+        self._verify = verify
+        self._meter = meter
+        self._journal = Journal(folder, plan)
+        self._planned = {shard.filename: shard for shard in plan.shards}
 
+    def take_over(self) -> None:
+        """Read again the shards that the journal notes; what does not hold is cleared away."""
+        noted = [(s, found) for s in self._plan.shards if (found := self._journal.find(s))]
+        nbytes = {shard.filename: shard.data_nbytes for shard in self._plan.shards}
+        left = sum(nbytes[shard.filename] for shard, _ in noted)
+        self._meter.expect(to_write=sum(nbytes.values()) - left, left=left)
+        with Checks(self._folder, self._verify, self._meter) as checks:
+            for shard, written in noted:
+                if checks.holds(shard, written):
+                    self._count(written)
+                    self._meter.resumed(shard.data_nbytes)
+        self.resumed = tuple(self.shards)
+        self._journal.keep_only(set(self.resumed))
 
-def _fill(
-    plan: ExportPlan,
-    folder: Path,
-    reader: TensorReader,
-    verify: VerifyMode,
-    meter: Meter,
-    *,
-    found: tuple[Finding, ...],
-) -> _Filled:
-    """Write and check every file of the folder; ``found`` is what was found before."""
-    files: dict[str, FileEntry] = {}
-    shards: list[ShardResult] = []
-    planned = {shard.filename: shard for shard in plan.shards}
-    with Checks(folder, verify, meter) as checks:
+    def prepare(self) -> None:
+        """Take all the room that is needed, and write the small files; then the rest can go well.
 
-        def on_shard(shard: ShardResult) -> None:
-            shards.append(shard)
-            files[shard.filename] = FileEntry(shard.nbytes, shard.blake3)
-            checks.add_shard(planned[shard.filename], shard)
+        Raises:
+            OutputError: there is no room, or a file cannot be made.
+            CheckpointError: a file to copy cannot be read.
+        """
+        rest = self._rest()
+        sides = sum(map(side_nbytes, self._plan.side_files))
+        nbytes = sum(shard.nbytes for shard in rest.shards) + sides + manifest_nbytes(self._plan)
+        check_space(self._folder, nbytes)
+        for side in self._plan.side_files:
+            path = self._folder / side.filename
+            self.files[side.filename] = write_file(path, side_content(side))
+        reserve_shards(rest, self._folder)
+        with writing(self._folder):
+            sync_path(self._folder)
+        self._meter.expect(to_write=sum(shard.data_nbytes for shard in rest.shards))
 
-        write_shards(plan, folder, reader, on_bytes=meter.written, on_shard=on_shard)
-        reader.finish()
-        for side in plan.side_files:
-            files[side.filename] = _write_file(folder / side.filename, _side_content(side))
-            checks.add_file(side.filename, files[side.filename])
-        findings = (*found, *_findings(plan, shards))
-        manifest = _manifest(plan, shards, files, findings)
-        files[MANIFEST_NAME] = _write_file(folder / MANIFEST_NAME, manifest.lines())
-        checks.add_file(MANIFEST_NAME, files[MANIFEST_NAME])
-        checks.wait()
-    return _Filled(files, shards, findings)
+    def compare(self, sources: SourceReader) -> None:
+        """Hold second copies in the checkpoint against what is exported."""
+        self.findings += compare_replicas(self._plan, sources)
 
+    def write(self) -> None:
+        """Write and check every file that is not there yet."""
+        with Checks(self._folder, self._verify, self._meter) as checks:
 
-def _nbytes_needed(plan: ExportPlan) -> int:
-    """Bytes of the whole folder; the manifest's are estimated."""
-    tensors = sum(len(shard.tensors) for shard in plan.shards)
-    return (
-        sum(shard.nbytes for shard in plan.shards)
-        + sum(_side_nbytes(side) for side in plan.side_files)
-        + tensors * _MANIFEST_NBYTES_PER_TENSOR
-    )
+            def on_shard(shard: ShardResult) -> None:
+                self._count(shard)
+                checks.add_shard(self._planned[shard.filename], shard)
 
-
-def _side_nbytes(side: SideFile) -> int:
-    if side.origin is None:
-        return len(side.content or b"")
-    with _reading(side.origin):
-        return side.origin.stat().st_size
-
-
-def _side_content(side: SideFile) -> Iterator[bytes]:
-    if side.origin is None:
-        yield side.content or b""
-        return
-    with _reading(side.origin), side.origin.open("rb") as file:
-        while data := file.read(_COPY_NBYTES):
-            yield data
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as cause:
-        raise CheckpointError(f"cannot be read: {cause.strerror}", path=path) from cause
-
-
-def _write_file(path: Path, content: Iterator[bytes]) -> FileEntry:
-    digest = blake3()
-    nbytes = 0
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
-    with writing(path), path.open("xb") as file:
-        for data in content:
-            file.write(data)
-            digest.update(data)
-            nbytes += len(data)
-    return FileEntry(nbytes, digest.hexdigest())
-
-
-def _manifest(
-    plan: ExportPlan,
-    shards: list[ShardResult],
-    files: dict[str, FileEntry],
-    findings: tuple[Finding, ...],
-) -> Manifest:
-    results = _results(shards)
-    return new_manifest(
-        provenance=plan.provenance,
-        sources=_source_entries(plan),
-        tensors={
-            tensor.name: TensorEntry(
-                tensor.dtype, tensor.shape, shard.filename, results[tensor.name].blake3
+            write_shards(
+                self._rest(),
+                self._folder,
+                self._reader,
+                on_bytes=self._meter.written,
+                on_shard=on_shard,
+                on_disk=lambda shard: self._journal.add(self._planned[shard.filename], shard),
             )
-            for shard in plan.shards
-            for tensor in shard.tensors
-        },
-        files=dict(files),
-        findings=findings,
-    )
+            digests = self._reader.finish()
+            self.findings += findings_of(self._plan, self.shards)
+            manifest = manifest_of(
+                self._plan, self.shards, self.files, sources=digests, findings=self.findings
+            )
+            path = self._folder / MANIFEST_NAME
+            self.files[MANIFEST_NAME] = write_file(path, manifest.lines())
+            for filename in self.files.keys() - self.shards.keys():
+                checks.add_file(filename, self.files[filename])
+            checks.wait()
 
+    def _rest(self) -> ExportPlan:
+        """The plan of the shards that are not there yet."""
+        rest = tuple(s for s in self._plan.shards if s.filename not in self.shards)
+        return replace(self._plan, shards=rest)
 
-def _source_entries(plan: ExportPlan) -> list[SourceEntry]:
-    """The files that were read, by their paths below the folder that holds all of the checkpoint's.
-
-    The folder's own place is left out, so that the same checkpoint elsewhere gives the same bytes.
-    """
-    folders = [source.path.parent for source in plan.sources if source.path.suffix == ".pt"]
-    root = Path(os.path.commonpath(folders)) if folders else None
-    return [
-        SourceEntry(
-            source.path.relative_to(root).as_posix()
-            if root is not None and source.path.is_relative_to(root)
-            else source.path.name,
-            source.nbytes,
-        )
-        for source in plan.sources
-    ]
-
-
-def _results(shards: list[ShardResult]) -> dict[str, TensorResult]:
-    return {name: result for shard in shards for name, result in shard.tensors.items()}
-
-
-def _findings(plan: ExportPlan, shards: list[ShardResult]) -> tuple[Finding, ...]:
-    """What was remarkable about the values, in the order of the tensors."""
-    results = _results(shards)
-    return tuple(
-        finding
-        for shard in plan.shards
-        for tensor in shard.tensors
-        for finding in _findings_of(tensor, results[tensor.name].statistics, plan.allow)
-    )
-
-
-def _findings_of(
-    tensor: TensorPlan, seen: Statistics, allow: Set[FindingKind]
-) -> Iterator[Finding]:
-    counts = {FindingKind.NAN: seen.nan, FindingKind.INF: seen.inf}
-    if seen.overflow:
-        counts[_OVERFLOW[tensor.dtype]] = seen.overflow
-    if seen.all_zero:
-        counts[FindingKind.ALL_ZERO] = tensor.numel
-    for kind, count in counts.items():
-        if count:
-            yield Finding(kind, tensor.name, count, accepted=kind in allow)
+    def _count(self, shard: ShardResult) -> None:
+        self.shards[shard.filename] = replace(shard, ranges={})  # there may be very many
+        self.files[shard.filename] = FileEntry(shard.nbytes, shard.blake3)
+        self._reader.take(shard.ranges)

@@ -41,18 +41,28 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """One file that was read: its path below the checkpoint, or its name if it lies elsewhere."""
+    """One file that was read.
+
+    Attributes:
+        path: its path below the checkpoint, or its name if it lies elsewhere.
+        nbytes: its size.
+        mtime_ns: when it was last modified, in nanoseconds since 1970.
+        blake3: digest of what was read of it to be exported
+            (``zexport.streams.crc_ledger.FileLedger.digest``); ``None`` for a file whose values
+            were only compared with others.
+    """
 
     path: str
     nbytes: int
+    mtime_ns: int
+    blake3: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What an export says of itself.
 
-    A source's modification time is left out on purpose: a checkpoint that was copied gives the same
-    manifest, byte for byte.
+    Nothing in it varies by run: the same sources, in whichever folder, give the same bytes.
 
     Attributes:
         version: of the zexport that wrote it.
@@ -183,7 +193,12 @@ def _from_json(table: dict[str, Json]) -> Manifest:
         version=_text(table["zexport_version"]),
         provenance={key: value for key, value in table.items() if key not in _OWN_KEYS},
         sources=tuple(
-            SourceEntry(_text(source["path"]), _count(source["nbytes"]))
+            SourceEntry(
+                _text(source["path"]),
+                _count(source["nbytes"]),
+                _count(source["mtime_ns"]),
+                None if source["blake3"] is None else _text(source["blake3"]),
+            )
             for source in map(_table, sources)
         ),
         tensors={name: _tensor_entry(_table(entry)) for name, entry in tensors.items()},

@@ -100,9 +100,9 @@ class SourceFile:
         path: the file.
         nbytes: its size when the plan was made.
         mtime_ns: its modification time when the plan was made.
-        members: the zip records that hold tensor bytes, by ascending offset; a record's CRC-32
-            covers all of it. Empty for files that carry no CRC (torch's old container,
-            safetensors).
+        members: the records that hold tensor bytes, by ascending offset; a record's CRC-32 covers
+            all of it. torch's old container and safetensors have none, there a record is a storage
+            or a tensor.
     """
 
     path: Path

@@ -24,6 +24,7 @@ from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.torchfile.archive import Member
 
 _PROCESS_NBYTES = 96 << 20
 """What the process itself takes before the first chunk: interpreter, numpy, and the plan."""
@@ -217,8 +218,16 @@ def _sources(
     for header in base:
         if header.path in read:
             status = header.path.stat()
-            files.append(SourceFile(header.path, status.st_size, status.st_mtime_ns, ()))
+            members = tuple(_members(header))
+            files.append(SourceFile(header.path, status.st_size, status.st_mtime_ns, members))
     return tuple(files)
+
+
+def _members(header: SafetensorsHeader) -> Iterator[Member]:
+    """The tensors of a safetensors file as its records, which have no CRC."""
+    for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes:
+            yield Member(name, tensor.offset, tensor.nbytes, None)
 
 
 def _warnings(sidecars: Sidecars) -> Iterator[str]:

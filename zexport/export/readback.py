@@ -14,10 +14,10 @@ from typing import ParamSpec, Self
 from safetensors import SafetensorError, safe_open
 
 from zexport.errors import VerificationError
-from zexport.export.commit import writing
+from zexport.export.disk import writing
 from zexport.export.manifest import FileEntry
-from zexport.export.plan import ExportPlan, ShardPlan, TensorPlan
-from zexport.export.writer import ShardResult
+from zexport.export.plan import ShardPlan, TensorPlan
+from zexport.export.results import ShardResult
 from zexport.streams.digests import digest_file, digest_ranges, drop_from_cache
 
 _READBACK_THREADS = 2
@@ -42,51 +42,79 @@ class VerifyMode(Enum):
 class Phase(Enum):
     """What the bytes of a ``Progress`` are being done to."""
 
+    RESUME = "resume"
+    """Reading again what a stopped export has left."""
     WRITE = "write"
     VERIFY = "verify"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the work has come; bytes written and bytes read again count alike."""
+    """How far the work has come; bytes written and bytes read again count alike.
+
+    Attributes:
+        nbytes_done: what is done.
+        nbytes_total: what there is to do, in this run.
+        phase: what is being done.
+        nbytes_resumed: bytes of finished shards that were taken over, so far.
+    """
 
     nbytes_done: int
     nbytes_total: int
     phase: Phase
+    nbytes_resumed: int = 0
 
 
 class Meter:
-    """Adds up bytes from several threads, and tells of them one at a time."""
+    """Adds up bytes from several threads, and tells of them one at a time.
 
-    def __init__(
-        self, plan: ExportPlan, verify: VerifyMode, tell: Callable[[Progress], None] | None
-    ) -> None:
-        self._to_write = sum(shard.data_nbytes for shard in plan.shards)
-        to_verify = 0
-        if verify is not VerifyMode.NONE:
-            to_verify = self._to_write
-        self._total = self._to_write + to_verify
+    What is to be done is known bit by bit: first the shards left by a stopped export are read,
+    then the rest is written, and read if the mode says so.
+    """
+
+    def __init__(self, verify: VerifyMode, tell: Callable[[Progress], None] | None) -> None:
+        self._times = 1 if verify is VerifyMode.NONE else 2
         self._tell = tell
+        self._done = 0
+        self._resumed = 0
+        self._to_write = 0
         self._written = 0
-        self._verified = 0
+        self._total = 0
         self._lock = Lock()
+
+    def expect(self, *, to_write: int, left: int = 0) -> None:
+        """Set what is to be written, and how much a stopped export has left to be read."""
+        with self._lock:
+            self._to_write = to_write
+            self._total = self._done + self._times * to_write + left
 
     def written(self, nbytes: int) -> None:
         """Note bytes written."""
         with self._lock:
             self._written += nbytes
-            self._report()
+            self._done += nbytes
+            self._report(Phase.WRITE if self._written < self._to_write else Phase.VERIFY)
 
     def verified(self, nbytes: int) -> None:
         """Note bytes read again."""
         with self._lock:
-            self._verified += nbytes
-            self._report()
+            self._done += nbytes
+            self._report(Phase.WRITE if self._written < self._to_write else Phase.VERIFY)
 
-    def _report(self) -> None:
+    def compared(self, nbytes: int) -> None:
+        """Note bytes of a left shard read."""
+        with self._lock:
+            self._done += nbytes
+            self._report(Phase.RESUME)
+
+    def resumed(self, nbytes: int) -> None:
+        """Note bytes of a left shard taken over."""
+        with self._lock:
+            self._resumed += nbytes
+
+    def _report(self, phase: Phase) -> None:
         if self._tell is not None:
-            phase = Phase.WRITE if self._written < self._to_write else Phase.VERIFY
-            self._tell(Progress(self._written + self._verified, self._total, phase))
+            self._tell(Progress(self._done, self._total, phase, self._resumed))
 
 
 class Checks:
@@ -114,14 +142,35 @@ class Checks:
         """Have a shard opened by the safetensors library, and read again if the mode says so."""
         path = self._folder / planned.filename
         self._submit(_check_opens, path, written)
-        if self._verify is VerifyMode.NONE:
-            return
+        if self._verify is not VerifyMode.NONE:
+            self._add_reading(path, planned, written, self._meter.verified)
+
+    def holds(self, planned: ShardPlan, written: ShardResult) -> bool:
+        """Whether a shard that was left is still what was written, read again whatever the mode."""
+        path = self._folder / planned.filename
+        if not path.is_file() or path.stat().st_size != planned.nbytes:
+            return False
+        self._submit(_check_opens, path, written)
+        self._add_reading(path, planned, written, self._meter.compared)
+        try:
+            self.wait()
+        except VerificationError:
+            return False
+        return True
+
+    def _add_reading(
+        self,
+        path: Path,
+        planned: ShardPlan,
+        written: ShardResult,
+        on_bytes: Callable[[int], None],
+    ) -> None:
         if self._verify is VerifyMode.DISK:
             with writing(path):
                 drop_from_cache(path)
         self._submit(_check_header, path, planned)
         for batch in _batches(planned):
-            self._submit(_check_tensors, path, planned, batch, written, self._meter.verified)
+            self._submit(_check_tensors, path, planned, batch, written, on_bytes)
 
     def add_file(self, filename: str, entry: FileEntry) -> None:
         """Have a file beside the shards read again, if the mode says so."""
@@ -133,7 +182,8 @@ class Checks:
 
     def wait(self) -> None:
         """Return when all is checked, or raise what was found first."""
-        for future in self._running:
+        running, self._running = self._running, []
+        for future in running:
             future.result()
 
 

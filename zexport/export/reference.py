@@ -16,6 +16,7 @@ from zexport.checkpoint.location import Location
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.export.convert import TensorReader
 from zexport.export.plan import TensorPlan
+from zexport.streams.crc_ledger import Ledger
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import Container, TorchFile, read_torch_file
 from zexport.torchfile.pickles import Global, load
@@ -86,6 +87,9 @@ class _Reference:
         self._tag_dir = tag_dir
         self._state = state
         self._sources = sources
+        self.new_ledger = sources.new_ledger
+        self.take = sources.take
+        self.finish = sources.finish
         self._lock = Lock()
         self._held: tuple[str, memoryview] | None = None
 
@@ -94,7 +98,7 @@ class _Reference:
         """Bytes read for the CRC; what DeepSpeed itself reads is not known."""
         return self._sources.nbytes_read
 
-    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview) -> None:
+    def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on.
 
         Raises:
@@ -106,12 +110,9 @@ class _Reference:
                 stored = _flat_bytes(self._stored(tensor)).numpy().data
                 self._held = tensor.stored_name, stored
             stored = self._held[1]
-        self._sources.read_into(tensor.source, start, buffer)  # for the CRC: overwritten at once
+        # For the CRC alone: what it reads is written over at once.
+        self._sources.read_into(tensor.source, start, buffer, ledger)
         buffer[:] = stored[start : start + buffer.nbytes]
-
-    def finish(self) -> None:
-        """Compare the CRC-32 of every record that the tensors lie in."""
-        self._sources.finish()
 
     def _stored(self, tensor: TensorPlan) -> torch.Tensor:
         """The whole tensor, in the shape and the element type that are stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +13,22 @@ from blake3 import blake3
 
 from zexport.errors import VerificationError, ZexportError
 from zexport.export.chunks import pieces
+from zexport.export.conclusions import source_entries
 from zexport.export.convert import Buffers, FileReader, TensorReader, convert
-from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, TensorEntry, read_manifest
+from zexport.export.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    SourceEntry,
+    TensorEntry,
+    read_manifest,
+)
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.readback import Phase, Progress
 from zexport.export.replicas import compare_replicas
 from zexport.jsontypes import Json
 from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.streams.crc_ledger import Ledger
 from zexport.streams.digests import digest_file, digest_ranges, digest_shard
 from zexport.streams.reader import SourceReader
 
@@ -275,13 +284,33 @@ def _source_problems(
     with SourceReader(plan.sources) as files:
         compare_replicas(plan, files)
         reader = FileReader(files)
-        for tensor, digest in _digests_from_source(plan, reader):
+        ledger = reader.new_ledger()
+        for tensor, digest in _digests_from_source(plan, reader, ledger):
             entry = manifest.tensors.get(tensor.name)
             difference = _difference(tensor, digest, entry) if entry is not None else ""
             if entry is not None and difference:
                 problems.append(Problem(entry.shard, tensor.name, difference))
             on_bytes(tensor.nbytes)
-        reader.finish()
+        reader.take(ledger.ranges())
+        read = source_entries(plan, reader.finish())
+    return problems or _source_file_problems(read, manifest)
+
+
+def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> list[Problem]:
+    """Where the files that were read are not those that the manifest lists, though the tensors are.
+
+    A file of another modification time is the same file, if its bytes are: it may have been copied.
+    """
+    found = {entry.path: entry for entry in read}
+    listed = {entry.path: entry for entry in manifest.sources}
+    problems = [
+        Problem("", "", f"source {path} was not read for the export")
+        for path in found.keys() - listed
+    ] + [Problem("", "", f"source {path} is not read any more") for path in listed.keys() - found]
+    for path in sorted(found.keys() & listed.keys()):
+        now, then = found[path], listed[path]
+        if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
+            problems.append(Problem("", "", f"source {path} is not what was read for the export"))
     return problems
 
 
@@ -292,7 +321,7 @@ def _difference(tensor: TensorPlan, digest: str, entry: TensorEntry) -> str:
 
 
 def _digests_from_source(
-    plan: ExportPlan, reader: TensorReader
+    plan: ExportPlan, reader: TensorReader, ledger: Ledger
 ) -> Iterator[tuple[TensorPlan, str]]:
     """Every tensor of a plan with the digest of what it would be written as."""
     pool: SimpleQueue[Buffers] = SimpleQueue()
@@ -305,7 +334,7 @@ def _digests_from_source(
             digest = blake3()
             for piece in pieces(tensor, plan.chunk_nbytes):
                 out = buffers.out[: piece.nbytes]
-                convert(piece, reader, buffers.stored, out)
+                convert(piece, reader, buffers.stored, out, ledger)
                 digest.update(out)
             return digest.hexdigest()
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,32 +15,15 @@ from types import TracebackType
 from blake3 import blake3
 
 from zexport.export.chunks import Chunk, Piece, chunks
-from zexport.export.commit import writing
 from zexport.export.convert import Buffers, TensorReader, convert
+from zexport.export.disk import OutputFile
 from zexport.export.plan import ExportPlan, ShardPlan
+from zexport.export.results import ShardResult, TensorResult
 from zexport.streams.casts import Statistics
 from zexport.streams.digests import digest_shard
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorResult:
-    """What was written of one tensor."""
-
-    blake3: str
-    statistics: Statistics
-
-
-@dataclass(frozen=True, slots=True)
-class ShardResult:
-    """What was written of one shard."""
-
-    filename: str
-    nbytes: int
-    blake3: str
-    tensors: dict[str, TensorResult]
 
 
 def write_shards(
@@ -51,21 +33,22 @@ def write_shards(
     *,
     on_bytes: Callable[[int], None],
     on_shard: Callable[[ShardResult], None],
+    on_disk: Callable[[ShardResult], None],
 ) -> None:
     """Write every shard of a plan into ``folder``; on return, all of it is on the disk.
 
     Strategy: ``plan.jobs`` workers each hold one chunk; chunks begin in file order and are digested
-        in
-    file order (each waits for the one before), but are read, cast and written whenever they are
+    in file order (each waits for the one before), but are read, cast and written whenever they are
     ready. One more thread asks the disk to take what was written, all the while.
 
     Args:
         plan: what to write.
-        folder: an empty folder.
+        folder: holds every shard's file, with its room taken (``reserve_shards``).
         reader: where the stored bytes come from.
         on_bytes: told of bytes written, in the calling thread.
         on_shard: told of each shard when all of it is written, if not yet on the disk; in the
             calling thread.
+        on_disk: told of each shard when all of it is on the disk; in another thread.
 
     Raises:
         OutputError: a file cannot be written.
@@ -86,15 +69,16 @@ def write_shards(
             job.future.result()
             on_bytes(job.chunk.nbytes)
             if job.is_last:
-                flusher.finish(job.writer)
-                on_shard(job.writer.result())
+                result = job.writer.result()
+                flusher.finish(job.writer, lambda: on_disk(result))
+                on_shard(result)
             else:
                 flusher.written(job.writer, job.chunk.nbytes)
 
-        for writer, chunk, is_last, turn in _schedule(plan, folder, files):
+        for writer, chunk, is_last, turn in _schedule(plan, folder, reader, files):
             if len(in_flight) == 2 * plan.jobs:
                 land()
-            future = workers.submit(writer.move, chunk, turn, reader, buffers)
+            future = workers.submit(writer.move, chunk, turn, buffers)
             in_flight.append(_Job(future, writer, chunk, is_last))
         while in_flight:
             land()
@@ -133,12 +117,23 @@ class _Job:
     is_last: bool
 
 
+def reserve_shards(plan: ExportPlan, folder: Path) -> None:
+    """Make every shard's file and take its room: a full disk shows here, before any byte is read.
+
+    Raises:
+        OutputError: a file cannot be made, or has no room.
+    """
+    for shard in plan.shards:
+        with OutputFile(folder / shard.filename, is_new=True) as file:
+            file.reserve(shard.nbytes)
+
+
 def _schedule(
-    plan: ExportPlan, folder: Path, files: ExitStack
+    plan: ExportPlan, folder: Path, reader: TensorReader, files: ExitStack
 ) -> Iterator[tuple[_ShardWriter, Chunk, bool, _Turn]]:
     """Every chunk of every shard in order: its writer, whether it is the shard's last, its turn."""
     for shard in plan.shards:
-        writer = _ShardWriter(folder / shard.filename, shard)
+        writer = _ShardWriter(folder / shard.filename, shard, reader)
         files.callback(writer.close)
         writer.begin()
         turn = _Turn()
@@ -151,47 +146,41 @@ def _schedule(
 class _ShardWriter:
     """One shard on its way to the disk."""
 
-    def __init__(self, path: Path, shard: ShardPlan) -> None:
-        self._path = path
+    def __init__(self, path: Path, shard: ShardPlan, reader: TensorReader) -> None:
         self._shard = shard
+        self._reader = reader
         self.nbytes = shard.nbytes  # a sum over all tensors, made once
         self._tensors: dict[str, TensorResult] = {}
         self._split_digest = blake3()
         self._split_statistics = Statistics()
-        with writing(path):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o666)
-        self._is_open = True
+        self._ledger = reader.new_ledger()
+        self._file = OutputFile(path, is_new=False)
 
     def begin(self) -> None:
-        """Take the file's room on the disk, and write its header."""
-        with writing(self._path):
-            _reserve(self._descriptor, self.nbytes)
-        self._write(self._shard.header, 0)
+        """Write the file's header."""
+        self._file.write(self._shard.header, 0)
 
-    def move(
-        self, chunk: Chunk, turn: _Turn, reader: TensorReader, pool: SimpleQueue[Buffers]
-    ) -> None:
+    def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
         """Everything that happens to one chunk."""
         with turn:
             buffers = pool.get()
             try:
-                seen = self._convert(chunk, reader, buffers)
-                self._write(buffers.out[: chunk.nbytes], chunk.offset)
+                seen = self._convert(chunk, buffers)
+                self._file.write(buffers.out[: chunk.nbytes], chunk.offset)
                 turn.wait()
                 self._take_split(seen)
             finally:
                 pool.put(buffers)
 
     def _convert(
-        self, chunk: Chunk, reader: TensorReader, buffers: Buffers
+        self, chunk: Chunk, buffers: Buffers
     ) -> list[tuple[Piece, memoryview, Statistics]]:
         """Fill the chunk; whole tensors are done with, the pieces of others are returned."""
         position = 0
         split = []
         for piece in chunk.pieces:
             out = buffers.out[position : position + piece.nbytes]
-            statistics = convert(piece, reader, buffers.stored, out)
+            statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
             if piece.is_whole:
                 result = TensorResult(blake3(out).hexdigest(), statistics)
                 self._tensors[piece.tensor.name] = result
@@ -213,14 +202,6 @@ class _ShardWriter:
                     self._split_digest.hexdigest(), self._split_statistics
                 )
 
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
-        view = memoryview(data)
-        while view.nbytes:
-            with writing(self._path):
-                count = os.pwrite(self._descriptor, view, offset)
-            view = view[count:]
-            offset += count
-
     def result(self) -> ShardResult:
         digests = (self._tensors[tensor.name].blake3 for tensor in self._shard.tensors)
         return ShardResult(
@@ -228,35 +209,22 @@ class _ShardWriter:
             self.nbytes,
             digest_shard(self._shard.header, digests),
             self._tensors,
+            self._ledger.ranges(),
         )
 
     def flush(self) -> None:
         """Put what is written on the disk."""
-        if self._is_open:
-            with writing(self._path):
-                _flush(self._descriptor)
+        self._file.sync()
 
-    def finish(self) -> None:
-        """Put all of it on the disk, and close it."""
+    def finish(self, then: Callable[[], None]) -> None:
+        """Put all of it on the disk, close it, and do ``then``."""
         self.flush()
         self.close()
+        then()
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self._descriptor)
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Give a file its size, and where the file system can, its room on the disk."""
-    if hasattr(os, "posix_fallocate") and nbytes:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    else:
-        os.ftruncate(descriptor, nbytes)
-
-
-_flush = getattr(os, "fdatasync", os.fsync)
+        self._file.close()
 
 
 class _Flusher:
@@ -278,9 +246,9 @@ class _Flusher:
         self._unflushed = 0
         self._running = self._executor.submit(writer.flush)
 
-    def finish(self, writer: _ShardWriter) -> None:
-        """Have a whole shard put on the disk and closed."""
-        self._finishing.append(self._executor.submit(writer.finish))
+    def finish(self, writer: _ShardWriter, then: Callable[[], None]) -> None:
+        """Have a whole shard put on the disk and closed, and ``then`` done."""
+        self._finishing.append(self._executor.submit(writer.finish, then))
 
     def wait(self) -> None:
         """Return when everything is on the disk."""

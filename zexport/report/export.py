@@ -44,12 +44,14 @@ def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
 def print_export(console: Console, report: ExportReport) -> None:
     """The report for people."""
     speed = report.nbytes_written / max(report.seconds, 1e-9)
+    resumed = plural(len(report.resumed), "shard") if report.resumed else ""
     print_line(console, f"Exported to {report.out_dir}", "bold green")
     print_facts(
         console,
         (
             ("Tensors", f"{report.tensors:,}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
+            *((("Resumed", f"{resumed}, finished before and compared now"),) if resumed else ()),
             ("Read", size(report.nbytes_read)),
             ("Written", f"{size(report.nbytes_written)}"),
             ("Time", f"{duration(report.seconds)} ({size(round(speed))}/s)"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from io import RawIOBase
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
+
+from zexport.retries import read_some, steadily, synced
 
 _CHUNK_NBYTES = 1 << 20
 """Few enough that the bytes are still in the processor's cache when they are digested."""
@@ -19,8 +21,8 @@ def digest_file(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        return _digest(file, path.stat().st_size, None)
+    with _opened(path) as descriptor:
+        return _digest(path, descriptor, 0, os.fstat(descriptor).st_size, None)
 
 
 def digest_shard(header: bytes, tensor_digests: Iterable[str]) -> str:
@@ -51,20 +53,30 @@ def digest_ranges(
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        digests = []
-        for offset, nbytes in ranges:
-            file.seek(offset)
-            digests.append(_digest(file, nbytes, on_bytes))
-    return tuple(digests)
+    with _opened(path) as descriptor:
+        return tuple(
+            _digest(path, descriptor, offset, nbytes, on_bytes) for offset, nbytes in ranges
+        )
 
 
-def _digest(file: RawIOBase, nbytes: int, on_bytes: Callable[[int], None] | None) -> str:
-    """The digest of the next ``nbytes`` bytes, or of what there is of them."""
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _digest(
+    path: Path, descriptor: int, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
+) -> str:
+    """The digest of ``nbytes`` bytes, or of what there is of them."""
     digest = blake3()
     buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
-    while nbytes and (count := file.readinto(buffer[:nbytes])):
+    while nbytes and (count := read_some(path, descriptor, offset, buffer[:nbytes])):
         digest.update(buffer[:count])
+        offset += count
         nbytes -= count
         if on_bytes is not None:
             on_bytes(count)
@@ -72,11 +84,11 @@ def _digest(file: RawIOBase, nbytes: int, on_bytes: Callable[[int], None] | None
 
 
 def drop_from_cache(path: Path) -> None:
-    """Put a file on the disk and have the system forget it: the next reading starts there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
+    """Put a file on the disk and have the system forget it: the next reading starts there.
+
+    Linux forgets what is clean and unlocked at once; a file system may refuse, which is no error.
+    """
+    with _opened(path) as descriptor:
+        synced(descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)

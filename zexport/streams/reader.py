@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -14,7 +15,8 @@ from typing import Protocol, Self
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.extents import ByteSource, Window
 from zexport.mosaic import Mosaic
-from zexport.streams.crc_ledger import FileLedger
+from zexport.retries import read_some, steadily
+from zexport.streams.crc_ledger import Ledger, Range
 from zexport.streams.gather import gather
 from zexport.torchfile.archive import Member
 
@@ -42,7 +44,7 @@ class ReadableFile(Protocol):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Its records with a CRC-32, by ascending offset."""
+        """Its records, by ascending offset."""
         ...
 
 
@@ -51,7 +53,8 @@ class SourceReader:
 
     Every byte that belongs to a record goes into that record's CRC-32; ``finish`` reads what is
     missing of the records that were touched, and compares. A file that is no longer as it was
-    beforehand is refused, when it is opened and again by ``finish``.
+    beforehand is refused, when it is opened and again by ``finish``. A storage that falters is
+    tried again (``zexport.retries``).
 
     Args:
         files: all that may be read.
@@ -59,10 +62,9 @@ class SourceReader:
 
     def __init__(self, files: Iterable[ReadableFile]) -> None:
         self._files = {file.path: file for file in files}
+        self._members = {path: file.members for path, file in self._files.items()}
         self._open = _OpenFiles(self._files)
-        self._ledgers = {
-            file.path: FileLedger(file.members) for file in self._files.values() if file.members
-        }
+        self._ledger = self.new_ledger()
         self._lock = Lock()
         self._nbytes_read = 0
 
@@ -82,8 +84,21 @@ class SourceReader:
         """Bytes read so far, those read again for a CRC included."""
         return self._nbytes_read
 
-    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
+    def new_ledger(self) -> Ledger:
+        """An empty ledger, for a part of the reading that is accounted for by itself."""
+        return Ledger(self._members)
+
+    def read_into(
+        self, source: ByteSource, start: int, buffer: memoryview, ledger: Ledger | None = None
+    ) -> None:
         """Fill ``buffer`` with the bytes of ``source`` from ``start`` on.
+
+        Args:
+            source: lies in the files of this reader.
+            start: byte of it.
+            buffer: as much as is wanted.
+            ledger: where to note what was read; this reader's own where none is given. What is
+                noted elsewhere counts for ``finish`` once it is handed to ``take``.
 
         Raises:
             DamagedCheckpointError: a file ends too early, or was changed.
@@ -93,19 +108,26 @@ class SourceReader:
             start += source.start
             source = source.source
         if isinstance(source, Mosaic) and not (start | buffer.nbytes) % source.itemsize:
-            gather(source, start, buffer, self.read_into)
+            gather(source, start, buffer, partial(self.read_into, ledger=ledger))
             return
         filled = 0
+        noted = self._ledger if ledger is None else ledger
         for extent in source.extents(start, start + buffer.nbytes):
             part = buffer[filled : filled + extent.nbytes]
             self._read(extent.path, extent.offset, part)
-            ledger = self._ledgers.get(extent.path)
-            if ledger is not None:
-                ledger.enter(extent.offset, part)
+            noted.enter(extent.path, extent.offset, part)
             filled += extent.nbytes
 
-    def finish(self) -> None:
+    def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
+        """Count ranges that were read with another ledger, now or before a stop."""
+        self._ledger.take(ranges)
+
+    def finish(self) -> dict[Path, str]:
         """Compare the CRC-32 of every record of which a byte was read.
+
+        Returns:
+            For each file of which ranges were taken, the digest of its records
+            (``FileLedger.digest``).
 
         Raises:
             DamagedCheckpointError: a record's bytes are not those that were saved, or a file was
@@ -113,7 +135,7 @@ class SourceReader:
             CheckpointError: a file cannot be read.
         """
         buffer = memoryview(bytearray(_GAP_CHUNK_NBYTES))
-        for path, ledger in self._ledgers.items():
+        for path, ledger in self._ledger.files():
             for member in ledger.touched():
                 for start, stop in ledger.gaps(member, buffer.nbytes):
                     part = buffer[: stop - start]
@@ -121,6 +143,8 @@ class SourceReader:
                     ledger.enter(start, part)
                 _compare(path, member, ledger.crc(member))
         self._open.check_unchanged()
+        digests = ((path, ledger.digest()) for path, ledger in self._ledger.files())
+        return {path: digest for path, digest in digests if digest is not None}
 
     def _read(self, path: Path, offset: int, part: memoryview) -> None:
         with self._open.borrow(path) as descriptor:
@@ -133,7 +157,7 @@ def _read_exactly(path: Path, descriptor: int, offset: int, part: memoryview) ->
     done = 0
     while done < part.nbytes:
         try:
-            count = _read_some(descriptor, part[done:], offset + done)
+            count = read_some(path, descriptor, offset + done, part[done:])
         except OSError as cause:
             raise CheckpointError(
                 f"cannot be read at byte {offset + done}: {cause.strerror}", path=path
@@ -149,21 +173,8 @@ def _read_exactly(path: Path, descriptor: int, offset: int, part: memoryview) ->
         done += count
 
 
-if hasattr(os, "preadv"):
-
-    def _read_some(descriptor: int, part: memoryview, offset: int) -> int:
-        return os.preadv(descriptor, [part], offset)
-
-else:  # pragma: no cover - macOS before 11 lacks preadv
-
-    def _read_some(descriptor: int, part: memoryview, offset: int) -> int:
-        data = os.pread(descriptor, part.nbytes, offset)
-        part[: len(data)] = data
-        return len(data)
-
-
 def _compare(path: Path, member: Member, found: int) -> None:
-    if found != member.crc32:
+    if member.crc32 is not None and found != member.crc32:
         raise DamagedCheckpointError(
             f"record {member.name!r} does not hold the bytes that were saved",
             path=path,
@@ -201,7 +212,7 @@ class _OpenFiles:
     def check_unchanged(self) -> None:
         for path in sorted(self._seen):
             try:
-                _check_unchanged(self._files[path], path.stat())
+                _check_unchanged(self._files[path], steadily(path.stat))
             except OSError as cause:
                 raise _unreadable(path, cause) from cause
 
@@ -212,7 +223,7 @@ class _OpenFiles:
 
     def _opened(self, path: Path) -> int:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as cause:
             raise _unreadable(path, cause) from cause
         try:

@@ -68,7 +68,7 @@ class TorchFile:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The zip records that hold tensor bytes, by ascending offset; ``()`` without a zip.
+        """The records that hold tensor bytes, by ascending offset; the old container has no CRCs.
 
         Raises:
             DamagedCheckpointError: a record is not where the zip's directory puts it.

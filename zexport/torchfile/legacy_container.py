@@ -34,8 +34,13 @@ class LegacyRecords:
         self._offsets = offsets
 
     def members(self) -> tuple[Member, ...]:
-        """None: nothing covers the bytes with a CRC."""
-        return ()
+        """The storages, by ascending offset; nothing covers their bytes with a CRC."""
+        found = (
+            Member(storage.key, offset, storage.nbytes, None)
+            for storage, offset in self._offsets.items()
+            if storage.nbytes
+        )
+        return tuple(sorted(found, key=lambda member: member.offset))
 
     def place(self, storage: StorageRef) -> int:
         """Byte of the file where the storage begins."""

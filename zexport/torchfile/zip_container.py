@@ -54,12 +54,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file; their CRC-32."""
+    """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file.
+
+    ``crc32`` is what the file says of them; ``None`` where it says nothing.
+    """
 
     name: str
     offset: int
     nbytes: int
-    crc32: int
+    crc32: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""When the storage falters: what is worth another try, how often, and how a file is opened again.
+
+Network file systems fail for a moment: a server restarts (``EIO``, ``ETIMEDOUT``), a handle goes
+stale (``ESTALE``), a signal or a busy server cuts in (``EINTR``, ``EAGAIN``). What does not pass in
+less than a second is told to the user. Nothing else is tried again: a full disk stays full.
+
+A failed ``fsync`` is never tried again but for ``EINTR`` and ``EAGAIN``: after any other failure
+the kernel may have thrown the bytes away and marked them clean (Linux, ``mm/filemap.c``,
+``filemap_check_errors``), so that a second call would succeed over bytes that are gone. Nor is a
+rename, which may have happened although it failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+PAUSES_SECONDS = (0.01, 0.05, 0.2, 0.5)
+"""One pause before each further try."""
+
+_CUT_SHORT = frozenset({errno.EINTR, errno.EAGAIN})
+_FALTERING = _CUT_SHORT | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+
+_T = TypeVar("_T")
+
+
+def steadily(act: Callable[[], _T], *, recover: Callable[[], None] | None = None) -> _T:
+    """What ``act`` returns, tried again a few times while the storage falters.
+
+    Args:
+        act: may be called several times.
+        recover: called before each further try, such as to open a file again; what it raises counts
+            as a failure of that try.
+
+    Raises:
+        OSError: the last failure, or the first that is not worth another try.
+    """
+    for pause in PAUSES_SECONDS:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno not in _FALTERING:
+                raise
+        time.sleep(pause)
+        if recover is not None:
+            _once(recover)
+    return act()
+
+
+def _once(recover: Callable[[], None]) -> None:
+    """Recovery that fails for a moment is left to the next try."""
+    try:
+        recover()
+    except OSError as error:
+        if error.errno not in _FALTERING:
+            raise
+
+
+def reopen(path: Path, descriptor: int, flags: int) -> None:
+    """Open ``path`` anew under the same number, in one step for all threads that use it.
+
+    Raises:
+        OSError: it cannot be opened; the descriptor is then as it was.
+    """
+    fresh = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.dup2(fresh, descriptor, inheritable=False)
+    finally:
+        os.close(fresh)
+
+
+def read_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int:
+    """How many bytes from ``offset`` on were read into ``part``: 0 only at the end of the file.
+
+    The file is opened again where the storage falters.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    return steadily(
+        lambda: _preadv(descriptor, part, offset),
+        recover=lambda: reopen(path, descriptor, os.O_RDONLY),
+    )
+
+
+def write_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int:
+    """How many bytes of ``part`` were written from ``offset`` on.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    return steadily(
+        lambda: os.pwrite(descriptor, part, offset),
+        recover=lambda: reopen(path, descriptor, os.O_WRONLY),
+    )
+
+
+if hasattr(os, "preadv"):
+
+    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [part], offset)
+
+else:  # pragma: no cover - macOS before 11 lacks preadv
+
+    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
+        data = os.pread(descriptor, part.nbytes, offset)
+        part[: len(data)] = data
+        return len(data)
+
+
+def synced(descriptor: int, sync: Callable[[int], None] | None = None) -> None:
+    """Return when what was written is on the disk, by ``sync`` or else by ``os.fsync``.
+
+    Raises:
+        OSError: it could not be put there, and must be taken for lost.
+    """
+    sync = sync or os.fsync
+    for pause in PAUSES_SECONDS:
+        try:
+            return sync(descriptor)
+        except OSError as error:
+            if error.errno not in _CUT_SHORT:
+                raise
+        time.sleep(pause)
+    return sync(descriptor)
