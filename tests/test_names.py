@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from zexport.dtypes import DType
 from zexport.jsontypes import Json
-from zexport.model.names import ModelNames, NamesUnknown, learn_names
+from zexport.model.matching import ModelNames
+from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 
 _TINY_LLAMA: dict[str, Json] = {
@@ -34,11 +36,24 @@ def _source(**more: Json) -> Mapping[str, Json]:
     return {
         "schema": 1,
         "architecture": "Small",
-        "tensors": {"a": {"shape": [2, 3]}, "b": {"shape": [], "stored_name": "inner.b"}},
-        "tied": {"c": "a"},
-        "buffers": ["inner.b"],
-        "names_match_memory": True,
-        **more,
+        "model": {
+            "architecture": "Small",
+            "shapes": {"a": [2, 3], "inner.b": [], "c": [2, 3]},
+            "buffers": ["inner.b"],
+            "tied": {"c": "a"},
+            "unsaved": [],
+            "keep_fp32": {"bfloat16": ["a"], "float16": []},
+            "layouts": [
+                {
+                    "label": "",
+                    "sources": ["a", "inner.b"],
+                    "parts": [],
+                    "tensors": {"a.0": [[3], [0]], "a.1": [[3], [0, 3]], "b": 1},
+                    "aliases": {"c": "c"},
+                }
+            ],
+            **more,
+        },
     }
 
 
@@ -51,15 +66,44 @@ def test_the_trainings_sidecar_is_enough() -> None:
     assert isinstance(names, ModelNames)
     assert names.shapes == {"a": (2, 3), "inner.b": (), "c": (2, 3)}
     assert (names.tied, names.buffers) == ({"c": "a"}, {"inner.b"})
-    assert names.hub_is_memory
+    assert names.layouts[0].shapes == {"a.0": (3,), "a.1": (3,), "b": ()}
+    assert names.layouts[0].tensors["a.1"].boxes[0].offset == 3
+    assert names.kept_in_fp32("a") == {DType.BF16}
+
+
+_ODD_LAYOUTS: list[Json] = [
+    {"sources": ["x"], "parts": [], "tensors": {}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": 1}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": True}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": []}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": [[2], [0, -1]]}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": [[2], [0, 0, [1, 1]]]}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": [[2], 0]}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": [[-2], [0]]}},
+    {"sources": ["a"], "parts": [], "tensors": {"a": [[1] * 17, [0]]}},
+    {"sources": ["a"], "parts": [[[2], [1]]], "tensors": {}},
+    {"sources": ["a"], "parts": [], "tensors": []},
+]
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"schema": 2}, {"adapter": {"r": 8}}, {"tensors": None}, {"tensors": {"a": {"shape": 3}}}],
+    [
+        {"shapes": None},
+        {"shapes": {"a": 3}},
+        {"shapes": {"a": [-3]}},
+        {"tied": {"c": "nowhere"}},
+        {"buffers": {}},
+        *({"layouts": [layout]} for layout in _ODD_LAYOUTS),
+    ],
 )
-def test_a_sidecar_of_another_kind_says_nothing(change: dict[str, Json]) -> None:
+def test_a_sidecar_of_another_form_says_nothing(change: dict[str, Json]) -> None:
     assert isinstance(_learn_from_source(_source(**change)), NamesUnknown)
+
+
+@pytest.mark.parametrize("change", [{"adapter": True}, {"model": None}])
+def test_a_sidecar_of_an_adapter_or_an_older_version_says_nothing(change: dict[str, Json]) -> None:
+    assert isinstance(_learn_from_source({**_source(), **change}), NamesUnknown)
 
 
 def test_without_a_config_nothing_is_known() -> None:
@@ -92,9 +136,6 @@ def test_names_are_those_of_the_model_that_transformers_builds(
 @pytest.mark.slow
 def test_without_an_architecture_the_class_that_fits_is_found(tmp_path: Path) -> None:
     sidecars = _sidecars(tmp_path, {**_TINY_LLAMA, "tie_word_embeddings": False})
-    full = learn_names(sidecars, {})
-    assert isinstance(full, NamesUnknown)
-    assert "LlamaForCausalLM" in full.reason
     hidden, inner, vocab = 8, 12, 11
     layer = {
         "input_layernorm": (hidden,),

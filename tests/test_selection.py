@@ -12,10 +12,12 @@ from tests.checkpoints import Model, Run, save, small_model, values
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
-from zexport.errors import FrozenLeftOutError, UsageError
-from zexport.export.selection import Selection, name_tensors, select_tensors
+from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError
+from zexport.export.naming import name_tensors, settle_names
+from zexport.export.selection import Selection, select_tensors
 from zexport.extents import Extent
-from zexport.model.names import ModelNames, NamesUnknown
+from zexport.model.matching import ModelNames
+from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 
 _UNKNOWN = NamesUnknown("there is no config.json")
@@ -32,7 +34,7 @@ def _names(
         shapes=stored | aliases | {name.replace("_", "."): more[name] for name in more},
         buffers=frozenset(model.buffers),
         tied=model.tied if tied is None else tied,
-        hub_is_memory=True,
+        layouts=(),
         provenance="a test",
     )
 
@@ -45,7 +47,10 @@ def _select(
 ) -> Selection:
     checkpoint, options = open_checkpoint(root), options or ExportOptions()
     stored = name_tensors(checkpoint, options.renames)
-    return select_tensors(checkpoint, stored, names, base or {}, options)
+    base = base or {}
+    shapes = {name: tensor.shape for name, tensor in base.items()}
+    settled = settle_names(stored, names, shapes, options.layout, root)
+    return select_tensors(checkpoint, settled, base, options)
 
 
 def _base(**shapes: tuple[int, ...]) -> dict[str, StoredTensor]:
@@ -106,7 +111,8 @@ def test_of_tied_names_that_the_checkpoint_does_not_tie_one_is_enough(
     names = _names(model, {"emb.weight": "head.weight"}, head_weight=(13, 7))
     selection = _select(save(model, Run(stage=stage), tmp_path), names)
     assert selection.loadable
-    assert "emb.weight" in selection.tensors
+    assert selection.tensors["head.weight"].name == "emb.weight"
+    assert selection.tied == {"emb.weight": "head.weight"}
 
 
 def test_layout_memory_keeps_the_stored_names(zero3: Path) -> None:
@@ -123,16 +129,25 @@ def test_without_a_config_names_are_as_stored_and_nothing_is_promised(zero3: Pat
     assert "there is no config.json" in selection.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [({"extra_weight": (3,)}, "missing: extra.weight"), ({"lin_bias": (6,)}, "[5] for [6]")],
-)
-def test_what_transformers_would_not_load_is_said(
-    change: dict[str, tuple[int, ...]], word: str, zero3: Path
-) -> None:
-    selection = _select(zero3, _names(small_model(), **change))
+def test_a_weight_that_the_model_has_and_no_save_leaves_out_is_refused(zero3: Path) -> None:
+    with pytest.raises(NamesMismatchError, match=r"missing: extra\.weight") as caught:
+        _select(zero3, _names(small_model(), extra_weight=(3,)))
+    assert caught.value.exit_code == 4
+    assert "--layout memory" in caught.value.hint
+
+
+def test_names_of_another_model_are_refused_with_both_sides(zero3: Path) -> None:
+    names = _names(replace(small_model(), frozen={"other.weight": values((3,), 1)}))
+    with pytest.raises(NamesMismatchError) as caught:
+        _select(zero3, names)
+    assert "missing: other.weight" in str(caught.value.found)
+    assert "unexpected: norm.weight, norm.bias" in str(caught.value.found)
+
+
+def test_a_shape_that_transformers_would_not_load_is_said(zero3: Path) -> None:
+    selection = _select(zero3, _names(small_model(), lin_bias=(6,)))
     assert not selection.loadable
-    assert word in selection.warnings[0]
+    assert "[5] for [6]" in selection.warnings[0]
 
 
 def test_weights_that_the_model_does_not_know_are_said(zero3: Path) -> None:
@@ -154,16 +169,34 @@ def test_a_rename_comes_before_the_comparison_with_the_model(zero3: Path) -> Non
     root = save(prefixed, Run(), zero3.parent / "prefixed")
     options = ExportOptions(renames=((r"^module\.", ""),))
     names = _names(replace(model, frozen={}, buffers={}))
-    assert not _select(root, names).loadable
     selection = _select(root, names, options)
-    assert selection.loadable
+    assert (selection.loadable, selection.warnings) == (True, ())
     assert selection.tied == {"head.weight": "emb.weight"}
     assert selection.tensors["emb.weight"].name == "module.emb.weight"
 
 
-def test_a_rename_that_spoils_the_names_is_not_called_loadable(zero3: Path) -> None:
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.model."])
+def test_a_prefix_that_wrappers_gave_every_name_is_left_out_and_said(
+    prefix: str, tmp_path: Path
+) -> None:
+    model = small_model()
+    wrapped = Model(
+        [{prefix + name: value for name, value in group.items()} for group in model.groups],
+        frozen={prefix + name: value for name, value in model.frozen.items()},
+        buffers={prefix + name: value for name, value in model.buffers.items()},
+        tied={prefix + alias: prefix + name for alias, name in model.tied.items()},
+    )
+    selection = _select(save(wrapped, Run(), tmp_path), _names(model))
+    assert selection.tensors.keys() == model.tensors.keys()
+    assert selection.tied == model.tied
+    assert selection.loadable
+    assert prefix in selection.warnings[0]
+
+
+def test_a_rename_that_spoils_the_names_is_refused(zero3: Path) -> None:
     options = ExportOptions(renames=(("emb", "embedding"),))
-    assert not _select(zero3, _names(small_model()), options).loadable
+    with pytest.raises(NamesMismatchError, match=r"unexpected: embedding\.weight"):
+        _select(zero3, _names(small_model()), options)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,12 @@ class UnsupportedError(ZexportError):
     kind = "unsupported"
 
 
+class NamesMismatchError(UnsupportedError):
+    """The weights are named neither as the model has them in memory nor as on the hub."""
+
+    kind = "names_mismatch"
+
+
 class UnsafeError(ZexportError):
     """The input tries to lead outside its folder, or hides a value behind code."""
 

@@ -37,6 +37,7 @@ class StoredTensor:
         dtype: the element type that is stored (masters are fp32, frozen weights the module's type).
         role: trainable, frozen or buffer.
         source: its elements in row-major order; ``None`` where rank files are missing.
+        fp32_under: the types of an export under which it stays in float32.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StoredTensor:
     dtype: DType
     role: Role
     source: ByteSource | None
+    fp32_under: frozenset[DType] = frozenset()
 
     @property
     def numel(self) -> int:
@@ -56,6 +58,8 @@ class StoredTensor:
         Integer and bool tensors never change, nor do floating buffers unless the target has 16
         bits.
         """
+        if target in self.fp32_under and self.dtype.is_floating:
+            return DType.F32
         if not self.dtype.is_floating or (self.role is Role.BUFFER and target is DType.F32):
             return self.dtype
         return target

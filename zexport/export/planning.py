@@ -11,16 +11,20 @@ from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
+from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
-from zexport.export.selection import Selection, name_tensors, select_tensors
+from zexport.export.selection import Selection, select_tensors
 from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_shards
+from zexport.export.ties import settle_ties
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
+from zexport.model.hub_layout import Shape
 from zexport.model.json_files import read_json_object
+from zexport.model.matching import ModelNames, best_fit
 from zexport.model.mending import mend_sizes
-from zexport.model.names import ModelNames, NamesUnknown, Shape, learn_names
+from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader, read_header
@@ -53,11 +57,20 @@ def plan_export(
     stored = name_tensors(checkpoint, options.renames)
     if _depends_on_names(checkpoint, options):
         sidecars = _with_mended_sizes(sidecars, stored.shapes)
-        names = learn_names(sidecars, stored.shapes)
+        names = learn_names(sidecars, stored.known_shapes)
     else:
         names = NamesUnknown("they were not asked for")
     base = _read_base(options.base)
-    selection = select_tensors(checkpoint, stored, names, _base_tensors(base), options)
+    base_tensors = _base_tensors(base)
+    settled = settle_names(
+        stored,
+        names,
+        {name: tensor.shape for name, tensor in base_tensors.items()},
+        options.layout,
+        checkpoint.location.tag_dir,
+    )
+    settled = settle_ties(settled, _source_files(checkpoint))
+    selection = select_tensors(checkpoint, settled, base_tensors, options)
     if not selection.tensors:
         raise _no_weights(checkpoint)
     sidecars = _with_plain_weights(sidecars, selection)
@@ -129,8 +142,11 @@ def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidec
     """With the config's vocabulary and classes as the checkpoint's weights have them."""
 
     def shapes_for(config: ConfigFile) -> Mapping[str, Shape] | None:
-        names = learn_names(replace(sidecars, config=config), stored)
-        return names.shapes if isinstance(names, ModelNames) else None
+        names = learn_names(replace(sidecars, config=config), dict(stored))
+        if not isinstance(names, ModelNames):
+            return None
+        fit = best_fit(names, dict(stored))
+        return {fit.prefix + name: shape for name, shape in fit.names.shapes.items()}
 
     if sidecars.config is None:
         return sidecars
@@ -195,7 +211,11 @@ def _written_files(
         card = model_card(checkpoint, target, sidecars, selection.architecture)
         yield SideFile("README.md", card)
     if sidecars.config is not None:
-        content = sidecars.config.edited(target, selection.architecture)
+        content = sidecars.config.edited(
+            target,
+            selection.architecture,
+            tie_word_embeddings=False if selection.is_untied else None,
+        )
         yield SideFile("config.json", content)
     if [shard.filename for shard in shards] != [SINGLE_FILE]:
         yield SideFile(INDEX_FILE, index_file(shards, selection.tensors))
@@ -210,11 +230,7 @@ def _sources(
     kept = [t.source for t in selection.tensors.values() if t.source is not None]
     others = [replica.other for replica in checkpoint.replicas]
     read = paths_of([*kept, *others])
-    files = [
-        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
-        for file in checkpoint.torch_files
-        if file.path in read
-    ]
+    files = [file for file in _source_files(checkpoint) if file.path in read]
     for header in base:
         if header.path in read:
             status = header.path.stat()
@@ -228,6 +244,13 @@ def _members(header: SafetensorsHeader) -> Iterator[Member]:
     for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
         if tensor.nbytes:
             yield Member(name, tensor.offset, tensor.nbytes, None)
+
+
+def _source_files(checkpoint: ZeroCheckpoint) -> list[SourceFile]:
+    return [
+        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
+        for file in checkpoint.torch_files
+    ]
 
 
 def _warnings(sidecars: Sidecars) -> Iterator[str]:

@@ -1,17 +1,18 @@
-"""What is written under which name: the checkpoint's tensors matched with the model's names."""
+"""What is written under which name: the checkpoint's tensors as those of the model's files."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.errors import FrozenLeftOutError, UsageError
-from zexport.model.names import ModelNames, NamesUnknown, Shape
-from zexport.options import ExportOptions, NameLayout
-
-_NAMES_SHOWN = 12
+from zexport.dtypes import DType
+from zexport.errors import FrozenLeftOutError
+from zexport.export.hub_tensors import lay_out
+from zexport.export.naming import Settled, check_complete, some
+from zexport.model.hub_layout import HubLayout, Shape
+from zexport.model.matching import ModelNames, absent, difference
+from zexport.options import ExportOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,10 @@ class Selection:
         tied: names that are left to the model to tie, to the output name they are tied to.
         loadable: whether transformers would load it with no missing and no unexpected key;
             ``False`` where that is not so or not known.
+        architecture: the model class that it loads as, where ``loadable`` and known.
         from_base: names that the base model filled in.
-        architecture: the model class that it loads as, where ``loadable``.
+        is_untied: whether weights that the model declares to be one are two, so that its config
+            must no longer tie them.
         warnings: what the user should know.
     """
 
@@ -33,131 +36,111 @@ class Selection:
     loadable: bool
     architecture: str | None
     from_base: tuple[str, ...]
+    is_untied: bool
     warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTensors:
-    """What a checkpoint stores, under the names it goes by after every rename.
-
-    Attributes:
-        tensors: each tensor once.
-        aliases: tied name to the name of the tensor that it is.
-        left_out: names whose values are in no file.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    aliases: Mapping[str, str]
-    left_out: tuple[str, ...]
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Every name with its shape, tied names included."""
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
-
-
-def name_tensors(
-    checkpoint: ZeroCheckpoint, renames: tuple[tuple[str, str], ...] = ()
-) -> NamedTensors:
-    """The checkpoint's tensors by name.
-
-    Raises:
-        UsageError: a rename is no pattern, or makes two names one.
-    """
-    own = [tensor.name for tensor in checkpoint.tensors]
-    renamed = _rename([*own, *checkpoint.aliases, *checkpoint.left_out], renames)
-    return NamedTensors(
-        tensors={renamed[tensor.name]: tensor for tensor in checkpoint.tensors},
-        aliases={renamed[alias]: renamed[name] for alias, name in checkpoint.aliases.items()},
-        left_out=tuple(renamed[name] for name in checkpoint.left_out),
-    )
 
 
 def select_tensors(
     checkpoint: ZeroCheckpoint,
-    stored: NamedTensors,
-    names: ModelNames | NamesUnknown,
+    settled: Settled,
     base: Mapping[str, StoredTensor],
     options: ExportOptions,
 ) -> Selection:
-    """Match the checkpoint's tensors with the model's names.
+    """Make the checkpoint's tensors those of the model's files.
 
     Args:
         checkpoint: what was opened.
-        stored: its tensors, renamed.
-        names: what the model expects, where that is known.
+        settled: its tensors under the model's names, and how the model is saved.
         base: tensors of the base model, by name; they fill in frozen weights that were left out.
-        options: layout and exclusions.
+        options: what is excluded.
 
     Raises:
         FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them
             out was not asked for.
+        NamesMismatchError: weights are missing that no save leaves out.
+        UnsupportedError: a tensor of the model's files has only some of its parts.
     """
     own = {
         name: tensor
-        for name, tensor in stored.tensors.items()
+        for name, tensor in settled.stored.tensors.items()
         if not (options.exclude_frozen and tensor.role is Role.FROZEN)
     }
-    filled = _fill_from_base(checkpoint, stored, names, base, options)
-    tensors = own | filled
-    aliases = {a: n for a, n in stored.aliases.items() if n in tensors}
-    obstacle = ""
-    architecture = None
-    if options.layout is NameLayout.HUB:
-        obstacle = _obstacle(tensors, aliases, names)
-        if isinstance(names, ModelNames):
-            tensors, aliases = _tie_as_declared(tensors, aliases, names)
-            architecture = None if obstacle else names.architecture
+    wanted = _wanted(checkpoint, settled, base, options)
+    found = _from_base(settled, wanted, own, base)
+    filled = {name: tensor for name, tensor in found.items() if tensor is not None}
+    if len(filled) < len(found):
+        nowhere = tuple(name for name, tensor in found.items() if tensor is None)
+        raise _frozen_left_out(checkpoint, nowhere, options)
+    aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
+    obstacle = _obstacle(own, wanted, aliases, settled)
+    names, tied = settled.names, aliases
+    if settled.layout is not None and isinstance(names, ModelNames):
+        if not options.exclude_frozen:
+            check_complete(names, {**own, **wanted, **aliases}, checkpoint.location.tag_dir)
+        own, tied = _tie_as_declared(own, aliases, names)
+        own, tied = _as_saved(own, tied, names, settled.layout)
     from_base = f"{len(filled)} weights come from the base model" if filled else ""
+    loadable = settled.layout is not None and not obstacle
     return Selection(
-        tensors=tensors,
-        tied=aliases,
-        loadable=architecture is not None,
-        architecture=architecture,
+        tensors=own | filled,
+        tied=tied,
+        loadable=loadable,
+        architecture=names.architecture if loadable and isinstance(names, ModelNames) else None,
         from_base=tuple(filled),
-        warnings=tuple(filter(None, (from_base, obstacle))),
+        is_untied=bool(settled.untied),
+        warnings=tuple(filter(None, (from_base, *settled.notes, obstacle))),
     )
 
 
 def _obstacle(
-    tensors: Mapping[str, StoredTensor],
+    own: Mapping[str, StoredTensor],
+    wanted: Mapping[str, Shape],
     aliases: Mapping[str, str],
-    names: ModelNames | NamesUnknown,
+    settled: Settled,
 ) -> str:
-    """Why transformers may not load these names as they are; empty if it will."""
-    if isinstance(names, NamesUnknown):
-        return f"names are written as stored, unchecked: {names.reason}"
-    if differences := _differences(tensors, aliases, names):
-        return f"the folder will not load as it is: {'; '.join(differences)}"
-    if not names.hub_is_memory:
-        return f"names and shapes are those in memory; for {names.architecture} the hub's differ"
-    return ""
+    """Why transformers may not load the output; empty if it will, or if that was not asked."""
+    if not settled.is_for_hub:
+        return ""
+    if not isinstance(settled.names, ModelNames):
+        return f"names are written as stored, unchecked: {settled.names.reason}"
+    shapes = {name: tensor.shape for name, tensor in own.items()} | dict(wanted)
+    shapes |= {alias: shapes[name] for alias, name in aliases.items() if name in shapes}
+    found = difference(settled.names, dict(shapes))
+    reshaped = tuple(
+        f"{n} {list(shapes[n])} for {list(settled.names.shapes[n])}" for n in found.reshaped
+    )
+    told = (
+        ("missing", found.missing),
+        ("unexpected", found.unexpected),
+        ("of another shape", reshaped),
+    )
+    differences = [f"{what}: {some(which)}" for what, which in told if which]
+    if not differences:
+        return ""
+    return f"the folder will not load as it is: {'; '.join(differences)}"
 
 
-def _fill_from_base(
+def _wanted(
     checkpoint: ZeroCheckpoint,
-    stored: NamedTensors,
-    names: ModelNames | NamesUnknown,
+    settled: Settled,
     base: Mapping[str, StoredTensor],
     options: ExportOptions,
-) -> dict[str, StoredTensor]:
-    """Weights that the checkpoint left out, from the base; refuses where they are nowhere."""
+) -> dict[str, Shape]:
+    """Weights that the checkpoint left out, by the name they go by in it."""
     if options.exclude_frozen:
         return {}
+    stored, names = settled.stored, settled.names
     shapes = stored.shapes
-    if isinstance(names, ModelNames) and shapes.keys() <= names.shapes.keys():
-        wanted = _missing_weights(checkpoint, names, shapes)
-    elif checkpoint.frozen_left_out:
-        wanted = {n: t.shape for n, t in base.items() if n not in shapes}
-        if not wanted or not stored.tensors.keys() <= base.keys():
+    if isinstance(names, ModelNames) and (
+        settled.layout is not None or shapes.keys() <= names.shapes.keys()
+    ):
+        return _missing_weights(checkpoint, names, shapes)
+    if checkpoint.frozen_left_out:
+        more = {n: t.shape for n, t in base.items() if n not in shapes}
+        if not more or not stored.tensors.keys() <= base.keys():
             raise _frozen_left_out(checkpoint, ("names that only a config would tell",), options)
-    else:
-        wanted = {n: base[n].shape if n in base else () for n in stored.left_out}
-    absent = [n for n, shape in wanted.items() if n not in base or base[n].shape != shape]
-    if absent:
-        raise _frozen_left_out(checkpoint, tuple(absent), options)
-    return {name: replace(base[name], role=Role.FROZEN) for name in wanted}
+        return more
+    return {n: base[n].shape if n in base else () for n in stored.left_out}
 
 
 def _missing_weights(
@@ -171,19 +154,74 @@ def _missing_weights(
         return {}
     return {
         name: names.shapes[name]
-        for name in _absent(names, stored)
+        for name in absent(names, stored)
         if name not in names.buffers and name not in names.tied
     }
 
 
-def _absent(names: ModelNames, stored: Iterable[str]) -> list[str]:
-    """The model's names that are not stored, nor any that they are tied to.
+def _from_base(
+    settled: Settled,
+    wanted: Mapping[str, Shape],
+    own: Mapping[str, StoredTensor],
+    base: Mapping[str, StoredTensor],
+) -> dict[str, StoredTensor | None]:
+    """Tensors of the output that the base fills in; ``None`` for those that it does not have."""
+    if settled.layout is not None:
+        needed = {
+            name: tensor.shape
+            for name, tensor in settled.layout.tensors.items()
+            if tensor.sources & wanted.keys() and not tensor.sources & own.keys()
+        }
+    else:
+        needed = dict(wanted)
+        base = {**_under_memory_names(base, settled), **base}
+    return {
+        name: replace(base[name], role=Role.FROZEN, fp32_under=_kept_in_fp32(name, settled))
+        if name in base and base[name].shape == shape
+        else None
+        for name, shape in needed.items()
+    }
 
-    transformers fills a tie from whichever of its names is there (5.23, ``modeling_utils.py``,
-    ``tie_weights``).
-    """
-    sources = {names.tied.get(name, name) for name in stored}
-    return [name for name in names.shapes if names.tied.get(name, name) not in sources]
+
+def _kept_in_fp32(name: str, settled: Settled) -> frozenset[DType]:
+    """The element types under which a tensor of the model's files stays in float32."""
+    if settled.layout is None or not isinstance(settled.names, ModelNames):
+        return frozenset()
+    kept = map(settled.names.kept_in_fp32, settled.layout.tensors[name].sources)
+    return frozenset().union(*kept)
+
+
+def _under_memory_names(
+    base: Mapping[str, StoredTensor], settled: Settled
+) -> dict[str, StoredTensor]:
+    """The base's tensors that are in its files as they are in memory, under the names there."""
+    names = settled.names
+    if not isinstance(names, ModelNames):
+        return {}
+    return {
+        same: base[name]
+        for layout in names.layouts
+        for name, tensor in layout.tensors.items()
+        if name in base and (same := tensor.is_all_of(names.shapes)) is not None
+    }
+
+
+def _as_saved(
+    tensors: Mapping[str, StoredTensor],
+    tied: Mapping[str, str],
+    names: ModelNames,
+    layout: HubLayout,
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors and ties under the names of the model's files."""
+    saved = {name: tensor for name, tensor in tensors.items() if name not in names.unsaved}
+    for name in saved.keys() & set().union(*names.keep_fp32.values()):
+        saved[name] = replace(saved[name], fp32_under=names.kept_in_fp32(name))
+    renamed = dict(layout.aliases)
+    for name, tensor in layout.tensors.items():
+        if (same := tensor.is_all_of(names.shapes)) is not None:
+            renamed[same] = name
+    ties = {renamed.get(a, a): renamed.get(n, n) for a, n in tied.items() if a not in names.unsaved}
+    return lay_out(saved, layout, names.shapes), ties
 
 
 def _frozen_left_out(
@@ -193,28 +231,11 @@ def _frozen_left_out(
     return FrozenLeftOutError(
         f"weights were left out when the checkpoint was saved, {where}",
         path=checkpoint.location.tag_dir,
-        found=f"no values for {_some(names)}",
+        found=f"no values for {some(names)}",
         expected="every weight of the model",
         hint="Give the model that training began from with --base, or leave these weights out on "
         "purpose with --exclude-frozen",
     )
-
-
-def _differences(
-    tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str], names: ModelNames
-) -> list[str]:
-    """What the model would miss, not know, or find in another shape; empty if it loads."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    missing = _absent(names, shapes)
-    unknown = [n for n in shapes if n not in names.shapes]
-    reshaped = [
-        f"{n} {list(shapes[n])} for {list(names.shapes[n])}"
-        for n in shapes
-        if n in names.shapes and shapes[n] != names.shapes[n]
-    ]
-    found = (("missing", missing), ("unexpected", unknown), ("of another shape", reshaped))
-    return [f"{what}: {_some(tuple(which))}" for what, which in found if which]
 
 
 def _tie_as_declared(
@@ -226,48 +247,23 @@ def _tie_as_declared(
     calls its source. One that it does not declare is written under every name that the model has.
     """
     together: dict[str, list[str]] = {name: [name] for name in tensors}
-    for alias, name in aliases.items():
-        together[name].append(alias)
-    written: dict[str, StoredTensor] = {}
     tied: dict[str, str] = {}
+    for alias, name in aliases.items():
+        if name in together:
+            together[name].append(alias)
+        else:
+            tied[alias] = name
+    written: dict[str, StoredTensor] = {}
     for name, members in together.items():
         known = [member for member in members if member in names.shapes] or [name]
         kept: dict[str, str] = {}
         for member in known:
             source = names.tied.get(member, member)
-            kept.setdefault(source, source if source in known else member)
+            is_free = source not in tensors and source not in aliases
+            kept.setdefault(source, source if source in known or is_free else member)
         for member in members:
             keeper = kept.get(names.tied.get(member, member), known[0])
-            if keeper == member:
-                written[member] = tensors[name]
-            else:
+            written[keeper] = tensors[name]
+            if keeper != member:
                 tied[member] = keeper
     return written, tied
-
-
-def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Old name to new name, after every rename in turn."""
-    renamed: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in names:
-        new = name
-        for pattern, replacement in renames:
-            try:
-                new = re.sub(pattern, replacement, new)
-            except (re.error, IndexError, OverflowError, RecursionError) as error:
-                raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
-        if new in taken:
-            raise UsageError(
-                "--rename gives two tensors one name",
-                found=f"{taken[new]} and {name} both become {new}",
-                hint="Make the pattern more exact",
-            )
-        renamed[name] = new
-        taken[new] = name
-    return renamed
-
-
-def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -17,100 +17,68 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
-from zexport.jsontypes import Json
+from zexport.dtypes import DType
+from zexport.jsontypes import Json, JsonObject
 from zexport.model.config import ConfigFile
+from zexport.model.hub_layout import Shape, read_hub_layout
+from zexport.model.matching import ModelNames, best_fit, choose_class
 from zexport.model.sidecars import Sidecars
 
-_SCHEMA = 1
+_SCHEMA = 2
 _TIMEOUT_SECONDS = 300
-
-Shape = tuple[int, ...]
-
-
-class _Candidate(TypedDict):
-    """One class in the names process's answer."""
-
-    architecture: str
-    shapes: dict[str, list[int]]
-    buffers: list[str]
-    tied: dict[str, str]
-    hub_is_memory: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """The state dict that a model class has for a config.
-
-    Attributes:
-        architecture: name of the model class.
-        shapes: name in memory to shape; tied names and persistent buffers included.
-        buffers: those names that are buffers.
-        tied: alias to source, as the model class declares it for this config.
-        hub_is_memory: whether ``save_pretrained`` writes these same names and shapes.
-        provenance: where this was learnt, in words.
-    """
-
-    architecture: str
-    shapes: Mapping[str, Shape]
-    buffers: frozenset[str]
-    tied: Mapping[str, str]
-    hub_is_memory: bool
-    provenance: str
 
 
 @dataclass(frozen=True, slots=True)
 class NamesUnknown:
-    """The names could not be learnt, and why."""
+    """The names could not be learnt, and why.
+
+    Attributes:
+        reason: why, in words.
+        is_contradiction: whether the config says what the checkpoint is not, so that the names in
+            the hub's layout cannot be known.
+    """
 
     reason: str
+    is_contradiction: bool = False
 
 
-def learn_names(sidecars: Sidecars, stored: Mapping[str, Shape]) -> ModelNames | NamesUnknown:
+def learn_names(
+    sidecars: Sidecars, stored: Mapping[str, Shape | None]
+) -> ModelNames | NamesUnknown:
     """The names of the model that ``sidecars`` describe: from its sidecar, else from its config.
 
-    A config that names no architecture leaves several classes possible; then it is the one whose
-    state dict is just the ``stored`` names and shapes, if there is exactly one.
+    A config that names no architecture leaves several classes possible; then it is the one that is
+    nearest to the ``stored`` names and shapes, if there is exactly one.
     """
     if sidecars.source is not None and (names := _from_source_sidecar(sidecars.source)):
         return names
     if sidecars.config is None:
         return NamesUnknown("there is no config.json")
     candidates = _from_transformers(sidecars.config)
-    if isinstance(candidates, NamesUnknown) or len(candidates) == 1:
-        return candidates if isinstance(candidates, NamesUnknown) else candidates[0]
-    matching = [names for names in candidates if names.shapes == stored]
-    if len(matching) == 1:
-        return matching[0]
-    tried = ", ".join(names.architecture for names in candidates)
-    return NamesUnknown(f"config.json names no architecture, and of {tried} not one alone matches")
+    if isinstance(candidates, NamesUnknown):
+        return candidates
+    names = candidates[0] if len(candidates) == 1 else choose_class(candidates, stored)
+    if names is None:
+        tried = ", ".join(str(names.architecture) for names in candidates)
+        reason = f"config.json names no architecture, and of {tried} not one alone matches"
+        return NamesUnknown(reason, is_contradiction=True)
+    if "auto_map" in sidecars.config.content and best_fit(names, stored).difference.count:
+        reason = "config.json names code of its own, whose names transformers does not know"
+        return NamesUnknown(reason)
+    return names
 
 
 def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
-    """What ``zexport_source.json`` says; ``None`` for adapters and for other schemas."""
-    tensors, tied = source.get("tensors"), source.get("tied")
-    if source.get("schema") != 1 or source.get("adapter") or not isinstance(tensors, dict):
+    """What ``zexport_source.json`` says; ``None`` for adapters and where it says too little."""
+    described = source.get("model")
+    if source.get("adapter") or not isinstance(described, dict):
         return None
-    shapes: dict[str, Shape] = {}
-    for name, entry in tensors.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("shape"), list):
-            return None
-        stored = entry.get("stored_name", name)
-        shapes[str(stored)] = cast("Shape", tuple(cast("list[int]", entry["shape"])))
-    aliases = {a: str(s) for a, s in tied.items()} if isinstance(tied, dict) else {}
-    for alias, stored in aliases.items():
-        if stored in shapes:
-            shapes[alias] = shapes[stored]
-    buffers = source.get("buffers")
-    return ModelNames(
-        architecture=str(source.get("architecture")),
-        shapes=shapes,
-        buffers=frozenset(str(b) for b in buffers) if isinstance(buffers, list) else frozenset(),
-        tied=aliases,
-        hub_is_memory=source.get("names_match_memory") is True,
-        provenance="zexport_source.json",
-    )
+    try:
+        return _model_names(described, "zexport_source.json")
+    except ValueError:
+        return None
 
 
 def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
@@ -124,19 +92,62 @@ def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
         answer = _ask_transformers(content)
         if "candidates" in answer:
             _write_cache(cached, answer)
-    if "candidates" not in answer:
+    candidates = answer.get("candidates")
+    if not isinstance(candidates, list):
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
-    return [
-        ModelNames(
-            architecture=candidate["architecture"],
-            shapes={name: tuple(shape) for name, shape in candidate["shapes"].items()},
-            buffers=frozenset(candidate["buffers"]),
-            tied=candidate["tied"],
-            hub_is_memory=candidate["hub_is_memory"],
-            provenance=f"{candidate['architecture']} of transformers {version}",
-        )
-        for candidate in cast("list[_Candidate]", answer["candidates"])
-    ]
+    described = [candidate for candidate in candidates if isinstance(candidate, dict)]
+    origin = f"of transformers {version}"
+    return [_model_names(one, f"{one.get('architecture')} {origin}") for one in described]
+
+
+def _model_names(described: Mapping[str, Json], provenance: str) -> ModelNames:
+    """The names that ``zexport.conversion.describe`` wrote.
+
+    Raises:
+        ValueError: they are not of that form.
+    """
+    shapes = {name: _shape(shape) for name, shape in _object(described.get("shapes")).items()}
+    tied = {alias: str(name) for alias, name in _object(described.get("tied")).items()}
+    if not (tied.keys() | set(tied.values())) <= shapes.keys():
+        raise ValueError("a tie of names that the model does not have")
+    layouts = described.get("layouts", [])
+    return ModelNames(
+        architecture=str(described.get("architecture")),
+        shapes=shapes,
+        buffers=_names(described.get("buffers")),
+        tied=tied,
+        layouts=tuple(
+            read_hub_layout(_object(layout), shapes)
+            for layout in (layouts if isinstance(layouts, list) else ())
+        ),
+        provenance=provenance,
+        unsaved=_names(described.get("unsaved")),
+        keep_fp32={
+            dtype: _names(_object(described.get("keep_fp32")).get(dtype.torch_name))
+            for dtype in (DType.BF16, DType.F16)
+        },
+        refused=str(described.get("refused", "")),
+    )
+
+
+def _object(value: Json) -> JsonObject:
+    if isinstance(value, dict):
+        return value
+    raise ValueError("not a JSON object")
+
+
+def _names(value: Json) -> frozenset[str]:
+    if isinstance(value, list):
+        return frozenset(str(name) for name in value)
+    raise ValueError("not a list of names")
+
+
+def _shape(value: Json) -> Shape:
+    sizes = value if isinstance(value, list) else [None]
+    numbers = tuple(size for size in sizes if type(size) is int and size >= 0)
+    if len(numbers) != len(sizes):
+        raise ValueError("not a shape")
+    return numbers
 
 
 def _installed_transformers() -> str | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
+
+from zexport.conversion.describe import describe_model
 
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -42,7 +43,7 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
     config_class = transformers.CONFIG_MAPPING[model_type]
     return {
         "candidates": [
-            {"architecture": name, **_state_of(name, config_class.from_dict(dict(content)))}
+            describe_model(_without_data(name, config_class.from_dict(dict(content))))
             for name in known
         ]
     }
@@ -57,26 +58,9 @@ def _architectures_of(model_type: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _state_of(architecture: str, config: Any) -> dict[str, Any]:
-    """Names, shapes, buffers and ties of one class."""
+def _without_data(architecture: str, config: Any) -> Any:
     with torch.device("meta"):
-        model = getattr(transformers, architecture)._from_config(config)
-    state = model.state_dict()
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    declared = model.all_tied_weights_keys
-    tied = {alias: source for alias, source in declared.items() if alias in state}
-    kept = {name: tensor for name, tensor in state.items() if name not in tied}
-    saved = revert_weight_conversion(model, dict(kept))
-    return {
-        "shapes": _shapes(state),
-        "buffers": sorted(set(state) - parameters),
-        "tied": tied,
-        "hub_is_memory": _shapes(saved) == _shapes(kept),
-    }
-
-
-def _shapes(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in state.items()}
+        return getattr(transformers, architecture)._from_config(config)
 
 
 if __name__ == "__main__":

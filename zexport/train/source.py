@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zexport.conversion.describe import describe_model
 from zexport.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def describe_source(
 
     ``tensors`` holds what an export writes: a tied weight once, under the name that transformers
     keeps. ``stored_name`` is the name in the checkpoint where one tensor there makes one here. An
-    adapter is described by its names in memory. ``dtype`` is what the module trains in, though
+    adapter is described by its names in memory. ``model`` says how each is made, so that an export
+    needs neither torch nor transformers. ``dtype`` is what the module trains in, though
     single tensors may differ (buffers keep their own).
     """
     in_memory = _whole_tensors(model)
@@ -46,6 +48,8 @@ def describe_source(
     }
     if adapter:
         description["adapter"] = True
+    else:
+        description["model"] = describe_model(twin, as_loaded=True)
     return json.dumps(description, indent=2) + "\n"
 
 

@@ -1,0 +1,1 @@
+"""How a model's tensors in memory become those of its files; runs where torch is loaded anyway."""

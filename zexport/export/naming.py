@@ -1,0 +1,232 @@
+"""Which names the output has: the checkpoint's names understood, and the hub's chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.errors import NamesMismatchError, UnsupportedError, UsageError
+from zexport.model.hub_layout import HubLayout, Shape
+from zexport.model.matching import Difference, ModelNames, absent, as_it_is, best_fit
+from zexport.model.names import NamesUnknown
+from zexport.options import NameLayout
+
+_NAMES_SHOWN = 12
+_ADAPTED = "base_model.model."
+_KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """What a checkpoint stores, under the names it goes by after every rename.
+
+    Attributes:
+        tensors: each tensor once.
+        aliases: tied name to the name of the tensor that it is.
+        left_out: names whose values are in no file.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Every name that has a value with its shape, tied names included."""
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
+
+    @property
+    def known_shapes(self) -> dict[str, Shape | None]:
+        """Every name, with its shape where there is one."""
+        return {**dict.fromkeys(self.left_out), **self.shapes}
+
+    def without(self, prefix: str) -> NamedTensors:
+        """The same under names without a prefix that all of them have."""
+        return NamedTensors(
+            {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()},
+            {a.removeprefix(prefix): n.removeprefix(prefix) for a, n in self.aliases.items()},
+            tuple(name.removeprefix(prefix) for name in self.left_out),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The names, understood.
+
+    Attributes:
+        stored: the checkpoint's tensors under the names of ``names``.
+        names: the model in the form that the checkpoint has; as given where that is not known.
+        layout: how the model is saved from that form; ``None`` where names stay as they are.
+        is_for_hub: whether names should be the hub's.
+        untied: names that the model ties to others, and that differ from these.
+        notes: what the user should know of how this was decided.
+    """
+
+    stored: NamedTensors
+    names: ModelNames | NamesUnknown
+    layout: HubLayout | None
+    is_for_hub: bool = True
+    untied: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def name_tensors(
+    checkpoint: ZeroCheckpoint, renames: tuple[tuple[str, str], ...] = ()
+) -> NamedTensors:
+    """The checkpoint's tensors by name.
+
+    Raises:
+        UsageError: a rename is no pattern, or makes two names one.
+    """
+    own = [tensor.name for tensor in checkpoint.tensors]
+    renamed = _rename([*own, *checkpoint.aliases, *checkpoint.left_out], renames)
+    return NamedTensors(
+        tensors={renamed[tensor.name]: tensor for tensor in checkpoint.tensors},
+        aliases={renamed[alias]: renamed[name] for alias, name in checkpoint.aliases.items()},
+        left_out=tuple(renamed[name] for name in checkpoint.left_out),
+    )
+
+
+def settle_names(
+    stored: NamedTensors,
+    names: ModelNames | NamesUnknown,
+    base: Mapping[str, Shape],
+    layout: NameLayout,
+    path: Path,
+) -> Settled:
+    """Understand the stored names, and choose how the model is saved.
+
+    Args:
+        stored: the checkpoint's tensors, renamed.
+        names: what the model expects, where that is known.
+        base: names and shapes of the base model's files, which may show how the model is saved.
+        layout: whether names are to be the hub's at all.
+        path: the checkpoint, for messages.
+
+    Raises:
+        NamesMismatchError: the stored names are neither those in memory nor the hub's.
+        UnsupportedError: it is not known how the model is saved.
+    """
+    if layout is NameLayout.MEMORY:
+        return _as_stored(stored, names)
+    if isinstance(names, NamesUnknown):
+        if names.is_contradiction:
+            raise UnsupportedError(names.reason, path=path, hint=f"Name it there, or {_KEEP_NAMES}")
+        return Settled(stored, names, None)
+    if all(name.startswith(_ADAPTED) for name in stored.tensors):
+        return Settled(stored, NamesUnknown("they are those of a model with an adapter"), None)
+    fit = best_fit(names, stored.known_shapes)
+    if fit.difference.unexpected and fit.difference.missing:
+        raise _mismatch(fit.difference, names, path)
+    if names.refused:
+        raise UnsupportedError(
+            f"how {names.architecture} is saved cannot be told from its conversions",
+            path=path,
+            found=names.refused,
+            hint=_KEEP_NAMES.capitalize(),
+        )
+    chosen, note = _choose_layout(fit.names, base)
+    notes = [note]
+    if fit.prefix:
+        notes.append(f"the prefix {fit.prefix!r} of every name was left out")
+    if fit.is_saved_form:
+        notes.append("the checkpoint has the hub's names already; they are kept")
+    return Settled(stored.without(fit.prefix), fit.names, chosen, notes=tuple(filter(None, notes)))
+
+
+def _as_stored(stored: NamedTensors, names: ModelNames | NamesUnknown) -> Settled:
+    """Names as they are, with the model's form only to tell what is missing."""
+    if isinstance(names, ModelNames):
+        fit = best_fit(names, stored.known_shapes)
+        names = names if fit.prefix else fit.names
+    return Settled(stored, names, None, is_for_hub=False)
+
+
+def check_complete(names: ModelNames, stored: Iterable[str], path: Path) -> None:
+    """Nothing, where the model lacks no weight; buffers may be missing.
+
+    Raises:
+        NamesMismatchError: it does.
+    """
+    missing = [name for name in absent(names, stored) if name not in names.buffers]
+    if missing:
+        raise _mismatch(Difference(tuple(missing), (), ()), names, path)
+
+
+def _choose_layout(names: ModelNames, base: Mapping[str, Shape]) -> tuple[HubLayout, str]:
+    """The way of saving that the base shows, else the first; and what is not certain of it."""
+    first = names.layouts[0] if names.layouts else as_it_is(names.shapes, names.tied)
+    if len(names.layouts) < 2:  # noqa: PLR2004 - nothing to choose
+        return first, ""
+    alike = {
+        number: sum(base.get(name) == shape for name, shape in layout.shapes.items())
+        for number, layout in enumerate(names.layouts)
+    }
+    most = max(alike.values())
+    best = [names.layouts[number] for number, count in alike.items() if count == most]
+    if most and len(best) == 1:
+        return best[0], ""
+    other = next(layout for layout in best or names.layouts if layout is not first)
+    return first, _undecided(first, other, names)
+
+
+def _undecided(first: HubLayout, other: HubLayout, names: ModelNames) -> str:
+    """What two ways of saving differ in, by an example."""
+    ours, theirs = first.shapes, other.shapes
+    name = next(n for n, shape in theirs.items() if ours.get(n) != shape)
+    mine = next(
+        (n for n, t in first.tensors.items() if t.sources == other.tensors[name].sources), name
+    )
+    one, two = (f"{n} {list(s[n])}" for n, s in ((mine, ours), (name, theirs)))
+    return (
+        f"files of {names.architecture} have one of several layouts, and the checkpoint does not "
+        f"tell which: chosen was {one}, not {two}; a model folder given with --base decides it"
+    )
+
+
+def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatchError:
+    told = (
+        ("missing", found.missing),
+        ("unexpected", found.unexpected),
+        ("of another shape", found.reshaped),
+    )
+    return NamesMismatchError(
+        "the weights are neither named as in memory nor as on the hub",
+        path=path,
+        found="; ".join(f"{what}: {some(which)}" for what, which in told if which),
+        expected=f"the names of {names.provenance}",
+        hint=f"Put the names right with --rename, give the right config.json, or {_KEEP_NAMES}",
+    )
+
+
+def some(names: tuple[str, ...]) -> str:
+    """The first of many names, in words."""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Old name to new name, after every rename in turn."""
+    renamed: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        new = name
+        for pattern, replacement in renames:
+            try:
+                new = re.sub(pattern, replacement, new)
+            except (re.error, IndexError, OverflowError, RecursionError) as error:
+                raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
+        if new in taken:
+            raise UsageError(
+                "--rename gives two tensors one name",
+                found=f"{taken[new]} and {name} both become {new}",
+                hint="Make the pattern more exact",
+            )
+        renamed[name] = new
+        taken[new] = name
+    return renamed

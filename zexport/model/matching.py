@@ -1,0 +1,220 @@
+"""Which of a model's forms a set of names is: as in memory, or as in one of its files.
+
+Pure: names and shapes in, the difference out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zexport.dtypes import DType
+from zexport.model.hub_layout import HubLayout, Shape, whole
+
+_WRAPPERS = (
+    "module.",
+    "_orig_mod.",
+    "_forward_module.",
+    "pretrained_model.",
+    "actor.",
+    "model.",
+)
+"""What wrappers put before every name: DDP, ``torch.compile``, Lightning, TRL, RLHF trainers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The state dict that a model class has for a config.
+
+    Attributes:
+        architecture: name of the model class; ``None`` where several have these same names.
+        shapes: name in memory to shape; tied names and persistent buffers included.
+        buffers: those names that are buffers.
+        tied: alias to source, as the model class declares it for this config.
+        layouts: the ways in which it is saved, the one that transformers takes unasked first.
+        provenance: where this was learnt, in words.
+        unsaved: those names that are never saved.
+        keep_fp32: element type to the names that transformers leaves in float32 when it loads the
+            model in that type.
+        refused: why it is not known how the model is saved; empty where it is.
+    """
+
+    architecture: str | None
+    shapes: Mapping[str, Shape]
+    buffers: frozenset[str]
+    tied: Mapping[str, str]
+    layouts: tuple[HubLayout, ...]
+    provenance: str
+    unsaved: frozenset[str] = frozenset()
+    keep_fp32: Mapping[DType, frozenset[str]] = field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def hub_is_memory(self) -> bool:
+        """Whether there is one way of saving it, and that under the names in memory."""
+        return len(self.layouts) == 1 and all(
+            tensor.is_all_of(self.shapes) == name
+            for name, tensor in self.layouts[0].tensors.items()
+        )
+
+    def kept_in_fp32(self, name: str) -> frozenset[DType]:
+        """The element types under which a tensor stays in float32."""
+        return frozenset(dtype for dtype, kept in self.keep_fp32.items() if name in kept)
+
+    def as_saved(self, layout: HubLayout) -> ModelNames:
+        """The model as if it had in memory what ``layout`` has in files."""
+        renamed = dict(layout.aliases)
+        for name, tensor in layout.tensors.items():
+            for source in tensor.sources:
+                renamed.setdefault(source, name)
+        tied = {
+            renamed.get(alias, alias): renamed[source]
+            for alias, source in self.tied.items()
+            if source in renamed
+        }
+        shapes = layout.shapes
+        shapes |= {alias: shapes[source] for alias, source in tied.items()}
+        return replace(
+            self,
+            shapes=shapes,
+            buffers=_made_of(layout, self.buffers),
+            tied=tied,
+            layouts=(as_it_is(layout.shapes, tied),),
+            unsaved=frozenset(),
+            keep_fp32={dtype: _made_of(layout, kept) for dtype, kept in self.keep_fp32.items()},
+        )
+
+
+def as_it_is(shapes: Mapping[str, Shape], tied: Iterable[str] = ()) -> HubLayout:
+    """The layout of a model that is saved as it is in memory."""
+    return HubLayout(
+        "", {name: whole(name, shape) for name, shape in shapes.items()}, {a: a for a in tied}
+    )
+
+
+def _made_of(layout: HubLayout, names: frozenset[str]) -> frozenset[str]:
+    return frozenset(n for n, tensor in layout.tensors.items() if tensor.sources & names)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How stored names and shapes differ from a model's.
+
+    Attributes:
+        missing: the model's names that are not stored, nor any that they are tied to.
+        unexpected: stored names that the model does not have.
+        reshaped: names whose shapes differ.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """How many names are concerned; 0 if they are the model's."""
+        return len(self.missing) + len(self.unexpected) + len(self.reshaped)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A form of a model, held against stored names.
+
+    Attributes:
+        names: the model in that form.
+        prefix: what a wrapper put before all stored names.
+        is_saved_form: whether it is that of a file, not the one in memory.
+        difference: what is different once the prefix is gone.
+    """
+
+    names: ModelNames
+    prefix: str
+    is_saved_form: bool
+    difference: Difference
+
+
+def best_fit(names: ModelNames, stored: Mapping[str, Shape | None]) -> Fit:
+    """The form that differs least from ``stored``; of equals the simplest.
+
+    Args:
+        names: the model.
+        stored: name to shape, or ``None`` where the shape is not known.
+    """
+    best: Fit | None = None
+    for prefix in _prefixes(stored):
+        bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+        for form, is_saved in _forms(names):
+            fit = Fit(form, prefix, is_saved, difference(form, bare))
+            if best is None or fit.difference.count < best.difference.count:
+                best = fit
+            if not best.difference.count:
+                return best
+    if best is None:  # there is always the form in memory, and no prefix
+        raise AssertionError("no form to compare with")
+    return best
+
+
+def _forms(names: ModelNames) -> Iterator[tuple[ModelNames, bool]]:
+    yield names, False
+    if not names.hub_is_memory:
+        for layout in names.layouts:
+            yield names.as_saved(layout), True
+
+
+def _prefixes(stored: Iterable[str]) -> Iterator[str]:
+    """Nothing, and then one wrapper after the other that all names have gone through."""
+    prefix, rest = "", list(stored)
+    yield prefix
+    while found := next((w for w in _WRAPPERS if rest and all(n.startswith(w) for n in rest)), ""):
+        prefix += found
+        rest = [name.removeprefix(found) for name in rest]
+        yield prefix
+
+
+def difference(names: ModelNames, stored: Mapping[str, Shape | None]) -> Difference:
+    """How ``stored`` differs from the model as it is in memory."""
+    return Difference(
+        missing=tuple(absent(names, stored)),
+        unexpected=tuple(name for name in stored if name not in names.shapes),
+        reshaped=tuple(
+            name
+            for name, shape in stored.items()
+            if shape is not None and names.shapes.get(name, shape) != shape
+        ),
+    )
+
+
+def absent(names: ModelNames, stored: Iterable[str]) -> list[str]:
+    """The model's names that are not stored, nor any that they are tied to.
+
+    transformers fills a tie from whichever of its names is there (5.23, ``modeling_utils.py``,
+    ``tie_weights``).
+    """
+    sources = {names.tied.get(name, name) for name in stored}
+    return [
+        name
+        for name in names.shapes
+        if names.tied.get(name, name) not in sources and name not in names.unsaved
+    ]
+
+
+def choose_class(
+    candidates: Sequence[ModelNames], stored: Mapping[str, Shape | None]
+) -> ModelNames | None:
+    """The class whose names differ least from ``stored``, if it is one alone.
+
+    Where several are equally near and are the same in names, shapes and ties, it is these without
+    a class.
+    """
+    fits = [best_fit(names, stored) for names in candidates]
+    least = min(fit.difference.count for fit in fits)
+    nearest = [n for n, fit in zip(candidates, fits, strict=True) if fit.difference.count == least]
+    if len(nearest) == 1:
+        return nearest[0]
+    if all(_nameless(names) == _nameless(nearest[0]) for names in nearest):
+        return replace(nearest[0], architecture=None)
+    return None
+
+
+def _nameless(names: ModelNames) -> ModelNames:
+    return replace(names, architecture=None, provenance="")
