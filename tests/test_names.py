@@ -71,6 +71,23 @@ def test_the_trainings_sidecar_is_enough() -> None:
     assert names.kept_in_fp32("a") == {DType.BF16}
 
 
+def test_a_sidecar_of_the_first_version_is_enough_where_names_in_memory_are_the_files() -> None:
+    source: dict[str, Json] = {
+        "schema": 1,
+        "architecture": "Small",
+        "tensors": {"a": {"shape": [2, 3], "stored_name": "a"}, "b": {"shape": []}},
+        "tied": {"c": "a"},
+        "buffers": ["b"],
+        "names_match_memory": True,
+    }
+    names = _learn_from_source(source)
+    assert isinstance(names, ModelNames)
+    assert names.shapes == {"a": (2, 3), "b": (), "c": (2, 3)}
+    assert names.hub_is_memory
+    for change in ({"names_match_memory": False}, {"tensors": None}, {"tensors": {"a": 3}}):
+        assert isinstance(_learn_from_source({**source, **change}), NamesUnknown)
+
+
 _ODD_LAYOUTS: list[Json] = [
     {"sources": ["x"], "parts": [], "tensors": {}},
     {"sources": ["a"], "parts": [], "tensors": {"a": 1}},

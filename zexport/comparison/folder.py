@@ -12,7 +12,8 @@ from zexport.export.plan import SourceFile
 from zexport.extents import Extent
 from zexport.model.config import ConfigFile
 from zexport.model.json_files import read_json_object
-from zexport.model.names import ModelNames, learn_names
+from zexport.model.matching import ModelNames, best_fit
+from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars
 from zexport.safetensors_file import StoredTensor, read_header
 
@@ -67,7 +68,7 @@ class ModelWeights:
         sidecars = Sidecars(config=content, source=None, copied={}, missing=(), base=None)
         shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
         names = learn_names(sidecars, shapes)
-        return names.tied if isinstance(names, ModelNames) else {}
+        return best_fit(names, shapes).names.tied if isinstance(names, ModelNames) else {}
 
 
 def open_weights(path: Path) -> ModelWeights:

@@ -72,13 +72,39 @@ def learn_names(
 
 def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
     """What ``zexport_source.json`` says; ``None`` for adapters and where it says too little."""
-    described = source.get("model")
-    if source.get("adapter") or not isinstance(described, dict):
+    if source.get("adapter"):
         return None
     try:
-        return _model_names(described, "zexport_source.json")
+        described = source.get("model")
+        if described is None:
+            described = _described_before(source)
+        return _model_names(_object(described), "zexport_source.json")
     except ValueError:
         return None
+
+
+def _described_before(source: Mapping[str, Json]) -> JsonObject:
+    """What a sidecar of version 0.1 says, where names and shapes in memory are those of files.
+
+    Raises:
+        ValueError: they are not, or it is of another form.
+    """
+    if source.get("names_match_memory") is not True:
+        raise ValueError("names in memory are not those of files")
+    tensors, tied = _object(source.get("tensors")), _object(source.get("tied"))
+    shapes = {name: _object(entry).get("shape") for name, entry in tensors.items()}
+    names = list(shapes)
+    entries: JsonObject = {name: number for number, name in enumerate(names)}
+    layout: JsonObject = {"label": "", "sources": [*names], "parts": [], "tensors": entries}
+    return {
+        "architecture": source.get("architecture"),
+        "shapes": shapes | {alias: shapes.get(str(name)) for alias, name in tied.items()},
+        "buffers": source.get("buffers"),
+        "tied": tied,
+        "unsaved": [],
+        "keep_fp32": {"bfloat16": [], "float16": []},
+        "layouts": [layout],
+    }
 
 
 def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
