@@ -26,6 +26,7 @@ from tests.model_parallel import (
 )
 from tests.oracles import differences
 from zexport.checkpoint.contents import Replica, Role
+from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.pipeline import order_slices
@@ -90,15 +91,46 @@ def test_a_missing_layer_of_weights_that_nothing_names_is_noticed(tmp_path: Path
         joined_stages(folder)
 
 
-def test_masters_without_names_are_refused(tmp_path: Path) -> None:
+def test_masters_that_are_of_no_layer_are_refused(tmp_path: Path) -> None:
     def unfused(state: dict[str, Any]) -> None:
         state["optimizer"] = {"optimizer_state_dict": {}, "fp32_groups": [[torch.ones(3)]]}
 
     folder = copied("pp2_z0_w4_fp32", tmp_path)
     for path in folder.glob("mp_rank_*"):
         edit(path, unfused)
-    with pytest.raises(UnsupportedError, match="not their names"):
+    with pytest.raises(UnsupportedError, match="cannot be told apart"):
         joined_stages(folder)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 6])
+def test_a_missing_layer_of_masters_without_names_is_noticed(layer: int, tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp16", tmp_path)
+    (folder / f"layer_{layer:02d}-model_states.pt").unlink()
+    with pytest.raises((IncompleteCheckpointError, UnsupportedError)):
+        joined_stages(folder)
+
+
+def test_masters_of_one_weight_in_two_stages_are_refused(tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp16", tmp_path)
+    first = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+    edit(folder / "mp_rank_01_model_states.pt", lambda state: state.update(optimizer=first))
+    with pytest.raises(UnsupportedError, match="in two stages"):
+        joined_stages(folder)
+
+
+def test_weights_of_a_stage_that_are_alike_have_rounded_values_and_are_named(
+    tmp_path: Path,
+) -> None:
+    folder = copied("pp2_z0_w4_fp16", tmp_path)
+    edit(
+        folder / "layer_02-model_states.pt",
+        lambda state: state.update({"fc.bias": state["norm.bias"].clone()}),
+    )
+    joined = joined_stages(folder)
+    halves = {t.name for t in joined.tensors if t.dtype is DType.F16 and t.role is not Role.BUFFER}
+    assert halves == {"2.norm.bias", "2.fc.bias", "2.fc.weight"}
+    (note,) = (note for note in joined.notes if "rounded to float16" in note)
+    assert note.endswith(": 2.norm.bias, 2.fc.weight, 2.fc.bias")
 
 
 def test_a_layer_file_under_another_name_is_refused(tmp_path: Path) -> None:

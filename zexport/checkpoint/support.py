@@ -63,7 +63,7 @@ SUPPORT = (
         "Pipeline parallelism",
         "0, 1",
         note="under the pipeline's own names; `--rename` gives others",
-        fixtures=("pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32"),
+        fixtures=("pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp16"),
     ),
     Support(
         "DeepSpeed-MoE",

@@ -11,11 +11,13 @@ from zexport.checkpoint.assembly.cells import Grid, check_cells, recorded_grid
 from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_file_name, layer_of
 from zexport.checkpoint.assembly.stage_masters import (
     StageMasters,
+    check_none_is_tied,
     check_weights_are_there,
     model_of,
     take_masters,
 )
 from zexport.checkpoint.assembly.tensor_parallel import join_shards
+from zexport.checkpoint.assembly.zero0 import rounded_note
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy
@@ -122,6 +124,7 @@ def _column(
             hint="Copy them from the nodes that wrote them",
         )
     check_weights_are_there(tag_dir, column, own)
+    check_none_is_tied(column)
     homes, known = _homes(column, own), _known(column)
     return [
         _complete(cell, [own[n] for n in sorted(own) if homes[n] == stage], known)
@@ -165,7 +168,7 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
     """A stage's masters, and what its layer files hold beside them."""
     tensors, notes = list(cell.masters.tensors), list(cell.masters.notes)
     copies: list[Replica | CastReplica] = []
-    weights = Role.TRAINABLE if cell.weights_are_masters else Role.FROZEN
+    weights = Role.TRAINABLE if cell.weights_are_masters or cell.doubt else Role.FROZEN
     for layer in layers:
         prefix = f"{layer.layer}."
         names = {prefix + key for key in layer.tensors}
@@ -182,6 +185,13 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
             else:
                 copies += _copy(layer, known.masters[name], key, is_tied=tied is not None)
     unique, replicas = _unique(tensors)
+    rounded = {
+        one.name: one.dtype
+        for one in unique
+        if one.role is Role.TRAINABLE and one.name not in known.masters
+    }
+    if cell.doubt and rounded:
+        notes.append(rounded_note(cell.doubt, rounded))
     return Inventory(
         tensors=unique,
         aliases=cell.masters.aliases,

@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_of
+from zexport.checkpoint.assembly.zero0 import masters_of, stored_weights
+from zexport.checkpoint.assembly.zero0_masters import Weight
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_optimizer_states
@@ -26,11 +28,13 @@ class StageMasters:
         model: its model states.
         masters: tensors out of the flat groups.
         weights_are_masters: whether there are none because the weights are stepped themselves.
+        doubt: why further masters could not be told to be some weight's; empty where all could.
     """
 
     model: ModelStates
     masters: Inventory
     weights_are_masters: bool
+    doubt: str = ""
 
     @property
     def names(self) -> set[str]:
@@ -61,9 +65,58 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
         optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
         if optimizer.is_none or optimizer.has("param_groups"):
             return StageMasters(model, Inventory((), {}, ()), weights_are_masters=True)
+        if optimizer.has("fp32_groups") or optimizer.has("fp32_groups_flat"):
+            return _take_unnamed(model, layers)
         ranks = _with_inner_optimizer(ranks, model, optimizer)
     model = replace(model, param_shapes=tuple(_shapes_by_slices(ranks, layers)))
     return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
+
+
+def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageMasters:
+    """A stage's masters without names, matched with the weights of all layer files.
+
+    Source: DeepSpeed 0.19, ``runtime/fp16/unfused_optimizer.py`` and ``fused_optimizer.py``.
+    """
+    weights = [
+        Weight(f"{layer.layer}.{key}", one.shape, one.dtype, layer.file.source(one), one)
+        for _, layer in sorted(layers.items())
+        for key, one in layer.tensors.items()
+        if f"{layer.layer}.{key}" not in model.buffer_names
+    ]
+    files = tuple(layer.file for layer in layers.values())
+    masters = masters_of(model.file, weights, files)
+    if not masters.all_fit:
+        raise IncompleteCheckpointError(
+            "holds fp32 masters of a pipeline that are of no weight in its layer files",
+            path=model.file.path,
+            found=masters.doubt,
+            expected="a weight for every master",
+            hint="Copy all layer files of one save; with tied layers, save with ZeRO-1",
+        )
+    tensors = tuple(one for one in stored_weights(weights, masters) if one.name in masters.found)
+    return StageMasters(
+        model, Inventory(tensors, {}, ()), weights_are_masters=False, doubt=masters.doubt
+    )
+
+
+def check_none_is_tied(column: Iterable[StageMasters]) -> None:
+    """Refuse stages that hold masters of one weight: they are tied, and nothing names them.
+
+    Raises:
+        UnsupportedError: two do.
+    """
+    owners: dict[str, StageMasters] = {}
+    for cell in column:
+        for tensor in cell.masters.tensors:
+            first = owners.setdefault(tensor.name, cell)
+            if first is not cell and not tensor.name.startswith(TIED):
+                raise UnsupportedError(
+                    f"keeps the fp32 masters of {tensor.name!r} in two stages, without names",
+                    path=cell.model.file.path,
+                    found=f"those in {first.model.file.path.name} as well",
+                    expected="a weight of one stage",
+                    hint="Save with ZeRO-1, which names tied layers",
+                )
 
 
 def check_weights_are_there(
@@ -100,18 +153,8 @@ def _stepped(model: ModelStates) -> int:
 def _with_inner_optimizer(ranks: RankStates, model: ModelStates, optimizer: Value) -> RankStates:
     """The rank states with BF16_Optimizer's, which a run without ZeRO saves in the model file.
 
-    That file is written by the first data-parallel rank and has its partition alone. An optimizer
-    of another kind keeps its masters without names (``fp32_groups``, DeepSpeed 0.19,
-    ``runtime/fp16/unfused_optimizer.py``).
+    That file is written by the first data-parallel rank and has its partition alone.
     """
-    if not optimizer.has("single_partition_of_fp32_groups"):
-        raise UnsupportedError(
-            "keeps the fp32 masters of a pipeline without ZeRO, and not their names",
-            path=model.file.path,
-            found=", ".join(sorted(optimizer.mapping_or_empty())[:8]),
-            expected="param_slice_mappings",
-            hint="Save with ZeRO-1, which names them",
-        )
     inner = replace(model.file, value={"optimizer_state_dict": optimizer.value})
     states = read_optimizer_states(inner)
     world_size = max(states.partition_counts, default=1)

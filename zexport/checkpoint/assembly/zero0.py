@@ -149,19 +149,24 @@ def notes(weights: Sequence[Weight], every: Sequence[Masters]) -> tuple[str, ...
     doubts = dict.fromkeys(masters.doubt for masters in every if masters.doubt)
     rest = [weight for weight in weights if weight.name not in found]
     rounded = [one for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)]
-    types = "/".join(sorted({weight.dtype.torch_name for weight in rounded}))
     if doubts and rounded:
-        names = ", ".join(weight.name for weight in rounded)
-        return (
-            f"ZeRO-0: {len(found)} weights have their fp32 masters' values; {len(rounded)} weights "
-            f"have the module's values, rounded to {types}, because {'; '.join(doubts)}: {names}",
-        )
+        return (rounded_note("; ".join(doubts), {one.name: one.dtype for one in rounded}),)
     if found:
         of_module = f"; {len(rest)} frozen weights have the module's values" if rest else ""
         return (f"ZeRO-0: {len(found)} weights have their fp32 masters' values{of_module}",)
     if rounded:
+        types = "/".join(sorted({weight.dtype.torch_name for weight in rounded}))
         return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
     return ()
+
+
+def rounded_note(doubt: str, weights: Mapping[str, DType]) -> str:
+    """That these have rounded values, and why; their element types by name."""
+    types = "/".join(sorted({dtype.torch_name for dtype in weights.values()}))
+    return (
+        f"ZeRO-0: {len(weights)} weights have the module's values, rounded to {types}, because "
+        f"{doubt}: {', '.join(weights)}"
+    )
 
 
 def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]:

@@ -60,10 +60,12 @@ class Masters:
     Attributes:
         found: by the weight's name.
         doubt: why others could not be told apart; empty where every master has found its weight.
+        all_fit: whether there may be a weight for every master.
     """
 
     found: Mapping[str, Master]
     doubt: str = ""
+    all_fit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ def _match(
     found = _pair(units, masters, chosen)
     if not found and masters:
         raise misfit or LayoutError(doubt, "weights that are alike", "weights that differ")
-    return Masters(found, doubt)
+    return Masters(found, doubt, all_fit=misfit is None)
 
 
 def _alike(units: Sequence[_Unit], spans: Iterable[Span | None]) -> str:
