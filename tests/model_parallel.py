@@ -17,9 +17,10 @@ from tests.checkpoints import Tensors
 from zexport.checkpoint.assembly.layer_files import read_layers
 from zexport.checkpoint.assembly.pipeline import join_stages
 from zexport.checkpoint.assembly.tensor_parallel import join_tensor_ranks
+from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
 from zexport.checkpoint.contents import CastReplica, Replica
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
-from zexport.checkpoint.ranks import RankStates, read_ranks
+from zexport.checkpoint.ranks import RankStates, is_zero0, read_ranks
 from zexport.checkpoint.tensors import Inventory, take_inventory
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
@@ -55,7 +56,9 @@ def cells(tag: Path) -> dict[int, RankStates]:
 def joined_ranks(tag: Path) -> Inventory:
     by_index = cells(tag)
     inventories = {
-        index: take_inventory(cell, cell.first_model)
+        index: take_zero0_inventory(cell.first_model)
+        if is_zero0(cell)
+        else take_inventory(cell, cell.first_model)
         for index, cell in by_index.items()
         if cell.first_model is not None
     }

@@ -21,6 +21,7 @@ from tests.model_parallel import (
 )
 from tests.oracles import differences
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.findings import FindingKind
 
@@ -184,3 +185,22 @@ def test_a_missing_tensor_rank_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"tensor ranks 1 .*mp_rank_01_model"):
         joined_ranks(folder)
+
+
+def test_a_weight_whose_master_is_uncertain_on_one_rank_has_the_modules_values_on_all(
+    tmp_path: Path,
+) -> None:
+    frozen, trained = (f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+
+    def alike(state: dict[str, Any]) -> None:
+        state["module"][frozen] = state["module"][trained].clone()
+
+    folder = edited(_FIXTURES["tp2_z0_w2_bf16"], tmp_path, alike, "mp_rank_01_*")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.problems == ()
+    dtypes = {tensor.name: tensor.dtype for tensor in checkpoint.tensors}
+    assert dtypes[frozen] is dtypes[trained] is DType.BF16
+    assert dtypes["model.layers.1.self_attn.k_proj.weight"] is DType.F32
+    assert trained not in {replica.name for replica in checkpoint.replicas}
+    assert all(trained in warning for warning in checkpoint.warnings)
+    assert len(checkpoint.warnings) == 2

@@ -57,7 +57,12 @@ SUPPORT = (
         "Tensor parallelism (AutoTP)",
         "0-3",
         note="uneven and fused splits; copies on several ranks are compared",
-        fixtures=("tp2_z1_w2_bf16_tied", "tp2_z1_w2_bf16_fused", "tp2_z3_w4_bf16"),
+        fixtures=(
+            "tp2_z1_w2_bf16_tied",
+            "tp2_z1_w2_bf16_fused",
+            "tp2_z3_w4_bf16",
+            "tp2_z0_w2_bf16",
+        ),
     ),
     Support(
         "Pipeline parallelism",
