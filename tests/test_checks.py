@@ -372,3 +372,46 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert "2 problems" in error.problem
     assert "DeepSpeed version differs" in str(error.found)
     assert "optimizer files of rank 2" in str(error.found)
+
+
+# --- shapes that only the config tells ---
+
+
+def _transposed(state: dict[str, Any]) -> None:
+    shapes = state["param_shapes"][0]
+    shapes["model.layers.0.mlp.up_proj.weight"] = shapes["model.layers.0.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize("layout", list(NameLayout))
+def test_dimensions_in_another_order_are_known_by_the_config(
+    layout: NameLayout, tmp_path: Path
+) -> None:
+    root = _copy("z3_w2_bf16", tmp_path)
+    for rank in (0, 1):
+        rewrite(_file(root, f"*rank_{rank}_*model*"), _transposed)
+    error = _refused(root, tmp_path / "out", ExportOptions(layout=layout))
+    assert error.finding is FindingKind.SHAPE_MISMATCH
+    assert "model.layers.0.mlp.up_proj.weight [" in str(error.found)
+    allow = frozenset({FindingKind.SHAPE_MISMATCH})
+    report = zexport.consolidate(root, tmp_path / "out", ExportOptions(layout=layout, allow=allow))
+    told = [(f.kind, f.tensor, f.accepted) for f in report.findings]
+    assert told == [(FindingKind.SHAPE_MISMATCH, "model.layers.0.mlp.up_proj.weight", True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [("vocab_size", 300, False), ("num_key_value_heads", 1, True), ("intermediate_size", 40, True)],
+)
+def test_a_config_of_another_model_is_refused_and_one_of_another_vocabulary_is_not(
+    key: str, value: int, is_refused: bool, tmp_path: Path
+) -> None:
+    root = _copy("z3_w2_bf16", tmp_path)
+    (root / "zexport_source.json").unlink()
+    config = json.loads((root / "config.json").read_text())
+    assert config[key] != value
+    (root / "config.json").write_text(json.dumps(config | {key: value}))
+    if is_refused:
+        assert _refused(root, tmp_path / "out").finding is FindingKind.SHAPE_MISMATCH
+    else:
+        assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()

@@ -11,6 +11,7 @@ from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
+from zexport.export.expected_shapes import check_shapes
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
 from zexport.export.selection import Selection, select_tensors
@@ -24,7 +25,7 @@ from zexport.model.hub_layout import Shape
 from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames, best_fit
 from zexport.model.mending import mend_sizes
-from zexport.model.names import NamesUnknown, learn_names
+from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader, read_header
@@ -55,11 +56,9 @@ def plan_export(
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     checkpoint = _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
-    if _depends_on_names(checkpoint, options):
-        sidecars = _with_mended_sizes(sidecars, stored.shapes)
-        names = learn_names(sidecars, stored.known_shapes)
-    else:
-        names = NamesUnknown("they were not asked for")
+    sidecars = _with_mended_sizes(sidecars, stored.shapes)
+    names = learn_names(sidecars, stored.known_shapes)
+    findings += check_shapes(stored, names, options, checkpoint.location.tag_dir)
     base = _read_base(options.base)
     base_tensors = _base_tensors(base)
     settled = settle_names(
@@ -129,13 +128,6 @@ def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:
         expected="at least one",
         hint="Look at it with `zexport inspect`; another tag may be whole",
     )
-
-
-def _depends_on_names(checkpoint: ZeroCheckpoint, options: ExportOptions) -> bool:
-    """Whether the model's names matter: asking transformers takes seconds."""
-    if options.layout is not NameLayout.MEMORY:
-        return True
-    return checkpoint.may_lack_weights and not options.exclude_frozen
 
 
 def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidecars:
