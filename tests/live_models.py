@@ -131,6 +131,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", {**_TEXT, "state_size": 4}),
+    "hrm-text": (
+        "HrmTextForCausalLM",
+        "HrmTextConfig",
+        {**_TEXT, "num_hidden_layers": 8, "num_layers_per_stack": 1},
+    ),
 }
 """Name to model class, config class and config: small models of the families that users train."""
 

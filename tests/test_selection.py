@@ -49,7 +49,7 @@ def _select(
     stored = name_tensors(checkpoint, options.renames)
     base = base or {}
     shapes = {name: tensor.shape for name, tensor in base.items()}
-    settled = settle_names(stored, names, shapes, options.layout, root)
+    settled = settle_names(stored, names, shapes, options, root)
     return select_tensors(checkpoint, settled, base, options)
 
 

@@ -58,6 +58,8 @@ class ExportOptions:
         engine: who rebuilds the weights.
         exclude_frozen: leave out frozen weights, whether they are there or not.
         layout: whose names the tensors carry.
+        hub_layout: which of the ways in which the model may be saved, by its label; ``None`` lets
+            the base decide, or transformers.
         renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint,
             before it is compared with the model's names.
         jobs: worker threads.
@@ -73,6 +75,7 @@ class ExportOptions:
     engine: Engine = Engine.NATIVE
     exclude_frozen: bool = False
     layout: NameLayout = NameLayout.HUB
+    hub_layout: str | None = None
     renames: tuple[tuple[str, str], ...] = ()
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
@@ -85,6 +88,7 @@ class ExportOptions:
         return {
             "dtype": self.dtype.value,
             "layout": self.layout.value,
+            "hub_layout": self.hub_layout,
             "engine": self.engine.value,
             "exclude_frozen": self.exclude_frozen,
             "max_shard_nbytes": self.max_shard_nbytes,
@@ -101,13 +105,14 @@ class ExportOptions:
             ValueError: no export can have had these.
         """
         size, renames = recorded.get("max_shard_nbytes"), recorded.get("renames")
-        allow = recorded.get("allow", [])
+        allow, hub_layout = recorded.get("allow", []), recorded.get("hub_layout")
         if type(size) is not int or not isinstance(renames, list) or not isinstance(allow, list):
             raise ValueError("max_shard_nbytes is no number, or renames or allow no list")
         pairs = [rename for rename in renames if isinstance(rename, list)]
         return cls(
             dtype=ExportDType(recorded.get("dtype")),
             layout=NameLayout(recorded.get("layout")),
+            hub_layout=hub_layout if isinstance(hub_layout, str) else None,
             exclude_frozen=recorded.get("exclude_frozen") is True,
             max_shard_nbytes=size,
             renames=tuple((str(pattern), str(new)) for pattern, new in pairs),

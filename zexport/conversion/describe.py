@@ -132,7 +132,9 @@ def _layouts(
     for label, conversions in ways:
         if conversions is not None:
             model._weight_conversions = conversions
-        layout = {"label": label, **_layout(model, saved, tied)}
+        taken = sum(other["label"].startswith(label) for other in seen)
+        unique = f"{label} ({taken})" if label and taken else label
+        layout = {"label": unique, **_layout(model, saved, tied)}
         if all({**layout, "label": ""} != {**other, "label": ""} for other in seen):
             seen.append(layout)
             yield layout

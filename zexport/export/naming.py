@@ -12,7 +12,7 @@ from zexport.errors import NamesMismatchError, UnsupportedError, UsageError
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.matching import Difference, ModelNames, absent, as_it_is, best_fit
 from zexport.model.names import NamesUnknown
-from zexport.options import NameLayout
+from zexport.options import ExportOptions, NameLayout
 
 _NAMES_SHOWN = 12
 _ADAPTED = "base_model.model."
@@ -73,6 +73,11 @@ class Settled:
     untied: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str | None:
+        """The layout's label, where there is a layout."""
+        return None if self.layout is None else self.layout.label
+
 
 def name_tensors(
     checkpoint: ZeroCheckpoint, renames: tuple[tuple[str, str], ...] = ()
@@ -95,7 +100,7 @@ def settle_names(
     stored: NamedTensors,
     names: ModelNames | NamesUnknown,
     base: Mapping[str, Shape],
-    layout: NameLayout,
+    options: ExportOptions,
     path: Path,
 ) -> Settled:
     """Understand the stored names, and choose how the model is saved.
@@ -104,14 +109,14 @@ def settle_names(
         stored: the checkpoint's tensors, renamed.
         names: what the model expects, where that is known.
         base: names and shapes of the base model's files, which may show how the model is saved.
-        layout: whether names are to be the hub's at all.
+        options: whether names are to be the hub's at all, and how the model is saved.
         path: the checkpoint, for messages.
 
     Raises:
         NamesMismatchError: the stored names are neither those in memory nor the hub's.
         UnsupportedError: it is not known how the model is saved.
     """
-    if layout is NameLayout.MEMORY:
+    if options.layout is NameLayout.MEMORY:
         return _as_stored(stored, names)
     if isinstance(names, NamesUnknown):
         if names.is_contradiction:
@@ -129,7 +134,7 @@ def settle_names(
             found=names.refused,
             hint=_KEEP_NAMES.capitalize(),
         )
-    chosen, note = _choose_layout(fit.names, base)
+    chosen, note = _choose_layout(fit.names, base, options.hub_layout)
     notes = [note]
     if fit.prefix:
         notes.append(f"the prefix {fit.prefix!r} of every name was left out")
@@ -157,11 +162,19 @@ def check_complete(names: ModelNames, stored: Iterable[str], path: Path) -> None
         raise _mismatch(Difference(tuple(missing), (), ()), names, path)
 
 
-def _choose_layout(names: ModelNames, base: Mapping[str, Shape]) -> tuple[HubLayout, str]:
-    """The way of saving that the base shows, else the first; and what is not certain of it."""
+def _choose_layout(
+    names: ModelNames, base: Mapping[str, Shape], label: str | None
+) -> tuple[HubLayout, str]:
+    """The way of saving that is asked for or that the base shows, else the first.
+
+    And what is not certain of it, in words.
+    """
     first = names.layouts[0] if names.layouts else as_it_is(names.shapes, names.tied)
     if len(names.layouts) < 2:  # noqa: PLR2004 - nothing to choose
         return first, ""
+    asked = [layout for layout in names.layouts if layout.label == label]
+    if asked:
+        return asked[0], ""
     alike = {
         number: sum(base.get(name) == shape for name, shape in layout.shapes.items())
         for number, layout in enumerate(names.layouts)

@@ -65,7 +65,7 @@ def plan_export(
         stored,
         names,
         {name: tensor.shape for name, tensor in base_tensors.items()},
-        options.layout,
+        options,
         checkpoint.location.tag_dir,
     )
     settled = settle_ties(settled, _source_files(checkpoint))
@@ -87,7 +87,9 @@ def plan_export(
         check=options.check,
         allow=options.allow,
         findings=findings,
-        provenance=_provenance(checkpoint, sidecars, selection, options),
+        provenance=_provenance(
+            checkpoint, sidecars, selection, replace(options, hub_layout=settled.label)
+        ),
         warnings=(*checkpoint.warnings, *_warnings(sidecars), *selection.warnings),
         overwrite=options.overwrite,
         jobs=jobs,
