@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zexport
 from tests.checkpoints import Model, Run, edit, save, values
@@ -415,3 +415,60 @@ def test_a_config_of_another_model_is_refused_and_one_of_another_vocabulary_is_n
         assert _refused(root, tmp_path / "out").finding is FindingKind.SHAPE_MISMATCH
     else:
         assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()
+
+
+# --- weights gathered beside the checkpoint ---
+
+
+def _gathered(tmp_path: Path) -> tuple[Path, Model]:
+    model = Model([{"w": values((6, 5), 1), "v": values((3,), 2)}], tied={"t": "w"})
+    root = save(model, Run(stage=3), tmp_path / "ckpt")
+    weights = {name: value.bfloat16() for name, value in model.masters.items()}
+    save_file(weights, root / "model.safetensors")
+    return root, model
+
+
+def test_exchanged_ranks_of_zero3_are_told_by_weights_that_were_gathered(tmp_path: Path) -> None:
+    root, model = _gathered(tmp_path)
+    assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()
+    kept: list[list[torch.Tensor]] = []
+    for rank in (0, 1):
+        edit(_file(root, f"*rank_{rank}_*optim*"), lambda s: kept.append(list(_flats(s))))
+    for rank in (0, 1):
+
+        def change(state: dict[str, Any], flats: list[torch.Tensor] = kept[1 - rank]) -> None:
+            _flats(state)[:] = flats
+
+        edit(_file(root, f"*rank_{rank}_*optim*"), change)
+    report = zexport.consolidate(root, tmp_path / "wrong", _MEMORY)
+    found = {finding.tensor: finding for finding in report.findings}
+    assert found["w"].kind is FindingKind.GATHERED_MISMATCH
+    assert (found["w"].count, found["w"].accepted) == (30, False)
+    assert found["w"].detail == "of 30 compared with model.safetensors"
+    assert model.masters.keys() >= found.keys()
+
+
+@pytest.mark.parametrize("tensors", [{"w": (6, 5)}, {"w": (6, 5), "v": (4,)}, {"w": (0,)}])
+def test_weights_beside_that_are_not_surely_the_models_are_not_compared(
+    tensors: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    root, _ = _gathered(tmp_path)
+    other = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    save_file(other, root / "model.safetensors")
+    assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()
+
+
+def test_weights_beside_several_tags_are_not_compared(tmp_path: Path) -> None:
+    root, model = _gathered(tmp_path)
+    zeros = {name: torch.zeros_like(value) for name, value in model.masters.items()}
+    save_file(zeros, root / "model.safetensors")
+    assert len(zexport.consolidate(root, tmp_path / "one", _MEMORY).findings) == 2
+    save(model, Run(stage=3), root, tag="global_step1")
+    (root / "latest").write_text("global_step2")
+    assert zexport.consolidate(root, tmp_path / "two", _MEMORY).findings == ()
+
+
+def test_unreadable_weights_beside_are_left_alone(tmp_path: Path) -> None:
+    root, _ = _gathered(tmp_path)
+    (root / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()

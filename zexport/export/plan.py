@@ -122,6 +122,7 @@ class ExportPlan:
         sources: the checkpoint files that are read, each once.
         replicas: second copies that must agree with what is exported; compared before any byte is
             written.
+        gathered: copies beside the checkpoint; where they differ, that is told.
         check: how much of them is compared.
         allow: kinds of findings that do not end the export.
         findings: what was found while planning.
@@ -145,6 +146,7 @@ class ExportPlan:
     chunk_nbytes: int
     reference: Location | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
+    gathered: tuple[CastReplica, ...] = ()
     check: CheckMode = CheckMode.SAMPLED
     allow: frozenset[FindingKind] = frozenset()
     findings: tuple[Finding, ...] = ()

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import CastReplica, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
+from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError, ZexportError
 from zexport.export.expected_shapes import check_shapes
+from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
 from zexport.export.selection import Selection, select_tensors
@@ -54,7 +55,7 @@ def plan_export(
     findings = raise_problems(checkpoint, options.allow)
     jobs, chunk_nbytes = _share_memory(options)
     sidecars = find_sidecars(checkpoint.location.root, options.base)
-    checkpoint = _with_fused_experts(checkpoint, sidecars, options)
+    original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
     sidecars = _with_mended_sizes(sidecars, stored.shapes)
     names = learn_names(sidecars, stored.known_shapes)
@@ -73,6 +74,8 @@ def plan_export(
     if not selection.tensors:
         raise _no_weights(checkpoint)
     sidecars = _with_plain_weights(sidecars, selection)
+    beside = _beside(original)
+    gathered = gathered_copies(original, beside)
     target = _target(checkpoint, options)
     shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
@@ -82,8 +85,9 @@ def plan_export(
             *_copied_files(sidecars),
             *_written_files(checkpoint, sidecars, selection, shards, target),
         ),
-        sources=_sources(checkpoint, base, selection),
+        sources=_sources(checkpoint, (*base, *beside), selection, gathered),
         replicas=checkpoint.replicas,
+        gathered=gathered,
         check=options.check,
         allow=options.allow,
         findings=findings,
@@ -217,15 +221,16 @@ def _written_files(
 
 def _sources(
     checkpoint: ZeroCheckpoint,
-    base: Iterable[SafetensorsHeader],
+    safetensors: Iterable[SafetensorsHeader],
     selection: Selection,
+    gathered: Iterable[CastReplica],
 ) -> tuple[SourceFile, ...]:
     """The files that the plan reads, each once."""
     kept = [t.source for t in selection.tensors.values() if t.source is not None]
-    others = [replica.other for replica in checkpoint.replicas]
-    read = paths_of([*kept, *others])
+    copies = [c for r in (*checkpoint.replicas, *gathered) for c in (r.kept, r.other)]
+    read = paths_of([*kept, *copies])
     files = [file for file in _source_files(checkpoint) if file.path in read]
-    for header in base:
+    for header in {header.path: header for header in safetensors}.values():
         if header.path in read:
             status = header.path.stat()
             members = tuple(_members(header))
@@ -282,6 +287,17 @@ def _provenance(
         "from_base": list(selection.from_base),
         "mended": list(sidecars.config.mended) if sidecars.config is not None else [],
     }
+
+
+def _beside(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
+    """Headers of the weight files beside the checkpoint; none that cannot be read, or is a link."""
+    if not may_be_gathered(checkpoint):
+        return ()
+    try:
+        headers = _read_base(checkpoint.location.root)
+    except ZexportError:
+        return ()  # nothing depends on them; `zexport inspect` tells what is wrong
+    return () if any(header.path.is_symlink() for header in headers) else headers
 
 
 def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:

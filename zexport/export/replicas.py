@@ -6,7 +6,7 @@ all fit. What shows it is that the checkpoint holds most weights twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def compare_replicas(plan: ExportPlan, sources: SourceReader) -> tuple[Finding, 
     read whole for the sake of its CRC-32.
 
     Returns:
-        What differs and was allowed, a finding for each tensor.
+        What differs and was allowed or is only told, a finding for each tensor.
 
     Raises:
         DamagedCheckpointError: the copies of some tensors differ; all of them were compared.
@@ -42,11 +42,10 @@ def compare_replicas(plan: ExportPlan, sources: SourceReader) -> tuple[Finding, 
     if differences := compare_casts(unnamed, sources, full=True):
         raise _other_weight(differences)
     named = [one for one in casts if not one.names_it]
-    if plan.check is CheckMode.FULL:
-        differences = compare_casts(named, sources, full=True)
-    else:
-        with SourceReader(replace(file, members=()) for file in plan.sources) as samples:
-            differences = compare_casts(named, samples, full=False)
+    full = plan.check is CheckMode.FULL
+    with SourceReader(replace(file, members=()) for file in plan.sources) as samples:
+        differences = compare_casts(named, sources if full else samples, full=full)
+        gathered = compare_casts(plan.gathered, samples, full=full)
     unequal = _unequal([one for one in plan.replicas if isinstance(one, Replica)], sources)
     problems = [_not_the_masters(differences, named)] if differences else []
     problems += [_diverged(unequal)] if unequal else []
@@ -55,7 +54,8 @@ def compare_replicas(plan: ExportPlan, sources: SourceReader) -> tuple[Finding, 
         raise_all(refused, refused[0].path)
     names = {tensor.stored_name: tensor.name for shard in plan.shards for tensor in shard.tensors}
     return (
-        *(_cast_finding(one, names.get(one.replica.name, one.replica.name)) for one in differences),
+        *(_cast_finding(FindingKind.CAST_MISMATCH, one, names, plan) for one in differences),
+        *(_cast_finding(FindingKind.GATHERED_MISMATCH, one, names, plan) for one in gathered),
         *(
             Finding(FindingKind.REPLICA_MISMATCH, names.get(name, name), 0, accepted=True)
             for name in dict.fromkeys(one.name for one in unequal)
@@ -63,9 +63,13 @@ def compare_replicas(plan: ExportPlan, sources: SourceReader) -> tuple[Finding, 
     )
 
 
-def _cast_finding(difference: Difference, name: str) -> Finding:
+def _cast_finding(
+    kind: FindingKind, difference: Difference, names: Mapping[str, str], plan: ExportPlan
+) -> Finding:
+    stored = difference.replica.name
     detail = f"of {difference.compared} compared with {difference.replica.path.name}"
-    return Finding(FindingKind.CAST_MISMATCH, name, difference.count, detail, accepted=True)
+    name = names.get(stored, stored)
+    return Finding(kind, name, difference.count, detail, accepted=kind in plan.allow)
 
 
 def _other_weight(differences: Sequence[Difference]) -> DamagedCheckpointError:
