@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check fix bench fixtures clean
+.PHONY: demo test check fix bench torture fixtures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ fix: $(STAMP)         ## repair format and what ruff can mend
 
 bench: $(STAMP)       ## speed and memory, as ratios to cp and to DeepSpeed's script, in one run
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+torture: $(STAMP)     ## kills, refusals, full disks and fuzzing at length; TORTURE="--seconds 600 --kills 1000"
+	$(BIN)/python -m tests.torture $(TORTURE)
 
 fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ anew, with real DeepSpeed
 	$(BIN)/python fixtures/make.py

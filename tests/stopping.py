@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from tests.plans import Wanted, export_plan, save, saved
 from zexport.dtypes import DType
+from zexport.export.execute import run_plan
 from zexport.export.journal import Journal, finished_shards
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile
 from zexport.export.results import ShardResult
@@ -72,3 +74,11 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def files_of(plan: ExportPlan) -> dict[str, bytes]:
+    """What an export of the plan makes, which is removed again."""
+    run_plan(plan)
+    found = files(plan.out_dir)
+    shutil.rmtree(plan.out_dir)
+    return found

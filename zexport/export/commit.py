@@ -189,7 +189,8 @@ def _lock(target: Path) -> Iterator[None]:
         yield
     finally:
         if foreign or not any(place.exists() for place in _workplaces(target)):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # left behind, it is taken by the next export
+                path.unlink()
         os.close(descriptor)
 
 
@@ -233,22 +234,31 @@ def _restore(target: Path) -> None:
 
 
 def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
+    """Give the folder its name, or leave everything under the names that it had."""
     _remove(partial / JOURNAL_NAME)
     _sync_all(partial)
-    if overwrite and target.exists():
-        replaced = _beside(target, _REPLACED)
-        _remove(replaced)
-        target.rename(replaced)
-        try:
-            partial.rename(target)
-        except BaseException:
-            replaced.rename(target)
-            raise
-        sync_path(target.parent)
-        _remove(replaced)
-    else:
-        partial.rename(target)
-        sync_path(target.parent)
+    if not (overwrite and target.exists()):
+        _rename_for_good(partial, target)
+        return
+    replaced = _beside(target, _REPLACED)
+    _remove(replaced)
+    target.rename(replaced)
+    try:
+        _rename_for_good(partial, target)
+    except BaseException:
+        replaced.rename(target)
+        raise
+    _remove(replaced)
+
+
+def _rename_for_good(folder: Path, name: Path) -> None:
+    """Rename a folder, and have the disk take the new name; else it has the old one."""
+    folder.rename(name)
+    try:
+        sync_path(name.parent)
+    except BaseException:
+        name.rename(folder)
+        raise
 
 
 def _remove(folder: Path) -> None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from zexport.retries import steadily, synced
+
 
 def write_atomically(path: Path, text: str) -> None:
     """``path`` holds ``text``, on disk; whatever happens on the way, the old content or the new.
 
+    A storage that falters is tried again, from the first byte.
+
     Raises:
         OSError: it cannot be written; the old content is then still there.
     """
+    steadily(lambda: _write_once(path, text))
+
+
+def _write_once(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            synced(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -31,9 +39,9 @@ def sync(path: Path) -> None:
     Raises:
         OSError: they cannot be brought there.
     """
-    handle = os.open(path, os.O_RDONLY)
+    handle = steadily(lambda: os.open(path, os.O_RDONLY))
     try:
-        os.fsync(handle)
+        synced(handle)
     finally:
         os.close(handle)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from zexport.retries import steadily
 from zexport.train.files import cause_of, sync, write_atomically
 from zexport.train.gather import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
 from zexport.train.options import TrainOptions
@@ -159,7 +160,7 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
             save(state_dict, path)
             sync(Path(path))
 
-        noted(write, Path(path))
+        noted(lambda: steadily(write), Path(path))  # written anew from its first byte
 
     files.save = noted_save
     files.makedirs = lambda path, **how: noted(lambda: makedirs(path, **how), Path(path))

@@ -1,0 +1,83 @@
+"""``python -m tests.torture [--seconds N] [--kills N] [--numel N] [--fuzz PATH]``: the long forms.
+
+Prints a table of what was done and found; the first broken promise ends it with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.stopping import SHARDS, files_of, four_shards
+from tests.torture.commands import Export, killed_at_random, make_checkpoint
+from tests.torture.kills import count_calls, killed_at
+from tests.torture.refusals import FAULTS, every_fault
+from tests.torture.small_disk import every_size
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def main() -> None:
+    """Run everything, the quick parts first."""
+    parser = argparse.ArgumentParser(prog="python -m tests.torture")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for the fuzzers")
+    parser.add_argument("--kills", type=int, default=200, help="commands ended at random")
+    parser.add_argument("--numel", type=float, default=2e7, help="parameters of the checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
+        folder = Path(scratch)
+        _told("killed before every call of the system", lambda: _every_kill(folder / "kills"))
+        _told("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
+        _told("disks of every size", lambda: every_size(folder / "disk"))
+        _told(
+            "commands ended at random moments",
+            lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
+        )
+    _told("fuzzers", lambda: _fuzz(options.seconds))
+
+
+def _told(name: str, act: Callable[[], str]) -> None:
+    began = time.monotonic()
+    found = act()
+    print(f"{name}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def _every_kill(folder: Path) -> str:
+    plan = four_shards(folder / "ckpt", folder / "out")
+    whole = files_of(plan)
+    count = count_calls(plan)
+    resumed = [killed_at(plan, at, whole) for at in range(1, count + 1)]
+    shards = ", ".join(f"{resumed.count(n)} with {n}" for n in range(len(SHARDS) + 1))
+    return f"{count} kills; reruns that took finished shards over: {shards}"
+
+
+def _every_fault(folder: Path) -> str:
+    plan = four_shards(folder / "ckpt", folder / "out")
+    whole = files_of(plan)
+    stopped = [found for fault in FAULTS for found in every_fault(plan, fault, whole)]
+    return f"{len(stopped)} refusals of {len(FAULTS)} kinds; {sum(stopped)} ended the export"
+
+
+def _random_kills(folder: Path, times: int, numel: float, seed: int) -> str:
+    export = Export(make_checkpoint(folder / "ckpt", numel), folder / "out")
+    found = killed_at_random(export, times, seed)
+    return ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
+
+
+def _fuzz(seconds: float) -> str:
+    """The fuzzers of ``tests/fuzz``, which keep their own figures."""
+    if not (_REPOSITORY / "tests" / "fuzz").is_dir():
+        return "none here"
+    words = (sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds))
+    done = subprocess.run(words, cwd=_REPOSITORY, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

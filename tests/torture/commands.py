@@ -1,0 +1,104 @@
+"""The command itself, ended from outside at any moment: kills at random times, and signals."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.stopping import files
+
+LIMIT_S = 300
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export by the command, of a checkpoint into a folder, in shards of a size."""
+
+    checkpoint: Path
+    out_dir: Path
+    shard_size: str = "10MB"
+
+    def start(self) -> subprocess.Popen[str]:
+        words = ("consolidate", self.checkpoint, self.out_dir, "--max-shard-size", self.shard_size)
+        return subprocess.Popen(
+            [sys.executable, "-m", "zexport", *map(str, words), "--json", "--jobs", "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self) -> list[str]:
+        """Run to the end; the shards that were taken over."""
+        process = self.start()
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+        resumed: list[str] = json.loads(out)["resumed"]
+        return resumed
+
+
+def make_checkpoint(folder: Path, numel: float) -> Path:
+    """A ZeRO-3 checkpoint with values, in a process of its own."""
+    words = ("benchmarks.generate", folder, "--numel", numel, "--stage", 3)
+    subprocess.run(
+        [sys.executable, "-m", *map(str, words)], check=True, timeout=LIMIT_S, capture_output=True
+    )
+    return folder
+
+
+def killed_at_random(export: Export, times: int, seed: int) -> Counter[str]:
+    """Send SIGKILL, SIGTERM, SIGHUP or SIGINT at random moments; what was found how often.
+
+    Each time: the folder is not there or whole, and the next run gives the same bytes.
+
+    Raises:
+        AssertionError: one of that does not hold.
+    """
+    export.finish()
+    whole = files(export.out_dir)
+    shutil.rmtree(export.out_dir)
+    began = time.monotonic()
+    export.finish()
+    seconds = time.monotonic() - began
+    shutil.rmtree(export.out_dir)
+    chance = random.Random(seed)  # noqa: S311 - nothing secret
+    found: Counter[str] = Counter()
+    for _ in range(times):
+        sent = chance.choice((signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT))
+        process = export.start()
+        time.sleep(chance.uniform(0, seconds))
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=LIMIT_S)
+        found.update(_outcome(export, process.returncode, sent, said, whole))
+        shutil.rmtree(export.out_dir)
+    return found
+
+
+def _outcome(
+    export: Export, code: int, sent: signal.Signals, said: str, whole: dict[str, bytes]
+) -> list[str]:
+    """Hold what one signal has left against what is promised; words for what was found."""
+    assert code in (0, -sent, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
+    lines = said.split("\n")
+    assert "Traceback" not in said, said
+    words = [sent.name]
+    if code == _INTERRUPTED:
+        assert [line for line in lines if line][-1].startswith("Interrupted."), said
+    if export.out_dir.exists():
+        words.append("whole")
+        if code != 0:
+            words.append("whole though it was signalled")
+    else:
+        assert code != 0
+        resumed = export.finish()
+        words.append("resumed" if resumed else "begun anew")
+    assert files(export.out_dir) == whole
+    return words

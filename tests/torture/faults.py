@@ -1,0 +1,89 @@
+"""The system's calls, counted and made to fail: in this process, at the level of ``os``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import pytest
+
+from zexport.export import disk
+
+WRITES = ("pwrite", "ftruncate", "fallocate", "open", "mkdir", "unlink", "rmdir")
+SYNCS = ("fsync", "fdatasync")
+RENAMES = ("rename", "replace")
+READS = ("preadv",)
+CALLS = (*WRITES, *SYNCS, *RENAMES, *READS)
+
+
+@dataclass
+class Calls:
+    """What is done at every call: counts it, and lets ``act`` do what it will before it happens.
+
+    Attributes:
+        act: told the call's name and its number among all calls, from 1.
+        counts: how often each was called.
+    """
+
+    act: Callable[[str, int], None] = lambda _name, _number: None
+    counts: Counter[str] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+
+    def passed(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+            number = self.counts.total()
+        self.act(name, number)
+
+
+@contextmanager
+def watched(calls: Calls) -> Iterator[Calls]:
+    """A block in which the calls go through ``calls``; the pauses between tries take no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            if name != "fallocate":
+                patch.setattr(os, name, _through(calls, name, getattr(os, name)))
+        patch.setattr(disk, "_take_room", _through(calls, "fallocate", disk._take_room))
+        patch.setattr("zexport.retries.PAUSES_SECONDS", (0.0,) * 4)
+        yield calls
+
+
+def _through(calls: Calls, name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        calls.passed(name)
+        return whole(*args, **named)
+
+    return call
+
+
+def failing(names: tuple[str, ...], at: int, number: int, *, times: int) -> Calls:
+    """Calls of which the ``at``-th of these names, and so many after it, fail with an errno."""
+    seen = Counter[str]()
+    lock = Lock()
+
+    def act(name: str, _number: int) -> None:
+        if name not in names:
+            return
+        with lock:
+            seen["all"] += 1
+            fails = at <= seen["all"] < at + times
+        if fails:
+            raise OSError(number, os.strerror(number))
+
+    return Calls(act)
+
+
+def killing(at: int) -> Calls:
+    """Calls before the ``at``-th of which the process is gone, as by ``kill -9``."""
+
+    def act(_name: str, number: int) -> None:
+        if number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Calls(act)

@@ -1,0 +1,92 @@
+"""A system that refuses the n-th call, for every n: for a moment, or for good."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.stopping import files
+from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, Calls, failing, watched
+from zexport.errors import CheckpointError, OutputError
+from zexport.export.execute import run_plan
+from zexport.export.journal import JOURNAL_NAME, finished_shards
+from zexport.export.plan import ExportPlan
+
+ALWAYS = 1 << 30
+_CUT_SHORT = (errno.EINTR, errno.EAGAIN)
+_PASSING = (*_CUT_SHORT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Which calls fail, how, and how often."""
+
+    names: tuple[str, ...]
+    number: int
+    times: int
+
+    @property
+    def passes(self) -> bool:
+        """Whether an export survives it."""
+        once_only = {*SYNCS, *RENAMES} & {*self.names} and self.number not in _CUT_SHORT
+        return self.times < 4 and self.number in _PASSING and not once_only
+
+
+FAULTS = (
+    Fault(("pwrite",), errno.ENOSPC, ALWAYS),
+    Fault(("pwrite",), errno.EIO, ALWAYS),
+    Fault(("pwrite",), errno.ESTALE, 3),
+    Fault(("fallocate", "ftruncate"), errno.ENOSPC, ALWAYS),
+    Fault(SYNCS, errno.EIO, 1),
+    Fault(SYNCS, errno.EINTR, 3),
+    Fault(RENAMES, errno.EIO, 1),
+    Fault(("mkdir", "open"), errno.EACCES, ALWAYS),
+    Fault(READS, errno.EIO, ALWAYS),
+    Fault(READS, errno.EIO, 3),
+    Fault(READS, errno.ESTALE, 3),
+    Fault(READS, errno.EAGAIN, 2),
+    Fault((*WRITES, *SYNCS, *RENAMES), errno.ENOSPC, 1),
+)
+
+
+def every_fault(
+    plan: ExportPlan, fault: Fault, whole: dict[str, bytes], step: int = 1
+) -> Iterator[bool]:
+    """Have every ``step``-th call that the fault is about refused; whether it ended the export.
+
+    Raises:
+        AssertionError: something half-made was left, or a rerun differs.
+    """
+    with watched(Calls()) as calls:
+        run_plan(plan)
+    shutil.rmtree(plan.out_dir)
+    count = sum(calls.counts[name] for name in fault.names)
+    for at in range(1, count + 1, step):
+        yield refused(plan, fault, at, whole)
+
+
+def refused(plan: ExportPlan, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
+    """Run with a fault, then without; whether the first run was stopped by it."""
+    stopped = False
+    try:
+        with watched(failing(fault.names, at, fault.number, times=fault.times)):
+            run_plan(plan)
+    except (OutputError, CheckpointError):
+        stopped = True
+    if stopped:
+        assert not plan.out_dir.exists(), f"{fault} at {at}: a folder has the output's name"
+        if "open" not in fault.names:  # without it, nothing can be cleared up
+            assert _only_finished(plan), f"{fault} at {at}: something half-made is left"
+        run_plan(plan)
+    assert not (stopped and fault.passes), f"{fault} at {at}: was not tried again"
+    assert files(plan.out_dir) == whole, f"{fault} at {at}: other bytes"
+    shutil.rmtree(plan.out_dir)
+    return stopped
+
+
+def _only_finished(plan: ExportPlan) -> bool:
+    partial = plan.out_dir.with_name(f"{plan.out_dir.name}.partial")
+    kept = {path.name for path in partial.iterdir()} if partial.exists() else set()
+    return kept <= {JOURNAL_NAME, *finished_shards(partial)}
