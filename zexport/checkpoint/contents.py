@@ -66,6 +66,26 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatData:
+    """The partitions of one flat group, of all ranks that share it, laid end to end.
+
+    Attributes:
+        source: their bytes, as they are saved.
+        dtype: their element type.
+        padding: how many of the elements belong to no parameter, by the layout's arithmetic.
+    """
+
+    source: ByteSource
+    dtype: DType
+    padding: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.source.nbytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class Replica:
     """A second copy of bytes that an export reads from the first, to be compared with it.
 
@@ -159,6 +179,7 @@ class ZeroCheckpoint:
         replicas: second copies that must agree with what is exported.
         problems: what stands in the way of an export, all of it.
         warnings: what does not, but should be known.
+        flats: the flat data that masters lie in, each once.
         findings: those warnings that have a kind.
     """
 
@@ -184,6 +205,7 @@ class ZeroCheckpoint:
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    flats: tuple[FlatData, ...] = ()
 
     @property
     def may_lack_weights(self) -> bool:

@@ -140,6 +140,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         files=tuple(_describe_file(file, torch_files, read) for file in files),
         torch_files=torch_files,
         replicas=inventory.replicas,
+        flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(*_warnings(cells), *inventory.notes),
         findings=tuple(

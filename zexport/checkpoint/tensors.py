@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
+from zexport.checkpoint.contents import CastReplica, FlatData, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.dtypes import DType
@@ -28,6 +28,7 @@ class Inventory:
         aliases: tied name to the name of the tensor that it is.
         left_out: names of the module whose values are in no file.
         replicas: second copies that must equal what is exported.
+        flats: the flat data that the trained ones lie in, each once.
         notes: what the user should know of how values were chosen.
     """
 
@@ -36,6 +37,7 @@ class Inventory:
     left_out: tuple[str, ...]
     replicas: tuple[Replica | CastReplica, ...] = ()
     notes: tuple[str, ...] = ()
+    flats: tuple[FlatData, ...] = ()
 
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
@@ -45,7 +47,8 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         DamagedCheckpointError: lengths, shapes or names contradict each other.
     """
     try:
-        tensors = [*_trainable(ranks, model), *_frozen(ranks, model), *_buffers(model)]
+        flats: list[FlatData] = []
+        tensors = [*_trainable(ranks, model, flats), *_frozen(ranks, model), *_buffers(model)]
         _check_names(tensors)
         known = {tensor.name for tensor in tensors}
         aliases = _resolve_aliases(ranks, model, known)
@@ -59,7 +62,7 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         ) from error
     lost = [name for name in model.buffer_names if name not in model.module]
     left_out = (*lost, *(name for name in rest if name not in set(whole)))
-    return Inventory(tuple(tensors), aliases, left_out, tuple(copies))
+    return Inventory(tuple(tensors), aliases, left_out, tuple(copies), flats=tuple(flats))
 
 
 def _copies(model: ModelStates, tensors: Iterable[StoredTensor]) -> Iterator[CastReplica]:
@@ -109,8 +112,13 @@ def damage_of(error: LayoutError, folder: Path, hint: str) -> DamagedCheckpointE
     )
 
 
-def _trainable(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
-    """The master weights, out of the flat groups; without sources where ranks are missing."""
+def _trainable(
+    ranks: RankStates, model: ModelStates, flats: list[FlatData]
+) -> Iterator[StoredTensor]:
+    """The master weights, out of the flat groups, which are added to ``flats``.
+
+    Without sources where ranks are missing.
+    """
     world = range(ranks.world_size or 0)
     if not world or any(rank not in ranks.optimizer for rank in world):
         for shapes in model.param_shapes:
@@ -119,12 +127,14 @@ def _trainable(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
         return
     optimizers = [ranks.optimizer[rank] for rank in world]
     if ranks.is_zero3:
-        yield from _striped(model, optimizers)
+        yield from _striped(model, optimizers, flats)
     else:
-        yield from _chained(model, optimizers)
+        yield from _chained(model, optimizers, flats)
 
 
-def _striped(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[StoredTensor]:
+def _striped(
+    model: ModelStates, optimizers: list[OptimizerStates], all_flats: list[FlatData]
+) -> Iterator[StoredTensor]:
     """ZeRO-3: stripe ``d`` of every parameter from rank ``d``."""
     dtype = _flat_dtype(optimizers)
     flats = tuple(
@@ -136,7 +146,9 @@ def _striped(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[
         for index, shapes in enumerate(model.param_shapes):
             numels = [states.flat_groups[index].numel for states in optimizers]
             zero3.check_flat_numels([shapes], numels)
-    for parameter in zero3.stripe_parameters(model.param_shapes, len(flats)):
+    parameters = list(zero3.stripe_parameters(model.param_shapes, len(flats)))
+    all_flats.append(FlatData(Chain(flats), dtype, zero3.padding_numel(parameters, len(flats))))
+    for parameter in parameters:
         source = Striped(
             flats,
             offset=parameter.offset * dtype.itemsize,
@@ -146,7 +158,9 @@ def _striped(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[
         yield StoredTensor(parameter.name, parameter.shape, dtype, Role.TRAINABLE, source)
 
 
-def _chained(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[StoredTensor]:
+def _chained(
+    model: ModelStates, optimizers: list[OptimizerStates], flats: list[FlatData]
+) -> Iterator[StoredTensor]:
     """ZeRO-1/2: a window of each group's partitions laid end to end."""
     dtype = _flat_dtype(optimizers)
     if len(model.param_shapes) != len(optimizers[0].flat_groups):
@@ -167,6 +181,8 @@ def _chained(model: ModelStates, optimizers: list[OptimizerStates]) -> Iterator[
         if not model.is_round_robin and all(index < len(one.slices) for one in optimizers):
             recorded = [one.slices[index] for one in optimizers]
             zero12.check_fragments(parameters, groups[0].numel, recorded)
+        numel = chain.nbytes // dtype.itemsize
+        flats.append(FlatData(chain, dtype, zero12.padding_numel(parameters, numel)))
         for parameter in parameters:
             source = Window(
                 chain, parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize

@@ -11,6 +11,7 @@ from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError, ZexportError
+from zexport.export.accounting import account
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.naming import name_tensors, settle_names
@@ -93,7 +94,8 @@ def plan_export(
         findings=findings,
         provenance=_provenance(
             checkpoint, sidecars, selection, replace(options, hub_layout=settled.label)
-        ),
+        )
+        | {"accounting": account(checkpoint, selection.tensors.values()).to_json()},
         warnings=(*checkpoint.warnings, *_warnings(sidecars), *selection.warnings),
         overwrite=options.overwrite,
         jobs=jobs,

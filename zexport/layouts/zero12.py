@@ -47,6 +47,18 @@ def place_parameters(
         offset += numel + (paddings[index] if paddings else 0)
 
 
+def padding_numel(parameters: Iterable[FlatParameter], numel: int) -> int:
+    """Elements of a group's ``numel`` that belong to no parameter: after each of them, and last.
+
+    The parameters are in the order of their offsets.
+    """
+    end = padding = 0
+    for parameter in parameters:
+        padding += parameter.offset - end
+        end = parameter.offset + parameter.numel
+    return padding + numel - end
+
+
 def fragments(
     parameters: Iterable[FlatParameter], partition_numel: int, partition: int
 ) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ flat data is the stripes of all parameters in the order of ``param_shapes``, end
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -50,6 +50,11 @@ def stripe_parameters(
             stripe = stripe_numel(numel, world_size)
             yield StripedParameter(name, shape, numel, offset, stripe)
             offset += stripe
+
+
+def padding_numel(parameters: Iterable[StripedParameter], world_size: int) -> int:
+    """Elements of the last ranks' stripes, over all parameters, that belong to none."""
+    return sum(one.stripe_numel * world_size - one.numel for one in parameters)
 
 
 def check_flat_numels(

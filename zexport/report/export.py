@@ -36,7 +36,7 @@ def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
     """The report as one JSON object: what was done, and what the plan said of the output.
 
     Keys: those of ``ExportReport.to_json``, and from the plan ``checkpoint``, ``options``,
-    ``loadable``, ``tied``, ``from_base`` and ``mended``.
+    ``loadable``, ``tied``, ``from_base``, ``accounting`` and ``mended``.
     """
     return report.to_json() | dict(plan.provenance)
 
@@ -44,14 +44,13 @@ def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
 def print_export(console: Console, report: ExportReport) -> None:
     """The report for people."""
     speed = report.nbytes_written / max(report.seconds, 1e-9)
-    resumed = plural(len(report.resumed), "shard") if report.resumed else ""
     print_line(console, f"Exported to {report.out_dir}", "bold green")
     print_facts(
         console,
         (
             ("Tensors", f"{report.tensors:,}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
-            *((("Resumed", f"{resumed}, finished before and compared now"),) if resumed else ()),
+            ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
             ("Written", f"{size(report.nbytes_written)}"),
             ("Time", f"{duration(report.seconds)} ({size(round(speed))}/s)"),

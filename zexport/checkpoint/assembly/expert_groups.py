@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zexport.checkpoint.assembly.expert_states import (
@@ -10,6 +10,7 @@ from zexport.checkpoint.assembly.expert_states import (
     read_blocks_option,
     read_sharing_ranks,
 )
+from zexport.checkpoint.contents import FlatData
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.untrusted import Shape
@@ -56,7 +57,11 @@ class _Group:
 
 
 def local_parameters(
-    ranks: RankStates, model: ModelStates, indices: Sequence[int], notes: list[str]
+    ranks: RankStates,
+    model: ModelStates,
+    indices: Sequence[int],
+    notes: list[str],
+    flats: list[FlatData],
 ) -> list[LocalParameter]:
     """The parameters of the flat groups ``indices``, which hold experts and nothing else.
 
@@ -65,6 +70,7 @@ def local_parameters(
         model: the model states that names and shapes come from.
         indices: numbers of the flat groups.
         notes: what the user should know of how it was decided is added here.
+        flats: the flat data of the groups is added here.
 
     Raises:
         LayoutError: lengths, names or ranks contradict each other.
@@ -84,9 +90,9 @@ def local_parameters(
             for name, shape in group.shapes.items()
         ]
     if ranks.is_zero3:
-        return list(_striped(ranks, model, indices, dtype))
+        return list(_striped(ranks, model, indices, dtype, flats))
     placement = _placement(model, optimizers, groups, notes)
-    return [one for group in groups for one in _chained(optimizers, group, placement, dtype)]
+    return [one for group in groups for one in _chained(optimizers, group, placement, dtype, flats)]
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:
@@ -137,7 +143,11 @@ def _group(ranks: RankStates, model: ModelStates, first: OptimizerStates, index:
 
 
 def _chained(
-    optimizers: list[OptimizerStates], group: _Group, placement: Placement, dtype: DType
+    optimizers: list[OptimizerStates],
+    group: _Group,
+    placement: Placement,
+    dtype: DType,
+    flats: list[FlatData],
 ) -> Iterator[LocalParameter]:
     """ZeRO-1/2: a window of the partitions of each set of ranks, laid end to end."""
     chains = []
@@ -147,7 +157,10 @@ def _chained(
         zero12.check_partitions(
             group.shapes, [part.numel for _, part in parts], paddings=group.paddings
         )
-        chains.append(Chain(tuple(states.file.source(part) for states, part in parts)))
+        chain = Chain(tuple(states.file.source(part) for states, part in parts))
+        padding = zero12.padding_numel(group.parameters, chain.nbytes // dtype.itemsize)
+        flats.append(FlatData(chain, dtype, padding))
+        chains.append(chain)
     for parameter in group.parameters:
         begin, nbytes = parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
         sources = tuple(Window(chain, begin, nbytes) for chain in chains)
@@ -224,7 +237,11 @@ def _fits(
 
 
 def _striped(
-    ranks: RankStates, model: ModelStates, indices: Sequence[int], dtype: DType
+    ranks: RankStates,
+    model: ModelStates,
+    indices: Sequence[int],
+    dtype: DType,
+    flats: list[FlatData],
 ) -> Iterator[LocalParameter]:
     """ZeRO-3: the stripes of each set of ranks, which the optimizer files name themselves."""
     world_size = ranks.world_size or 0
@@ -233,16 +250,21 @@ def _striped(
     for index in indices:
         sets = sharing_sets([one[index] if index < len(one) else () for one in sharing])
         _check_order(ranks, sets)
-        yield from _stripes_of(optimizers, model.param_shapes[index], index, sets, dtype)
+        shapes = model.param_shapes[index]
+        stripes = _flats_of(optimizers, shapes, index, sets)
+        parameters = list(zero3.stripe_parameters([shapes], len(sets[0])))
+        padding = zero3.padding_numel(parameters, len(sets[0]))
+        flats += (FlatData(Chain(one), dtype, padding) for one in stripes)
+        yield from _stripes_of(parameters, stripes, dtype)
 
 
-def _stripes_of(
+def _flats_of(
     optimizers: list[OptimizerStates],
     shapes: Mapping[str, Shape],
     index: int,
     sets: list[tuple[int, ...]],
-    dtype: DType,
-) -> Iterator[LocalParameter]:
+) -> list[tuple[ByteSource, ...]]:
+    """Flat group ``index`` of every rank of each set."""
     if len({len(one) for one in sets}) > 1:
         raise LayoutError("the experts are not shared by equally many ranks", sets, "equal sets")
     flats = []
@@ -254,7 +276,16 @@ def _stripes_of(
                 optimizers[rank].file.source(group) for rank, group in zip(one, groups, strict=True)
             )
         )
-    for parameter in zero3.stripe_parameters([shapes], len(sets[0])):
+    return flats
+
+
+def _stripes_of(
+    parameters: Iterable[zero3.StripedParameter],
+    flats: Sequence[tuple[ByteSource, ...]],
+    dtype: DType,
+) -> Iterator[LocalParameter]:
+    """The parameters of one flat group, out of the flat data of each set of ranks."""
+    for parameter in parameters:
         sources = tuple(
             Striped(
                 flat,

@@ -87,7 +87,8 @@ def _take(
         return replace(unsharded, tensors=_in_order(unsharded.tensors))
     dense = take_inventory(dense_ranks, dense_model)
     notes: list[str] = []
-    trained = list(_number(local_parameters(ranks, model, indices, notes), layers))
+    flats = list(dense.flats)
+    trained = list(_number(local_parameters(ranks, model, indices, notes, flats), layers))
     copies = list(copies_in_files(trained, layers))
     aliases = expert_aliases(model, layers, {tensor.name for tensor in trained})
     known = {tensor.name for tensor in trained} | aliases.keys()
@@ -98,6 +99,7 @@ def _take(
         left_out=(*dense.left_out, *_nowhere(layers, [*trained, *stored])),
         replicas=(*dense.replicas, *copies, *frozen_twice(model, layers, stored)),
         notes=(*dense.notes, *notes),
+        flats=tuple(flats),
     )
 
 

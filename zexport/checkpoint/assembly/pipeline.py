@@ -198,6 +198,7 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
         left_out=cell.masters.left_out or cell.model.buffer_names,
         replicas=(*cell.masters.replicas, *replicas, *copies),
         notes=tuple(notes),
+        flats=cell.masters.flats,
     )
 
 
@@ -249,6 +250,7 @@ def _merge(stages: Sequence[Inventory]) -> Inventory:
         left_out=tuple(name for name in left_out if name not in known),
         replicas=(*(replica for stage in stages for replica in stage.replicas), *replicas),
         notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
+        flats=tuple(flat for stage in stages for flat in stage.flats),
     )
 
 

@@ -90,6 +90,7 @@ def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
             *(replica for inventory in inventories for replica in inventory.replicas),
         ),
         notes=tuple(dict.fromkeys(notes)),
+        flats=tuple(flat for inventory in inventories for flat in inventory.flats),
     )
 
 

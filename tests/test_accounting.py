@@ -1,0 +1,113 @@
+"""Every element of the flat partitions has its place in the account of an export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zexport
+from zexport.checkpoint.contents import Role
+from zexport.errors import UnsupportedError
+from zexport.export.accounting import account
+from zexport.layouts import zero3, zero12
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+WITH_FLATS = sorted(
+    path.name
+    for path in FIXTURES.iterdir()
+    if (path / "ckpt").is_dir() and path.name.split("_")[0] not in ("uni", "z0")
+)
+
+
+def _flat_numel(root: Path) -> int:
+    """Elements of all flat groups in all optimizer files, as torch loads them."""
+    return sum(
+        group.numel()
+        for path in root.rglob("*optim_states.pt")
+        for group in _flats(torch.load(path, weights_only=False))
+    )
+
+
+def _flats(state: dict[str, Any]) -> list[torch.Tensor]:
+    inner = state.get("optimizer_state_dict") or {}
+    for key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
+        if key in inner:
+            return list(inner[key])
+    return []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", WITH_FLATS)
+def test_the_whole_is_what_the_files_hold_and_the_parts_make_it_up(
+    name: str,
+) -> None:
+    root = FIXTURES / name / "ckpt"
+    flat = _flat_numel(root)
+    if not flat:
+        return  # DeepSpeed-MoE and pipelines without ZeRO keep no flat data in such files
+    checkpoint = zexport.open_checkpoint(root)
+    found = account(checkpoint, checkpoint.tensors)
+    assert found.total == flat
+    assert found.is_exact
+    trained = sum(t.numel for t in checkpoint.tensors if t.role is Role.TRAINABLE)
+    assert (found.used, found.left_out) == (trained, 0)
+
+
+def _checkpoint(name: str) -> zexport.ZeroCheckpoint:
+    return zexport.open_checkpoint(FIXTURES / name / "ckpt")
+
+
+def test_what_is_not_exported_counts_as_left_out() -> None:
+    checkpoint = _checkpoint("z2_w2_bf16_groups")
+    first, *rest = checkpoint.tensors
+    found = account(checkpoint, rest)
+    assert found.left_out == first.numel
+    assert found.used == sum(t.numel for t in rest if t.role is Role.TRAINABLE)
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w4_bf16_odd", "tp2_z1_w2_bf16_fused"])
+def test_a_tensor_that_is_lost_on_the_way_is_refused(name: str) -> None:
+    checkpoint = _checkpoint(name)
+    lacking = replace(checkpoint, tensors=checkpoint.tensors[1:])
+    with pytest.raises(UnsupportedError, match="are not accounted for") as caught:
+        account(lacking, lacking.tensors)
+    total = account(checkpoint, checkpoint.tensors).total
+    assert caught.value.found == f"{total} elements in the partitions"
+
+
+def test_second_copies_that_are_not_compared_are_refused() -> None:
+    checkpoint = _checkpoint("tp2_z1_w2_bf16_fused")
+    assert account(checkpoint, checkpoint.tensors).replica > 0
+    with pytest.raises(UnsupportedError, match="are not accounted for"):
+        account(replace(checkpoint, replicas=()), checkpoint.tensors)
+
+
+def test_padding_that_the_layout_does_not_know_is_refused() -> None:
+    checkpoint = _checkpoint("z3_w4_bf16_odd")
+    (flat,) = checkpoint.flats
+    assert flat.padding == account(checkpoint, checkpoint.tensors).padding > 0
+    with pytest.raises(UnsupportedError, match="are not accounted for"):
+        account(replace(checkpoint, flats=(replace(flat, padding=0),)), checkpoint.tensors)
+
+
+def test_the_manifest_and_the_report_have_the_account(tmp_path: Path) -> None:
+    checkpoint = _checkpoint("z3_w4_bf16_odd")
+    plan = zexport.plan_export(checkpoint, tmp_path / "out")
+    assert plan.provenance["accounting"] == account(checkpoint, checkpoint.tensors).to_json()
+
+
+def test_padding_lies_between_and_behind_parameters() -> None:
+    shapes = {"a": (3,), "b": (2, 2), "c": ()}
+    assert zero12.padding_numel(zero12.place_parameters(shapes), 12) == 4
+    assert zero12.padding_numel(zero12.place_parameters(shapes, (5, 0, 1)), 20) == 12
+    assert zero12.padding_numel([], 6) == 6
+
+
+def test_padding_fills_the_last_stripes() -> None:
+    shapes = {"a": (3,), "b": (2, 2), "c": (), "d": (0, 4)}
+    parameters = list(zero3.stripe_parameters([shapes], 4))
+    assert zero3.padding_numel(parameters, 4) == (4 - 3) + 0 + (4 - 1) + 0
