@@ -125,6 +125,28 @@ def test_a_process_without_a_terminal_goes_on_when_hangups_are_ignored(tmp_path:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
 
 
+def test_an_interrupt_during_an_import_is_an_interrupt(tmp_path: Path) -> None:
+    """numpy's extension makes an ImportError of it."""
+    script = (
+        "import os, signal, sys\n"
+        "from zexport.cli import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy':\n"
+        "            try: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            except KeyboardInterrupt: raise ImportError('umath failed to import')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv[1:] = ['consolidate', *sys.argv[1:]]\n"
+        "main.main()\n"
+    )
+    words = (FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
 def test_a_training_run_killed_while_it_moves_latest_keeps_the_old_one(tmp_path: Path) -> None:
     """Between any two calls, ``latest`` is the old one or the new one."""
     latest = tmp_path / "latest"

@@ -72,8 +72,7 @@ def main() -> NoReturn:
     except click.UsageError as error:
         code = _tell(_usage_error(error), as_json=as_json) if as_json else _show(error)
     except (click.Abort, KeyboardInterrupt) as error:
-        click.echo(" ".join(["Interrupted.", *_notes(error)]), err=True)
-        code = _INTERRUPTED
+        code = _tell_interrupt(error)
     except BrokenPipeError:
         # The reader of our output has gone, as in `zexport inspect run | head -1`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,21 +88,31 @@ def _wants_json(words: Sequence[str]) -> bool:
 
 
 def _answer_signals() -> None:
-    """A request to end is answered as Ctrl-C is; one that is ignored, as under nohup, stays so."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
+    """Answer requests to end as Ctrl-C; one that is ignored, as under nohup, stays so."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
 
 
-def _notes(error: BaseException) -> list[str]:
-    """What was added to an error on its way; Click raises its own in the place of Ctrl-C's."""
-    found: list[str] = getattr(error.__cause__ or error, "__notes__", [])
-    return found
+def _interrupt(_signal: int, frame: FrameType | None) -> None:
+    """End the work, so that nothing half-made is left.
 
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C does, so that nothing half-made is left."""
+    While a module is imported, the process ends at once, which is safe at any moment: extension
+    modules (numpy 2.4, ml_dtypes 0.5) make a traceback and an ImportError of an exception there.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(sys.stderr.fileno(), b"Interrupted.\n")
+            os._exit(_INTERRUPTED)
+        frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _tell_interrupt(error: BaseException) -> int:
+    """Say that the work has ended, and what is kept; Click raises its own for Ctrl-C's error."""
+    notes: list[str] = getattr(error.__cause__ or error, "__notes__", [])
+    click.echo(" ".join(["Interrupted.", *notes]), err=True)
+    return _INTERRUPTED
 
 
 def _tell(error: ZexportError, *, as_json: bool) -> int:
