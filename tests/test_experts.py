@@ -218,6 +218,56 @@ def test_masters_of_experts_of_another_step_are_found_out(tmp_path: Path) -> Non
     assert f"{prefix(0)}.2.up.weight" in {one.replica.name for one in found}
 
 
+def test_a_matrix_that_is_another_in_all_samples_is_compared_whole(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randn(100, 100, generator=generator)
+    other = table.bfloat16()
+    other.view(-1)[5000 - 600] += 1
+    trained = {"emb.weight": table, "norm.bias": torch.ones(3)}
+    folder = save_unsharded(tmp_path, trained, {"head.weight": other})
+    (tie,) = [one for one in inventory_of(folder).replicas if one.name == "head.weight"]
+    assert isinstance(tie, CastReplica)
+    assert tie.names_it
+    (found,) = compare_casts([tie], Positioned(), full=False)
+    assert (found.first, found.count) == (4400, 1)
+
+
+def test_a_frozen_copy_of_a_trained_module_is_not_tied_to_it(tmp_path: Path) -> None:
+    """As in preference training: the policy has moved by less than 16 bits show."""
+    policy = {"policy.a.weight": torch.ones(3, 2) + 1e-5, "policy.b.weight": torch.ones(2, 5) * 3}
+    kept = {name.replace("policy", "ref"): one.bfloat16() for name, one in policy.items()}
+    trained = policy | {"head.weight": torch.ones(4, 4)}
+    taken = inventory_of(save_unsharded(tmp_path, trained, kept))
+    assert taken.aliases == {}
+    assert facts(taken) == facts_of(trained | kept | dict(_ONE_EXPERT))
+    assert "a frozen copy of another or tied to it (ref.a.weight, ref.b.weight)" in taken.notes[0]
+
+
+_ONE_EXPERT = {f"{prefix(0)}.0.up.weight": torch.full((2, 7), 0.3)}
+
+
+def save_unsharded(
+    folder: Path, trained: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]
+) -> Path:
+    """One rank's ZeRO-0 run of one expert: ``trained`` with masters, ``kept`` without."""
+    masters = trained | _ONE_EXPERT
+    model = {
+        "module": {name: one.bfloat16() for name, one in trained.items()} | kept,
+        "buffer_names": [],
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "num_experts": [1],
+        "dp_world_size": 1,
+    }
+    low = {name: one.bfloat16() for name, one in _ONE_EXPERT.items()}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save(low, expert_file(folder, 0, 0))
+    optimizer = {"optimizer": {"fp32_groups": [list(masters.values())]}}
+    torch.save(optimizer, optimizer_file(folder, 0))
+    return folder
+
+
 def test_experts_that_are_dealt_out_in_two_ways_are_refused_without_their_names(
     tmp_path: Path,
 ) -> None:

@@ -25,7 +25,7 @@ from tests.model_parallel import (
     values,
 )
 from tests.oracles import differences
-from zexport.checkpoint.contents import Replica, Role
+from zexport.checkpoint.contents import CastReplica, Replica, Role
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
@@ -110,12 +110,34 @@ def test_a_missing_layer_of_masters_without_names_is_noticed(layer: int, tmp_pat
         joined_stages(folder)
 
 
-def test_masters_of_one_weight_in_two_stages_are_refused(tmp_path: Path) -> None:
+def test_the_masters_of_another_stage_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
     folder = copied("pp2_z0_w4_fp16", tmp_path)
     first = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
     edit(folder / "mp_rank_01_model_states.pt", lambda state: state.update(optimizer=first))
-    with pytest.raises(UnsupportedError, match="in two stages"):
+    with pytest.raises(UnsupportedError, match="although an earlier stage does"):
         joined_stages(folder)
+
+
+def test_unnamed_masters_of_a_tied_layer_are_compared_among_the_stages(tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp16_tied", tmp_path)
+
+    def diverge(state: dict[str, Any]) -> None:
+        master = state["optimizer"]["fp32_groups"][0][0].data
+        master.copy_(torch.nextafter(master, torch.zeros(())))
+
+    edit(folder / "mp_rank_01_model_states.pt", diverge)
+    joined = joined_stages(folder)
+    assert unequal(joined.replicas) == ["0.weight"]
+    assert any("of a tied layer" in note for note in joined.notes)
+
+
+def test_all_of_an_unnamed_master_is_compared_with_the_weight_that_it_is_taken_for(
+    tmp_path: Path,
+) -> None:
+    joined = joined_stages(copied("pp2_z0_w4_fp16", tmp_path))
+    casts = [one for one in joined.replicas if isinstance(one, CastReplica)]
+    assert len(casts) == 17
+    assert all(one.names_it for one in casts)
 
 
 def test_weights_of_a_stage_that_are_alike_have_rounded_values_and_are_named(

@@ -67,8 +67,14 @@ SUPPORT = (
     Support(
         "Pipeline parallelism",
         "0, 1",
-        note="under the pipeline's own names; `--rename` gives others",
-        fixtures=("pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp16"),
+        note="under the pipeline's own names, tied layers without ZeRO under their first "
+        "layer's; `--rename` gives others",
+        fixtures=(
+            "pp2_z1_w4_bf16_tied",
+            "pp2_z0_w4_fp32",
+            "pp2_z0_w4_fp16",
+            "pp2_z0_w4_fp16_tied",
+        ),
     ),
     Support(
         "DeepSpeed-MoE",

@@ -11,10 +11,10 @@ from zexport.checkpoint.assembly.cells import Grid, check_cells, recorded_grid
 from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_file_name, layer_of
 from zexport.checkpoint.assembly.stage_masters import (
     StageMasters,
-    check_none_is_tied,
     check_weights_are_there,
     model_of,
     take_masters,
+    tie_unnamed,
 )
 from zexport.checkpoint.assembly.tensor_parallel import join_shards
 from zexport.checkpoint.assembly.zero0 import rounded_note
@@ -124,7 +124,7 @@ def _column(
             hint="Copy them from the nodes that wrote them",
         )
     check_weights_are_there(tag_dir, column, own)
-    check_none_is_tied(column)
+    column = tie_unnamed(column, own.values())
     homes, known = _homes(column, own), _known(column)
     return [
         _complete(cell, [own[n] for n in sorted(own) if homes[n] == stage], known)
@@ -183,7 +183,8 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
             if name not in known.masters:
                 tensors.append(stored)
             else:
-                copies += _copy(layer, known.masters[name], key, is_tied=tied is not None)
+                is_guess = tied is not None or cell.are_unnamed
+                copies += _copy(layer, known.masters[name], key, names_it=is_guess)
     unique, replicas = _unique(tensors)
     rounded = {
         one.name: one.dtype
@@ -203,11 +204,11 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
 
 
 def _copy(
-    layer: LayerFile, master: StoredTensor, key: str, *, is_tied: bool
+    layer: LayerFile, master: StoredTensor, key: str, *, names_it: bool
 ) -> Iterator[CastReplica]:
-    """The layer file's copy of a master; that shows which layer is a tied one's."""
+    """The layer file's copy of a master; nothing else may say that they are of one layer."""
     for copy in rounded_copy(master, layer.file, layer.tensors[key]):
-        yield replace(copy, names_it=is_tied)
+        yield replace(copy, names_it=names_it)
 
 
 def _tied_layer(layer: LayerFile, known: _Known) -> str | None:

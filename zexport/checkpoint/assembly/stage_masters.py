@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.assembly.zero0 import masters_of, stored_weights
 from zexport.checkpoint.assembly.zero0_masters import Weight
+from zexport.checkpoint.contents import Replica, StoredTensor
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_optimizer_states
@@ -29,12 +30,14 @@ class StageMasters:
         masters: tensors out of the flat groups.
         weights_are_masters: whether there are none because the weights are stepped themselves.
         doubt: why further masters could not be told to be some weight's; empty where all could.
+        are_unnamed: whether masters got their names by being like a layer file's weights.
     """
 
     model: ModelStates
     masters: Inventory
     weights_are_masters: bool
     doubt: str = ""
+    are_unnamed: bool = False
 
     @property
     def names(self) -> set[str]:
@@ -95,28 +98,71 @@ def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageM
         )
     tensors = tuple(one for one in stored_weights(weights, masters) if one.name in masters.found)
     return StageMasters(
-        model, Inventory(tensors, {}, ()), weights_are_masters=False, doubt=masters.doubt
+        model,
+        Inventory(tensors, {}, ()),
+        weights_are_masters=False,
+        doubt=masters.doubt,
+        are_unnamed=True,
     )
 
 
-def check_none_is_tied(column: Iterable[StageMasters]) -> None:
-    """Refuse stages that hold masters of one weight: they are tied, and nothing names them.
+def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[LayerFile]) -> list[StageMasters]:
+    """The stages, each master in the first that has it; in later ones it becomes a replica.
+
+    Masters without names that are like the weight of an earlier stage are a tied layer's, which
+    every stage that uses it steps. The tied layer's key is in no file: its weights keep the names
+    of the layer whose file holds them.
 
     Raises:
-        UnsupportedError: two do.
+        UnsupportedError: other weights have no master, so that files may have been exchanged.
     """
-    owners: dict[str, StageMasters] = {}
+    owners: dict[str, StoredTensor] = {}
+    result: list[StageMasters] = []
     for cell in column:
-        for tensor in cell.masters.tensors:
-            first = owners.setdefault(tensor.name, cell)
-            if first is not cell and not tensor.name.startswith(TIED):
-                raise UnsupportedError(
-                    f"keeps the fp32 masters of {tensor.name!r} in two stages, without names",
-                    path=cell.model.file.path,
-                    found=f"those in {first.model.file.path.name} as well",
-                    expected="a weight of one stage",
-                    hint="Save with ZeRO-1, which names tied layers",
-                )
+        own = cell.masters.tensors if cell.are_unnamed else ()
+        twice = [tensor for tensor in own if tensor.name in owners]
+        if twice:
+            _check_all_have_masters(column, layers, cell, twice[0].name)
+            cell = replace(cell, masters=_without(cell.masters, twice, owners))  # noqa: PLW2901
+        owners |= {tensor.name: tensor for tensor in own if tensor.name not in owners}
+        result.append(cell)
+    return result
+
+
+def _without(
+    masters: Inventory, twice: Sequence[StoredTensor], owners: Mapping[str, StoredTensor]
+) -> Inventory:
+    names = {tensor.name for tensor in twice}
+    copies = [
+        Replica(one.name, kept, one.source)
+        for one in twice
+        if (kept := owners[one.name].source) is not None and one.source is not None
+    ]
+    return replace(
+        masters,
+        tensors=tuple(one for one in masters.tensors if one.name not in names),
+        replicas=(*masters.replicas, *copies),
+        notes=(
+            *masters.notes,
+            f"{', '.join(sorted(names))}: of a tied layer, whose key in the model is in no file",
+        ),
+    )
+
+
+def _check_all_have_masters(
+    column: Iterable[StageMasters], layers: Iterable[LayerFile], cell: StageMasters, name: str
+) -> None:
+    known = {known for one in column for known in one.names}
+    every = {f"{layer.layer}.{key}" for layer in layers for key in layer.tensors}
+    if lacking := sorted(every - known):
+        raise UnsupportedError(
+            f"keeps the fp32 master of {name!r} although an earlier stage does, without names",
+            path=cell.model.file.path,
+            found=f"no master of {lacking[0]!r}",
+            expected="masters of all weights, once in every stage that uses them",
+            hint="Copy the model files of all stages again; if they are whole, save with ZeRO-1, "
+            "which names tied layers",
+        )
 
 
 def check_weights_are_there(

@@ -77,9 +77,12 @@ def take_unsharded_experts(
     found = {**(shares[0].masters.found if shares else {}), **_by_whole_name(shares, layers)}
     found = {one.name: found[one.name] for one in (*weights, *experts) if one.name in found}
     _check_evenly_trained(dense, layers, optimizers, experts, found)
-    tied = _tied(weights, found, dense.file)
+    tied, twins = _tied(weights, found, dense.file)
+    equal = tuple(_ties([one for one in weights if one.name in tied], tied, found, dense.file))
     weights = [weight for weight in weights if weight.name not in tied]
     doubts = dict.fromkeys(one.masters.doubt for one in shares if one.masters.doubt)
+    if twins:
+        doubts[f"it may be a frozen copy of another or tied to it ({', '.join(twins)})"] = None
     masters = Masters(found, "; ".join(doubts))
     buffers = [one for one in stored if one.role is Role.BUFFER]
     return Inventory(
@@ -90,7 +93,7 @@ def take_unsharded_experts(
         ),
         aliases={**named_twice, **tied},
         left_out=tuple(name for name in dense.buffer_names if name not in dense.module),
-        replicas=(*_dense_copies(weights, shares), *_casts(weights, shares)),
+        replicas=(*equal, *_dense_copies(weights, shares), *_casts(weights, shares)),
         notes=notes([*weights, *experts], [masters]),
     )
 
@@ -255,25 +258,56 @@ def _check_evenly_trained(
 
 def _tied(
     weights: Sequence[Weight], found: Mapping[str, Master], file: TorchFile
-) -> dict[str, str]:
+) -> tuple[dict[str, str], list[str]]:
     """Matrices without a master of their own that are another one with a master, by all samples.
 
     Tied weights share no storage here: the save of a model with experts clones every tensor, and
-    ZeRO-0 fills no ``shared_params``.
+    ZeRO-0 fills no ``shared_params``. ``_ties`` has the rest of their elements compared.
+
+    Returns:
+        The tied names with the names of their masters, and those that may as well be frozen copies
+        (a reference model beside the policy, say), which may differ from the masters by less than
+        16 bits show.
     """
-    kinds = {(one.shape, one.dtype) for one in weights if one.name not in found}
+    lacking = [one for one in weights if one.name not in found]
+    kinds = {(one.shape, one.dtype) for one in lacking}
     kinds = {(shape, dtype) for shape, dtype in kinds if dtype.is_floating and len(shape) > 1}
     alike = [one for one in weights if (one.shape, one.dtype) in kinds]
     if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
-        return {}
+        return {}, []
     with SourceReader([file]) as reader:
         prints = {w.name: fingerprint(reader, w.source, w.dtype, w.dtype) for w in alike}
     owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
-    return {
+    tied = {
         one.name: owners[one.shape, prints[one.name]]
         for one in alike
         if one.name not in found and (one.shape, prints[one.name]) in owners
     }
+    frozen = _frozen_modules(weights, found)
+    twins = [name for name in tied if any(name.startswith(module) for module in frozen)]
+    return {name: owner for name, owner in tied.items() if name not in twins}, twins
+
+
+def _frozen_modules(weights: Iterable[Weight], found: Mapping[str, Master]) -> set[str]:
+    """The modules with several weights, none of which has a master; each with its full stop."""
+    held: dict[str, list[bool]] = {}
+    for weight in weights:
+        parts = weight.name.split(".")
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:depth]) + "."
+            held.setdefault(module, []).append(weight.name in found)
+    return {module for module, any_of in held.items() if len(any_of) > 1 and not any(any_of)}
+
+
+def _ties(
+    weights: Sequence[Weight],
+    tied: Mapping[str, str],
+    found: Mapping[str, Master],
+    file: TorchFile,
+) -> Iterator[CastReplica]:
+    """The tied weights' own copies, every element of which must be the master's, rounded."""
+    masters = {weight.name: found[tied[weight.name]] for weight in weights}
+    yield from casts(weights, masters, file)
 
 
 def _dense_copies(weights: Iterable[Weight], shares: Sequence[_Share]) -> Iterator[Replica]:
