@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.hf_models import tiny_config, tiny_model
 from zexport.dtypes import DType
 from zexport.jsontypes import Json
 from zexport.model.config import ConfigFile
@@ -128,3 +130,53 @@ def test_labels_are_those_that_transformers_would_write(tmp_path: Path) -> None:
     assert edited["id2label"] == written["id2label"]
     assert edited["label2id"] == written["label2id"]
     assert "num_labels" not in edited
+
+
+_GEMMA_TEXT = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+_SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28}
+_ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2}
+_NESTED = {
+    "text_config": {**_GEMMA_TEXT, **_ONE_LAYER, "num_key_value_heads": 1},
+    "vision_config": {**_SIGLIP, **_ONE_LAYER},
+}
+_FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Llama", "LlamaForCausalLM", {}),
+    ("Llama", "LlamaForSequenceClassification", {"num_labels": 1}),
+    ("Qwen3", "Qwen3ForCausalLM", {"head_dim": 4}),
+    ("Mixtral", "MixtralForCausalLM", {"num_local_experts": 4}),
+    ("GPT2", "GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2}),
+    ("T5", "T5ForConditionalGeneration", {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4}),
+    ("Bert", "BertForMaskedLM", {}),
+    ("Mamba", "MambaForCausalLM", {"state_size": 4}),
+    ("Gemma3Text", "Gemma3ForCausalLM", {"head_dim": 4}),
+    ("Gemma3", "Gemma3ForConditionalGeneration", _NESTED),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "architecture", "more"), [pytest.param(*row, id=row[1]) for row in _FAMILIES]
+)
+def test_the_config_of_a_bf16_training_becomes_what_save_pretrained_writes_of_its_masters(
+    family: str, architecture: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+
+    bare = tiny_config(family, **more)
+    bare.save_pretrained(tmp_path / "bare")
+    model = tiny_model(architecture, bare)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "trained")
+    model.to(torch.float32).save_pretrained(tmp_path / "expected")
+    expected = (tmp_path / "expected" / "config.json").read_bytes()
+
+    def edited(folder: str) -> bytes:
+        path = tmp_path / folder / "config.json"
+        return ConfigFile(path, json.loads(path.read_bytes())).edited(DType.F32, architecture)
+
+    assert edited("trained") == expected
+    assert json.loads(edited("bare")) == json.loads(expected) | _without_dtype(edited("bare"))
+
+
+def _without_dtype(content: bytes) -> dict[str, Any]:
+    """The configs of sub-models, to which no type is added that they did not state."""
+    return {key: value for key, value in json.loads(content).items() if isinstance(value, dict)}
