@@ -44,11 +44,14 @@ def test_config_tokenizer_and_processor_are_those_of_the_source(tmp_path: Path) 
         AutoTokenizer,
         GenerationConfig,
         Wav2Vec2FeatureExtractor,
+        Wav2Vec2Processor,
     )
 
     root = _checkpoint(tmp_path / "run" / "checkpoint-2")
     _tokenizer(root)
-    Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=7000).save_pretrained(root)
+    extractor = Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=7000)
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    Wav2Vec2Processor(extractor, tokenizer).save_pretrained(root)
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(root)
     out = tmp_path / "out"
     zexport.consolidate(root, out)
@@ -62,6 +65,7 @@ def test_config_tokenizer_and_processor_are_those_of_the_source(tmp_path: Path) 
     assert set(tokenizers[0].chat_template) == {"default", "tools"}
     processors = [AutoProcessor.from_pretrained(folder) for folder in (out, root)]
     assert processors[0].to_dict() == processors[1].to_dict()
+    assert processors[0].feature_extractor.sampling_rate == 7000
     assert GenerationConfig.from_pretrained(out).temperature == 0.25
 
 
