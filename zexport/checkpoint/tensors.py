@@ -11,6 +11,7 @@ from pathlib import Path
 from zexport.checkpoint.contents import CastReplica, FlatData, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.checkpoint.wrapped import with_parameter_names
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.extents import ByteSource, Chain, Striped, Window
@@ -46,6 +47,7 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
     Raises:
         DamagedCheckpointError: lengths, shapes or names contradict each other.
     """
+    model = with_parameter_names(model)
     try:
         flats: list[FlatData] = []
         tensors = [*_trainable(ranks, model, flats), *_frozen(ranks, model), *_buffers(model)]

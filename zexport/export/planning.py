@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +14,17 @@ from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError
 from zexport.export.accounting import account
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
+from zexport.export.identity import Identity, identify
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
 from zexport.export.selection import Selection, select_tensors
-from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_shards
+from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_heads, plan_shards
 from zexport.export.ties import settle_ties
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
-from zexport.model.config import ConfigFile
-from zexport.model.hub_layout import Shape
 from zexport.model.json_files import read_json_object
-from zexport.model.matching import ModelNames, best_fit
-from zexport.model.mending import mend_sizes
+from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
@@ -58,14 +56,13 @@ def plan_export(
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
-    sidecars = _with_mended_sizes(sidecars, stored.shapes)
-    names = learn_names(sidecars, stored.known_shapes)
-    findings += check_shapes(stored, names, options, checkpoint.location.tag_dir)
+    model = identify(checkpoint, sidecars, stored, options)
+    findings += check_shapes(model.trunk, model.names, options, checkpoint.location.tag_dir)
     base = _read_base(options.base)
     base_tensors = _base_tensors(base)
     settled = settle_names(
-        stored,
-        names,
+        model.trunk,
+        model.names,
         {name: tensor.shape for name, tensor in base_tensors.items()},
         options,
         checkpoint.location.tag_dir,
@@ -74,29 +71,30 @@ def plan_export(
     selection = select_tensors(checkpoint, settled, base_tensors, options)
     if not selection.tensors:
         raise _no_weights(checkpoint)
-    sidecars = _with_plain_weights(sidecars, selection)
+    model = replace(model, sidecars=_with_plain_weights(model.sidecars, selection))
+    written = [*selection.tensors.values(), *model.heads.values()]
     beside = _beside(original)
     gathered = gathered_copies(original, beside)
     target = _target(checkpoint, options)
     shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
     return ExportPlan(
         out_dir=Path(out_dir),
-        shards=shards,
+        shards=(*shards, *plan_heads(model.heads, target)),
         side_files=(
-            *_copied_files(sidecars),
-            *_written_files(checkpoint, sidecars, selection, shards, target),
+            *_copied_files(model.sidecars),
+            *_written_files(checkpoint, model, selection, shards, target),
         ),
-        sources=_sources(checkpoint, (*base, *beside), selection, gathered),
+        sources=_sources(checkpoint, (*base, *beside), written, gathered),
         replicas=checkpoint.replicas,
         gathered=gathered,
         check=options.check,
         allow=options.allow,
         findings=findings,
         provenance=_provenance(
-            checkpoint, sidecars, selection, replace(options, hub_layout=settled.label)
+            checkpoint, model, selection, replace(options, hub_layout=settled.label)
         )
-        | {"accounting": account(checkpoint, selection.tensors.values()).to_json()},
-        warnings=(*checkpoint.warnings, *_warnings(sidecars), *selection.warnings),
+        | {"accounting": account(checkpoint, written).to_json()},
+        warnings=(*checkpoint.warnings, *_warnings(model), *selection.warnings),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -136,21 +134,6 @@ def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:
         expected="at least one",
         hint="Look at it with `zexport inspect`; another tag may be whole",
     )
-
-
-def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidecars:
-    """With the config's vocabulary and classes as the checkpoint's weights have them."""
-
-    def shapes_for(config: ConfigFile) -> Mapping[str, Shape] | None:
-        names = learn_names(replace(sidecars, config=config), dict(stored))
-        if not isinstance(names, ModelNames):
-            return None
-        fit = best_fit(names, dict(stored))
-        return {fit.prefix + name: shape for name, shape in fit.names.shapes.items()}
-
-    if sidecars.config is None:
-        return sidecars
-    return replace(sidecars, config=mend_sizes(sidecars.config, stored, shapes_for))
 
 
 def _with_plain_weights(sidecars: Sidecars, selection: Selection) -> Sidecars:
@@ -201,14 +184,19 @@ def _copied_files(sidecars: Sidecars) -> tuple[SideFile, ...]:
 
 def _written_files(
     checkpoint: ZeroCheckpoint,
-    sidecars: Sidecars,
+    model: Identity,
     selection: Selection,
     shards: Sequence[ShardPlan],
     target: DType,
 ) -> Iterator[SideFile]:
-    """The files beside the shards whose content is new: card, config, index."""
+    """The files beside the shards whose content is new: card, config, index.
+
+    There is an index wherever there is a head: without one, vLLM and SGLang read every safetensors
+    file of a folder as the model's.
+    """
+    sidecars = model.sidecars
     if "README.md" not in sidecars.copied:
-        card = model_card(checkpoint, target, sidecars, selection.architecture)
+        card = model_card(checkpoint, target, sidecars, selection.architecture, [*model.heads])
         yield SideFile("README.md", card)
     if sidecars.config is not None:
         content = sidecars.config.edited(
@@ -217,18 +205,18 @@ def _written_files(
             tie_word_embeddings=False if selection.is_untied else None,
         )
         yield SideFile("config.json", content)
-    if [shard.filename for shard in shards] != [SINGLE_FILE]:
+    if model.heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
         yield SideFile(INDEX_FILE, index_file(shards, selection.tensors))
 
 
 def _sources(
     checkpoint: ZeroCheckpoint,
     safetensors: Iterable[SafetensorsHeader],
-    selection: Selection,
+    tensors: Iterable[StoredTensor],
     gathered: Iterable[CastReplica],
 ) -> tuple[SourceFile, ...]:
     """The files that the plan reads, each once."""
-    kept = [t.source for t in selection.tensors.values() if t.source is not None]
+    kept = [tensor.source for tensor in tensors if tensor.source is not None]
     copies = [c for r in (*checkpoint.replicas, *gathered) for c in (r.kept, r.other)]
     read = paths_of([*kept, *copies])
     files = [file for file in _source_files(checkpoint) if file.path in read]
@@ -254,8 +242,9 @@ def _source_files(checkpoint: ZeroCheckpoint) -> list[SourceFile]:
     ]
 
 
-def _warnings(sidecars: Sidecars) -> Iterator[str]:
-    """What is missing beside the weights, and what is not as it was found."""
+def _warnings(model: Identity) -> Iterator[str]:
+    """What is missing beside the weights, is not as it was found, or stands apart."""
+    sidecars = model.sidecars
     if sidecars.missing:
         yield (
             f"without {' and '.join(sidecars.missing)}: nothing of that kind lies with the "
@@ -263,12 +252,14 @@ def _warnings(sidecars: Sidecars) -> Iterator[str]:
         )
     if sidecars.config is not None:
         yield from (f"config.json is mended: {note}" for note in sidecars.config.mended)
+    yield from model.warnings
 
 
 def _provenance(
-    checkpoint: ZeroCheckpoint, sidecars: Sidecars, selection: Selection, options: ExportOptions
+    checkpoint: ZeroCheckpoint, model: Identity, selection: Selection, options: ExportOptions
 ) -> JsonObject:
     """What the manifest says of the checkpoint and the options; nothing that varies by run."""
+    config = model.sidecars.config
     dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
     module_dtype, master_dtype = (dtype.torch_name if dtype else None for dtype in dtypes)
     return {
@@ -287,7 +278,8 @@ def _provenance(
         "loadable": selection.loadable,
         "tied": dict(sorted(selection.tied.items())),
         "from_base": list(selection.from_base),
-        "mended": list(sidecars.config.mended) if sidecars.config is not None else [],
+        "heads": list(model.heads),
+        "mended": list(config.mended) if config is not None else [],
     }
 
 

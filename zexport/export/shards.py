@@ -14,6 +14,12 @@ from zexport.safetensors_file import HeaderEntry, build_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEAD_FILE = "value_head.safetensors"
+"""Where weights lie that the model's class does not know: beside the model and not in its index.
+
+The name is the one that LLaMA-Factory writes and looks for (``extras/constants.py``); it does
+not begin as the files do that llama.cpp's converter takes for the model's.
+"""
 
 
 def plan_shards(
@@ -33,6 +39,12 @@ def plan_shards(
         plan_shard(filename, {name: tensors[name] for name in names}, dtypes)
         for filename, names in split.filename_to_tensors.items()
     )
+
+
+def plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[ShardPlan, ...]:
+    """The file of the heads that the model does not know, if there are any."""
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
+    return (plan_shard(HEAD_FILE, tensors, dtypes),) if tensors else ()
 
 
 def plan_shard(

@@ -26,6 +26,7 @@ from zexport.export.manifest import (
 from zexport.export.plan import ExportPlan, TensorPlan
 from zexport.export.readback import Phase, Progress
 from zexport.export.replicas import compare_replicas
+from zexport.export.shards import HEAD_FILE
 from zexport.jsontypes import Json
 from zexport.safetensors_file import SafetensorsHeader, read_header
 from zexport.streams.crc_ledger import Ledger
@@ -118,7 +119,8 @@ def verify_export(
     headers, problems = _headers(out_dir, manifest)
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
-    problems += _index_problems(out_dir, headers)
+    in_index = {name: header for name, header in headers.items() if name != HEAD_FILE}
+    problems += _index_problems(out_dir, in_index)
     for name, entry in manifest.files.items():
         problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)
     if plan is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.model.origin import find_origin
@@ -30,6 +32,7 @@ def model_card(
     dtype: DType,
     sidecars: Sidecars,
     architecture: str | None = None,
+    apart: Sequence[str] = (),
 ) -> bytes:
     """The content of ``README.md``, with metadata as the hub takes them.
 
@@ -38,6 +41,7 @@ def model_card(
         dtype: what they were written as.
         sidecars: what lies around them; tells the base model and its licence, if anything does.
         architecture: the model class, where the config does not name it.
+        apart: names of weights that the class does not know.
     """
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
@@ -58,6 +62,13 @@ def model_card(
         "`zexport verify .` checks them.",
         "",
     ]
+    if apart:
+        lines += [
+            f"`value_head.safetensors` holds what {_inline(architecture or 'the model')} does not "
+            "know and `from_pretrained` does not read:",
+            ", ".join(f"`{_inline(name)}`" for name in apart) + ".",
+            "",
+        ]
     return "\n".join(lines).encode(errors="backslashreplace")
 
 

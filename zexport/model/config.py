@@ -88,6 +88,16 @@ class ConfigFile:
         content["label2id"] = dict(labels)
         return replace(self, content=content)
 
+    def with_architecture(self, name: str | None) -> ConfigFile:
+        """The same config for another model class; for none, which leaves the class open."""
+        if name is None:
+            content = {k: v for k, v in self.content.items() if k != "architectures"}
+            return replace(self, content=content)
+        was = ", ".join(self.architectures)
+        note = f"architectures is {name}, whose weights these are (was {was})"
+        content = {**self.content, "architectures": [name]}
+        return replace(self, content=content, mended=(*self.mended, note))
+
     def without_quantization(self) -> ConfigFile:
         """The same config for weights that are written as ordinary numbers."""
         content = _edited(self.content, _drop_quantization)

@@ -36,7 +36,7 @@ def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
     """The report as one JSON object: what was done, and what the plan said of the output.
 
     Keys: those of ``ExportReport.to_json``, and from the plan ``checkpoint``, ``options``,
-    ``loadable``, ``tied``, ``from_base``, ``accounting`` and ``mended``.
+    ``loadable``, ``tied``, ``from_base``, ``accounting``, ``heads`` and ``mended``.
     """
     return report.to_json() | dict(plan.provenance)
 

@@ -36,7 +36,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     ``sources`` (``path``, ``nbytes``), ``tensors``, ``nbytes_to_read``, ``nbytes_to_write``,
     ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``findings``,
     ``warnings``, and those of the plan's provenance: ``checkpoint``, ``options``, ``loadable``,
-    ``tied``, ``from_base``, ``accounting``, ``mended``.
+    ``tied``, ``from_base``, ``accounting``, ``heads``, ``mended``.
     """
     from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
 

@@ -1,0 +1,152 @@
+"""Heads that a model's class does not know: written beside it, never dropped, never in its way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zexport
+from tests.checkpoints import Run, edit
+from tests.hf_models import differing, load, tiny_config, tiny_model, write_checkpoint, write_config
+from zexport.model.heads import head_names
+from zexport.model.matching import ModelNames, as_it_is
+
+_SHAPES = {
+    "model.embed.weight": (5, 3),
+    "model.layers.0.q.weight": (3, 3),
+    "lm_head.weight": (5, 3),
+}
+_NAMES = ModelNames("Small", _SHAPES, frozenset(), {}, (as_it_is(_SHAPES),), "a test")
+
+
+@pytest.mark.parametrize("wrap", ["", "pretrained_model.", "module.pretrained_model."])
+def test_a_head_stands_beside_the_model_at_the_level_where_it_begins(wrap: str) -> None:
+    outer = wrap.removesuffix("pretrained_model.")
+    stored = {f"{wrap}{name}": shape for name, shape in _SHAPES.items()}
+    head = {f"{outer}v_head.summary.weight": (1, 3), f"{outer}v_head.summary.bias": (1,)}
+    assert head_names(_NAMES, {**stored, **head}) == head.keys()
+    assert head_names(_NAMES, stored) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model.layers.0.extra.weight": (3,)},
+        {f"other.{number}": (3,) for number in range(17)},
+        {"other.a": (3,), "model.layers.0.extra": (3,)},
+    ],
+)
+def test_what_does_not_stand_apart_or_is_large_is_no_head(more: dict[str, Any]) -> None:
+    assert head_names(_NAMES, {**_SHAPES, **more}) == frozenset()
+
+
+def test_another_model_than_the_configs_is_no_model_with_a_head() -> None:
+    stored = {
+        "transformer.wte.weight": (5, 3),
+        "transformer.h.0.w": (3, 3),
+        "lm_head.weight": (5, 3),
+    }
+    assert head_names(_NAMES, stored) == frozenset()
+
+
+class _WithValueHead(torch.nn.Module):
+    """As TRL wraps a causal model: its own names, below ``pretrained_model``, and a head."""
+
+    def __init__(self, model: torch.nn.Module, hidden: int = 16) -> None:
+        super().__init__()
+        self.pretrained_model = model
+        self.v_head = torch.nn.ModuleDict({"summary": torch.nn.Linear(hidden, 1)})
+
+
+def _as_the_state_dict_names(root: Path) -> None:
+    """Leave the wrapper's part out of the names of the module, as its ``state_dict`` does."""
+
+    def rename(state: dict[str, Any]) -> None:
+        module = state["module"]
+        state["module"] = {name.removeprefix("pretrained_model."): module[name] for name in module}
+
+    for path in root.glob("global_step2/*model_states.pt"):
+        edit(path, rename)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_value_head_lies_beside_a_model_that_loads(
+    stage: int, tied: bool, tmp_path: Path
+) -> None:
+    config = tiny_config("Llama", tie_word_embeddings=tied)
+    model = _WithValueHead(tiny_model("LlamaForCausalLM", config))
+    root = write_checkpoint(model, tmp_path / "ckpt", Run(stage=stage))
+    _as_the_state_dict_names(root)
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    out = tmp_path / "out"
+    report = zexport.consolidate(root, out)
+    loaded, problems = load(out)
+    assert problems == {}
+    assert differing(loaded, model.pretrained_model) == []
+    head = load_file(out / "value_head.safetensors")
+    assert head.keys() == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert all(value.equal(model.state_dict()[name]) for name, value in head.items())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+    manifest = json.loads((out / "zexport_manifest.json").read_text())
+    assert (manifest["loadable"], manifest["heads"]) == (True, sorted(head))
+    assert any("value_head.safetensors" in warning for warning in report.warnings)
+    assert "`v_head.summary.bias`" in (out / "README.md").read_text()
+    assert zexport.verify_export(out, against=root).ok
+
+
+class _Critic(torch.nn.Module):
+    """As RLHF trainers build a critic: the model without its head, and one of its own."""
+
+    def __init__(self, model: Any, head: str) -> None:
+        super().__init__()
+        self.model = model.model
+        setattr(self, head, torch.nn.Linear(16, 1, bias=False))
+
+
+@pytest.mark.slow
+def test_a_critic_on_the_config_of_a_causal_model_is_a_model_and_a_head(tmp_path: Path) -> None:
+    config = tiny_config("Llama")
+    critic = _Critic(tiny_model("LlamaForCausalLM", config), "value_head")
+    root = write_checkpoint(critic, tmp_path / "ckpt")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    out = tmp_path / "out"
+    zexport.consolidate(root, out)
+    loaded, problems = load(out)
+    assert (type(loaded).__name__, problems) == ("LlamaModel", {})
+    assert differing(loaded, critic.model) == []
+    assert load_file(out / "value_head.safetensors")["value_head.weight"].shape == (1, 16)
+
+
+@pytest.mark.slow
+def test_a_reward_model_on_the_config_of_a_causal_model_is_a_classifier(tmp_path: Path) -> None:
+    config = tiny_config("Llama")
+    critic = _Critic(tiny_model("LlamaForCausalLM", config), "score")
+    root = write_checkpoint(critic, tmp_path / "ckpt")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    out = tmp_path / "out"
+    report = zexport.consolidate(root, out)
+    loaded, problems = load(out)
+    assert problems == {}
+    assert type(loaded).__name__ == "LlamaForSequenceClassification"
+    assert loaded.config.num_labels == 1
+    assert differing(loaded, critic) == []
+    assert any("was LlamaForCausalLM" in warning for warning in report.warnings)
+
+
+@pytest.mark.slow
+def test_layout_memory_keeps_a_head_among_the_weights(tmp_path: Path) -> None:
+    config = tiny_config("Llama")
+    model = _WithValueHead(tiny_model("LlamaForCausalLM", config))
+    root = write_checkpoint(model, tmp_path / "ckpt")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    options = zexport.ExportOptions(layout=zexport.NameLayout.MEMORY)
+    zexport.consolidate(root, tmp_path / "out", options)
+    assert "v_head.summary.bias" in load_file(tmp_path / "out" / "model.safetensors")

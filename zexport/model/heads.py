@@ -1,0 +1,67 @@
+"""Heads beside a model: weights that its class does not know and that stand apart from it.
+
+Such is the value head of TRL's ``AutoModelForCausalLMWithValueHead`` (``pretrained_model.*`` and
+``v_head.summary.weight``; TRL, ``models/modeling_value_head.py``), and that of the critics that
+RLHF trainers build around a model without a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from zexport.model.hub_layout import Shape
+from zexport.model.matching import ModelNames, best_fit
+
+_TENSORS_MAX = 16
+_HEADS = ("v_head.", "value_head.", "reward_head.", "critic_head.")
+
+
+def without_known_heads(stored: Mapping[str, Shape | None]) -> dict[str, Shape | None]:
+    """The names but for those of heads that are known by name, whatever the model is."""
+    return {name: shape for name, shape in stored.items() if not name.startswith(_HEADS)}
+
+
+def head_names(names: ModelNames, stored: Mapping[str, Shape | None]) -> frozenset[str]:
+    """The names of the heads; none where the rest would not be the model.
+
+    A head has a first part in its names, at the level where the model begins, that the model does
+    not have. It is small, and without it no name is left that the model does not know: anything
+    else is no head but another model than the config says.
+    """
+    if not best_fit(names, stored).difference.unexpected:
+        return frozenset()
+    firsts = {_first(name) for name in names.shapes}
+    firsts |= {_first(name) for layout in names.layouts for name in layout.tensors}
+    heads = _beside(firsts, stored)
+    trunk = {name: shape for name, shape in stored.items() if name not in heads}
+    if not trunk or len(heads) > min(_TENSORS_MAX, len(trunk)):
+        return frozenset()
+    return frozenset() if best_fit(names, trunk).difference.unexpected else heads
+
+
+def _beside(firsts: set[str], stored: Iterable[str]) -> frozenset[str]:
+    """The names beside the model, which begins where one of its first parts is met.
+
+    Above that level there are wrappers: of what lies side by side there, the model is in the one
+    with most names.
+    """
+    beside: set[str] = set()
+    inside, prefix = list(stored), ""
+    while inside:
+        parts: dict[str, list[str]] = {}
+        for name in inside:
+            parts.setdefault(_first(name.removeprefix(prefix)), []).append(name)
+        if firsts & parts.keys():
+            beside.update(
+                n for part, members in parts.items() for n in members if part not in firsts
+            )
+            return frozenset(beside)
+        main = max(parts, key=lambda part: len(parts[part]))
+        beside.update(n for part, members in parts.items() for n in members if part != main)
+        prefix += f"{main}."
+        inside = [name for name in parts[main] if name.startswith(prefix)]
+    return frozenset()
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
