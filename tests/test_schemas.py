@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from jsonschema import Draft202012Validator
 
 from tests.checkpoints import Model, Run, save, small_model
+from tests.published import SCHEMAS, check, schema
 from zexport.api import diff_models, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.cli.main import cli
 from zexport.comparison.outcome import Outcome
 from zexport.errors import UsageError, ZexportError
 from zexport.export.planning import plan_export
@@ -28,40 +33,11 @@ from zexport.report.inspect import inspection_json
 from zexport.report.plan import plan_json
 from zexport.train.summary import TrainSummary
 
-SCHEMAS = Path(__file__).parents[1] / "docs" / "schemas"
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))
 PLAIN = FIXTURES / "z3_w2_bf16" / "ckpt"
 
 each_case = pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-
-
-def schema(name: str) -> Any:
-    """A schema as it is published."""
-    return json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def closed(node: Any) -> Any:
-    """The same schema without leave to have keys that it does not name.
-
-    Programs must put up with keys of later versions; the tests must not, or a key could come
-    without a word about it.
-    """
-    if isinstance(node, list):
-        return [closed(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    inner = {key: closed(value) for key, value in node.items()}
-    if isinstance(node.get("properties"), dict) and "type" in node:
-        inner.setdefault("additionalProperties", False)
-    return inner
-
-
-def check(name: str, content: object) -> Any:
-    """The content as a program gets it, once it is known to fit."""
-    received = json.loads(json.dumps(content, allow_nan=False))
-    Draft202012Validator(closed(schema(name))).validate(received)
-    return received
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SCHEMAS.glob("*.json")))
@@ -200,6 +176,72 @@ def test_every_error(tmp_path: Path) -> None:
 
 def _kinds(root: type[ZexportError]) -> list[type[ZexportError]]:
     return [root, *(found for child in root.__subclasses__() for found in _kinds(child))]
+
+
+PRINTED = {
+    "consolidate": ["export", "plan"],
+    "inspect": ["inspect"],
+    "verify": ["verify"],
+    "diff": ["diff"],
+    "train": ["train"],
+}
+"""The schemas of what each command prints with ``--json``."""
+
+
+def test_every_schema_is_of_a_command_of_a_failure_or_of_the_manifest() -> None:
+    commands = click.Context(cli)
+    assert list(PRINTED) == cli.list_commands(commands)
+    printed = {name for names in PRINTED.values() for name in names}
+    assert printed | {"error", "manifest"} == {path.stem for path in SCHEMAS.glob("*.json")}
+
+
+def printed(*words: object) -> tuple[int, Any]:
+    """Exit code and object of a command as programs run it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zexport", *map(str, words), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_what_commands_print_fits_their_schemas(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for code, name, words in (
+        (0, "plan", ("consolidate", PLAIN, model, "--dry-run")),
+        (0, "export", ("consolidate", PLAIN, model)),
+        (0, "export", ("consolidate", PLAIN, other, "--dtype", "bf16")),
+        (0, "inspect", ("inspect", PLAIN, "--stats", "--tensors")),
+        (0, "verify", ("verify", model, "--against", PLAIN)),
+        (0, "diff", ("diff", model, other)),
+        (7, "diff", ("diff", model, other, "--fail-on", "different")),
+    ):
+        found, told = printed(*words)
+        assert found == code
+        check(name, told)
+    (model / "config.json").unlink()
+    code, told = printed("verify", model)
+    assert (code, check("verify", told)["ok"]) == (7, False)
+
+
+def test_a_failure_of_every_command_fits_its_schema(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    nothing, full = tmp_path / "nothing", tmp_path / "full"
+    failures: dict[str, list[tuple[int, tuple[object, ...]]]] = {
+        "consolidate": [(3, (nothing, tmp_path / "out")), (6, (PLAIN, full)), (2, ())],
+        "inspect": [(3, (nothing,)), (2, ("--unknown",))],
+        "verify": [(7, (nothing, "--against", PLAIN)), (2, ())],
+        "diff": [(3, (nothing, PLAIN)), (2, (nothing,))],
+        "train": [(6, (full,)), (2, (nothing, "--stage", 4))],
+    }
+    assert list(failures) == list(PRINTED)
+    for command, ways in failures.items():
+        for code, words in ways:
+            found, told = printed(command, *words)
+            assert (found, check("error", told)["error"]["code"]) == (code, code), (command, words)
 
 
 def test_a_training_run() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.published import check
+
 REPOSITORY = Path(__file__).parent.parent
 TRAIN = (sys.executable, "-m", "zexport", "train")
 LIMIT_S = 180
@@ -50,6 +52,7 @@ def trained(*arguments: object, command: tuple[str, ...] = TRAIN, **environment:
     """The command, run to a good end."""
     done = run(*arguments, "--json", command=command, **environment)
     assert done.status == 0, done.stderr
+    check("train", done.result)
     return done
 
 
