@@ -2,11 +2,72 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import Run, save, small_model
+from tests.error_goldens import Update, departures, normalised, noted, read_goldens
+
+_UPDATE = pytest.StashKey[Update]()
+_PASSED = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-goldens``: take the messages of the tests that run for the golden ones."""
+    parser.addoption("--update-goldens", action="store_true", help="Write tests/golden/errors.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin to gather, where the goldens are to be written."""
+    if config.getoption("--update-goldens"):
+        config.stash[_UPDATE] = Update()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write what was gathered."""
+    update = session.config.stash.get(_UPDATE, None)
+    if update is not None:
+        update.write()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    """Remember which tests failed: what they cause is no example."""
+    report = yield
+    item.stash[_PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _golden_messages(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Hold the errors that a test causes against the golden messages that it stands for."""
+    with noted() as seen:
+        yield
+    test = request.node.nodeid
+    base = tmp_path_factory.getbasetemp()
+    told = {site: (kind, normalised(text, base)) for site, (kind, text) in seen.items()}
+    update = request.config.stash.get(_UPDATE, None)
+    if update is not None:
+        if request.node.stash.get(_PASSED, False) and _is_repeatable(request, told):
+            update.add(test, told)
+        return
+    assert not list(departures(test, told, _GOLDENS)), "or run it with --update-goldens"
+
+
+_GOLDENS = read_goldens()
+
+
+def _is_repeatable(request: pytest.FixtureRequest, told: dict[str, tuple[str, str]]) -> bool:
+    """Whether a test causes the same every time and everywhere."""
+    cases = os.environ.get("ZEXPORT_CASES", "")
+    return not hasattr(request.function, "hypothesis") and not any(
+        cases and cases in message for _, message in told.values()
+    )
 
 
 @pytest.fixture(autouse=True)

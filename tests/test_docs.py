@@ -105,6 +105,40 @@ def test_every_kind_of_error_has_its_code_its_cause_and_its_cure() -> None:
     assert [kind for kind, row in rows.items() if not row[2]] == ["internal"]
 
 
+SYMPTOMS = (
+    "size mismatch for",
+    "torch.Size([0])",
+    "consumed X numels out of Y - something is wrong",
+    "Expected N of '*_optim_states.pt'",
+    "but found M files",
+    "Unable to find 'latest' file at",
+    "unknown zero stage 0",
+    "unknown zero stage 1",
+    "is not a zero checkpoint",
+    "Weights only load failed",
+    "Unsupported global",
+    "ZeroStageEnum",
+    "LossScaler",
+    "Some tensors share memory",
+    'Missing key(s) in state_dict: "lm_head.weight"',
+    "Removed shared tensor",
+    "pytorch_model.bin does not exist",
+    "failed finding central directory",
+    "The following zero checkpoints paths are missing",
+    "DP world size of A but the current world size is B",
+    "KeyError: 'lm_head.weight'",
+)
+"""What users search for when a ZeRO checkpoint gives them trouble, in the words of other tools."""
+
+
+def test_what_users_search_for_is_explained() -> None:
+    section = text_of(DOCS / "errors.md").partition("## What you may have searched for")[2]
+    rows = re.findall(r"^\| (.*`.*) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    messages = " ".join(message for message, _, _ in rows)
+    assert [symptom for symptom in SYMPTOMS if symptom not in messages] == []
+    assert all(behind.endswith(".") and ours.endswith(".") for _, behind, ours in rows)
+
+
 def test_every_exit_code_is_explained() -> None:
     section = text_of(DOCS / "interfaces.md").partition("## Exit codes")[2].partition("##")[0]
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}

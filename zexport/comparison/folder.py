@@ -129,10 +129,11 @@ def _indexed(path: Path) -> dict[Path, set[str]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name or "\0" in file:
             raise UnsafeError(
-                "places a tensor outside its folder",
+                "names a file that does not lie beside it",
                 path=path,
                 found=repr(file),
-                expected="the name of a file beside it",
+                expected="the name of a safetensors file",
+                hint="Fetch the folder again",
             )
         listed.setdefault(path.parent / file, set()).add(name)
     return dict(sorted(listed.items()))

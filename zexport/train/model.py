@@ -38,7 +38,10 @@ def make_model(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"transformers cannot read a causal language model: {error}", path=options.model
+            "holds no causal language model that transformers can read",
+            path=options.model,
+            found=str(error).partition("\n")[0].rstrip("."),
+            hint="Name a model folder with --model",
         ) from error
     known = model.get_input_embeddings().num_embeddings
     if known < vocab_size:
