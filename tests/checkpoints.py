@@ -131,6 +131,8 @@ def _model_states(model: Model, run: Run, rank: int) -> dict[str, object]:
         "ds_config": {
             "optimizer": {"type": "AdamW"},
             "zero_optimization": {"stage": run.stage},
+            "bf16": {"enabled": model.dtype is torch.bfloat16},
+            "fp16": {"enabled": model.dtype is torch.float16},
         },
         "ds_version": run.ds_version,
         **run.client_state,

@@ -31,6 +31,17 @@ class NameLayout(Enum):
     """Those of the checkpoint's ``param_shapes``."""
 
 
+class AdapterMode(Enum):
+    """What becomes of a peft model's adapter."""
+
+    AUTO = "auto"
+    """Merged where a base model is given, kept as an adapter otherwise."""
+    KEEP = "keep"
+    """A folder that peft loads onto the base model."""
+    MERGE = "merge"
+    """A model of its own: the base model with the adapter worked in."""
+
+
 class Engine(Enum):
     """Who rebuilds the weights."""
 
@@ -62,6 +73,12 @@ class ExportOptions:
             the base decide, or transformers.
         renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint,
             before it is compared with the model's names.
+        adapter: what becomes of a peft model's adapter.
+        adapter_name: which one, where there are several; ``None`` keeps all, or merges the only
+            one.
+        adapter_config: ``adapter_config.json`` of the adapter, where none lies with the checkpoint.
+        base_dtype: the element type that ``base`` had in the training of an adapter; ``AUTO`` for
+            the one that DeepSpeed's configuration had it cast to.
         jobs: worker threads.
         max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
         overwrite: replace an existing output folder.
@@ -77,6 +94,10 @@ class ExportOptions:
     layout: NameLayout = NameLayout.HUB
     hub_layout: str | None = None
     renames: tuple[tuple[str, str], ...] = ()
+    adapter: AdapterMode = AdapterMode.AUTO
+    adapter_name: str | None = None
+    adapter_config: Path | None = None
+    base_dtype: ExportDType = ExportDType.AUTO
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
     overwrite: bool = False
@@ -95,6 +116,9 @@ class ExportOptions:
             "renames": [list(rename) for rename in self.renames],
             "check": self.check.value,
             "allow": [kind.value for kind in sorted(self.allow)],
+            "adapter": self.adapter.value,
+            "adapter_name": self.adapter_name,
+            "base_dtype": self.base_dtype.value,
         }
 
     @classmethod
@@ -116,6 +140,9 @@ class ExportOptions:
             exclude_frozen=recorded.get("exclude_frozen") is True,
             max_shard_nbytes=size,
             renames=tuple((str(pattern), str(new)) for pattern, new in pairs),
+            adapter=AdapterMode(recorded.get("adapter", AdapterMode.AUTO.value)),
+            adapter_name=name if isinstance(name := recorded.get("adapter_name"), str) else None,
+            base_dtype=ExportDType(recorded.get("base_dtype", ExportDType.AUTO.value)),
             base=base,
             check=CheckMode(recorded.get("check", CheckMode.SAMPLED.value)),
             allow=frozenset(FindingKind(str(kind)) for kind in allow),

@@ -38,6 +38,8 @@ class StoredTensor:
         role: trainable, frozen or buffer.
         source: its elements in row-major order; ``None`` where rank files are missing.
         fp32_under: the types of an export under which it stays in float32.
+        module_dtype: the type it has in the module, where that is recorded for it alone: under
+            ZeRO-3 an adapter may stay in fp32 beside a model in 16 bits.
     """
 
     name: str
@@ -46,6 +48,7 @@ class StoredTensor:
     role: Role
     source: ByteSource | None
     fp32_under: frozenset[DType] = frozenset()
+    module_dtype: DType | None = None
 
     @property
     def numel(self) -> int:
@@ -166,6 +169,8 @@ class ZeroCheckpoint:
         optimizer: the optimizer's name in the DeepSpeed configuration.
         lr_step: step of the learning-rate scheduler.
         module_dtype: the element type the module trained in.
+        cast_dtype: the element type that DeepSpeed's configuration has the module cast to;
+            ``None`` where it leaves the module alone.
         master_dtype: the element type of the master weights.
         tensors: every tensor once, trainable first, each kind in the checkpoint's order.
         aliases: tied names: alias to the name of the tensor that it is.
@@ -192,6 +197,7 @@ class ZeroCheckpoint:
     optimizer: str | None
     lr_step: int | None
     module_dtype: DType | None
+    cast_dtype: DType | None
     master_dtype: DType | None
     tensors: tuple[StoredTensor, ...]
     aliases: Mapping[str, str]

@@ -128,6 +128,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         optimizer=_optimizer_name(model),
         lr_step=model.lr_step if model is not None else None,
         module_dtype=assembled.module_dtype,
+        cast_dtype=model.cast_dtype if model is not None else None,
         master_dtype=masters[0].dtype if masters else None,
         tensors=inventory.tensors,
         aliases=inventory.aliases,

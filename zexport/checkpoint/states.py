@@ -12,12 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zexport.checkpoint.untrusted import Shape, Value
+from zexport.dtypes import DType
 from zexport.layouts.zero12 import Fragments
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import FragmentAddress, TensorRef
 
 ZERO3 = 3
 """The stage that stripes parameters over the ranks."""
+
+
+_CASTS = {"bf16": DType.BF16, "bfloat16": DType.BF16, "fp16": DType.F16}
+"""Sections of the configuration that switch a cast of the module on; the second is an older name
+of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,18 @@ class ModelStates:
         """
         zero = self.ds_config.get("zero_optimization")
         return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
+    @property
+    def cast_dtype(self) -> DType | None:
+        """The element type that the configuration has DeepSpeed cast the module to, if any.
+
+        Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_configure_distributed_model``).
+        """
+        for key, dtype in _CASTS.items():
+            section = self.ds_config.get(key)
+            if isinstance(section, dict) and section.get("enabled") is True:
+                return dtype
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,13 @@ SUPPORT = (
         note="left out at save time: `--base` fills them in, or `--exclude-frozen`",
         fixtures=("z1_w2_bf16_frozen", "z3_w2_bf16_frozen", "z2_w2_bf16_lora"),
     ),
+    Support(
+        "LoRA and DoRA adapters of peft",
+        "0-3",
+        note="kept as peft saves them, bit for bit, or merged into the base model; other methods "
+        "are kept where peft saves what it trained and no more",
+        fixtures=("z2_w2_bf16_lora",),
+    ),
     Support("Tied weights", "0-3", note="written once", fixtures=("z2_w2_bf16_tied",)),
     Support(
         "No ZeRO",

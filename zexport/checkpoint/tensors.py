@@ -157,7 +157,12 @@ def _striped(
             stripe_nbytes=parameter.stripe_numel * dtype.itemsize,
             nbytes=parameter.numel * dtype.itemsize,
         )
-        yield StoredTensor(parameter.name, parameter.shape, dtype, Role.TRAINABLE, source)
+        name, own = parameter.name, _dtype_in_module(model, parameter.name)
+        yield StoredTensor(name, parameter.shape, dtype, Role.TRAINABLE, source, module_dtype=own)
+
+
+def _dtype_in_module(model: ModelStates, name: str) -> DType | None:
+    return model.module[name].dtype if name in model.module else None
 
 
 def _chained(
@@ -189,7 +194,10 @@ def _chained(
             source = Window(
                 chain, parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
             )
-            yield StoredTensor(parameter.name, parameter.shape, dtype, Role.TRAINABLE, source)
+            name, own = parameter.name, _dtype_in_module(model, parameter.name)
+            yield StoredTensor(
+                name, parameter.shape, dtype, Role.TRAINABLE, source, module_dtype=own
+            )
 
 
 def _frozen(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:

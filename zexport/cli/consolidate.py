@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from zexport.cli.options import (
     PATH,
+    AdapterChoices,
     ByteSize,
     Rename,
+    adapter_options,
     jobs_option,
     json_option,
     progress_options,
@@ -18,6 +21,9 @@ from zexport.cli.options import (
 )
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
+
+if TYPE_CHECKING:
+    from zexport.export.plan import ExportPlan
 
 _DEFAULTS = ExportOptions()
 _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
@@ -65,6 +71,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
     multiple=True,
     help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
 )
+@adapter_options
 @jobs_option
 @click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
 @click.option(
@@ -115,6 +122,7 @@ def consolidate(
     jobs: int,
     max_memory: int | None,
     overwrite: bool,
+    **adapter: Unpack[AdapterChoices],
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
 
@@ -130,7 +138,6 @@ def consolidate(
     from zexport.export.execute import VerifyMode
     from zexport.export.planning import plan_export
     from zexport.report.export import export_json, print_export
-    from zexport.report.plan import plan_json, print_plan
 
     options = ExportOptions(
         dtype=ExportDType(dtype),
@@ -145,13 +152,11 @@ def consolidate(
         overwrite=overwrite,
         check=CheckMode(check),
         allow=frozenset(FindingKind(kind) for kind in allow),
+        **adapter,
     )
     plan = plan_export(open_checkpoint(ckpts, tag=tag), out, options)
     if dry_run:
-        if json:
-            click.echo(dumps(plan_json(plan), indent=2))
-        else:
-            print_plan(console(), plan)
+        _show(plan, json=json)
         return
     mode = VerifyMode("none" if no_verify else verify)
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
@@ -160,3 +165,13 @@ def consolidate(
         click.echo(dumps(export_json(done, plan), indent=2))
     elif not quiet:
         print_export(console(), done)
+
+
+def _show(plan: ExportPlan, *, json: bool) -> None:
+    from zexport.cli.console import console
+    from zexport.report.plan import plan_json, print_plan
+
+    if json:
+        click.echo(dumps(plan_json(plan), indent=2))
+    else:
+        print_plan(console(), plan)

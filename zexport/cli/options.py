@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import click
 
-from zexport.options import ExportOptions
+from zexport.options import AdapterMode, ExportDType, ExportOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +57,20 @@ class Rename(click.ParamType[tuple[str, str]]):
         return pattern, replacement
 
 
+class Named(click.Choice[str]):
+    """One of an enumeration's members, by its value."""
+
+    def __init__(self, members: type[Enum]) -> None:
+        self._members = members
+        super().__init__([member.value for member in members])
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """The member."""
+        return self._members(super().convert(value, param, ctx))
+
+
 def tag_option(command: F) -> F:
     """``--tag``: which checkpoint, where there are several."""
     return click.option(
@@ -91,3 +106,42 @@ def progress_options(command: F) -> F:
         show_default=True,
         help="Progress on stderr: a bar or plain lines, or JSON lines.",
     )(command)
+
+
+class AdapterChoices(TypedDict):
+    """What ``adapter_options`` hand to a command, as ``ExportOptions`` takes it."""
+
+    adapter: AdapterMode
+    adapter_name: str | None
+    adapter_config: Path | None
+    base_dtype: ExportDType
+
+
+def adapter_options(command: F) -> F:
+    """``--adapter`` and its kin: what becomes of a peft model's adapter."""
+    defaults = ExportOptions()
+    options = (
+        click.option(
+            "--adapter",
+            type=Named(AdapterMode),
+            default=defaults.adapter.value,
+            show_default=True,
+            help="A peft adapter: kept for peft to load, or merged into the base model; auto "
+            "merges where --base is given.",
+        ),
+        click.option("--adapter-name", metavar="NAME", help="Which, where there are several."),
+        click.option(
+            "--adapter-config", type=PATH, help="Its adapter_config.json, where it is elsewhere."
+        ),
+        click.option(
+            "--base-dtype",
+            type=Named(ExportDType),
+            default=defaults.base_dtype.value,
+            show_default=True,
+            help="Element type that the base had when the adapter was trained; auto is the one "
+            "that DeepSpeed's configuration says.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -75,6 +75,7 @@ class OutputFile:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else 0)
         with writing(path):
+            path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
             self._descriptor = steadily(lambda: os.open(path, flags, 0o666))
         self._is_open = True
 

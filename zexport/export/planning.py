@@ -9,16 +9,26 @@ from pathlib import Path
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
+from zexport.computed import updates_in
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError, ZexportError
 from zexport.export.accounting import account
+from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
+from zexport.export.merging import work_in
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
 from zexport.export.selection import Selection, select_tensors
-from zexport.export.shards import INDEX_FILE, SINGLE_FILE, index_file, plan_heads, plan_shards
+from zexport.export.shards import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    index_file,
+    plan_heads,
+    plan_shards,
+)
 from zexport.export.ties import settle_ties
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
@@ -27,8 +37,9 @@ from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
-from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.streams.calculator import held_nbytes
 from zexport.torchfile.archive import Member
 
 _PROCESS_NBYTES = 96 << 20
@@ -52,53 +63,71 @@ def plan_export(
     """
     options = options or ExportOptions()
     findings = raise_problems(checkpoint, options.allow)
-    jobs, chunk_nbytes = _share_memory(options)
+    _share_memory(options)
     sidecars = find_sidecars(checkpoint.location.root, options.base)
     original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
-    model = identify(checkpoint, sidecars, stored, options)
-    findings += check_shapes(model.trunk, model.names, options, checkpoint.location.tag_dir)
     base = _read_base(options.base)
-    base_tensors = _base_tensors(base)
-    settled = settle_names(
-        model.trunk,
-        model.names,
-        {name: tensor.shape for name, tensor in base_tensors.items()},
-        options,
-        checkpoint.location.tag_dir,
-    )
-    settled = settle_ties(settled, _source_files(checkpoint))
-    selection = select_tensors(checkpoint, settled, base_tensors, options)
-    if not selection.tensors:
-        raise _no_weights(checkpoint)
-    model = replace(model, sidecars=_with_plain_weights(model.sidecars, selection))
-    written = [*selection.tensors.values(), *model.heads.values()]
     beside = _beside(original)
+    files = (*_source_files(checkpoint), *_safetensors_files((*base, *beside)))
+    material = Material(checkpoint, stored, sidecars, _base_tensors(base), files)
+    mode = adapter_mode(checkpoint, stored, options)
+    options = replace(options, adapter=mode or options.adapter)
+    if mode is AdapterMode.MERGE:
+        material = work_in(material, options)
+    content = (
+        keep_adapters(material, options)
+        if mode is AdapterMode.KEEP
+        else _model_content(material, options)
+    )
+    if not content.selection.tensors:
+        raise _no_weights(checkpoint)
     gathered = gathered_copies(original, beside)
-    target = _target(checkpoint, options)
-    shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
+    jobs, chunk_nbytes = _share_memory(options, content.shards)
     return ExportPlan(
         out_dir=Path(out_dir),
+        shards=content.shards,
+        side_files=content.side_files,
+        sources=_sources(checkpoint, files, content.written, gathered),
+        replicas=checkpoint.replicas,
+        gathered=gathered,
+        check=options.check,
+        allow=options.allow,
+        findings=findings + content.findings,
+        provenance=_provenance(checkpoint, content, options),
+        warnings=(*checkpoint.warnings, *content.warnings),
+        overwrite=options.overwrite,
+        jobs=jobs,
+        chunk_nbytes=chunk_nbytes,
+        reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
+    )
+
+
+def _model_content(material: Material, options: ExportOptions) -> Content:
+    """A model's folder: its tensors by the names it has for them, and the files beside them."""
+    checkpoint, stored, given = material.checkpoint, material.stored, material.given
+    tag_dir = checkpoint.location.tag_dir
+    model = identify(checkpoint, material.sidecars, stored, options)
+    findings = check_shapes(model.trunk, model.names, options, tag_dir)
+    given_shapes = {name: tensor.shape for name, tensor in given.items()}
+    settled = settle_names(model.trunk, model.names, given_shapes, options, tag_dir)
+    settled = settle_ties(settled, material.files)
+    selection = select_tensors(checkpoint, settled, given, options)
+    model = replace(model, sidecars=_with_plain_weights(model.sidecars, selection))
+    target = _target(checkpoint, options)
+    shards = plan_shards(selection.tensors, target, options.max_shard_nbytes)
+    return Content(
+        selection=selection,
+        heads=model.heads,
         shards=(*shards, *plan_heads(model.heads, target)),
         side_files=(
             *_copied_files(model.sidecars),
             *_written_files(checkpoint, model, selection, shards, target),
         ),
-        sources=_sources(checkpoint, (*base, *beside), written, gathered),
-        replicas=checkpoint.replicas,
-        gathered=gathered,
-        check=options.check,
-        allow=options.allow,
+        sidecars=model.sidecars,
+        warnings=(*material.notes, *_warnings(model), *selection.warnings),
         findings=findings,
-        provenance=_provenance(
-            checkpoint, model, selection, replace(options, hub_layout=settled.label)
-        )
-        | {"accounting": account(checkpoint, written).to_json()},
-        warnings=(*checkpoint.warnings, *_warnings(model), *selection.warnings),
-        overwrite=options.overwrite,
-        jobs=jobs,
-        chunk_nbytes=chunk_nbytes,
-        reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
+        hub_layout=settled.label,
     )
 
 
@@ -146,22 +175,32 @@ def _with_plain_weights(sidecars: Sidecars, selection: Selection) -> Sidecars:
 
 def memory_nbytes(plan: ExportPlan) -> int:
     """Upper estimate of the memory that running ``plan`` takes."""
-    return _PROCESS_NBYTES + plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes
+    calculation = _calculation_nbytes(plan.shards, plan.jobs)
+    return _PROCESS_NBYTES + plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes + calculation
 
 
-def _share_memory(options: ExportOptions) -> tuple[int, int]:
+def _calculation_nbytes(shards: Iterable[ShardPlan], jobs: int) -> int:
+    """What working out the tensors takes that are in no file, beside the buffers."""
+    updates = updates_in(tensor.source for shard in shards for tensor in shard.tensors)
+    largest = max(updates, key=lambda update: held_nbytes(update, jobs), default=None)
+    return 0 if largest is None else held_nbytes(largest, jobs)
+
+
+def _share_memory(options: ExportOptions, shards: Iterable[ShardPlan] = ()) -> tuple[int, int]:
     """Worker threads and bytes of a chunk that stay within ``--max-memory``."""
     jobs = max(1, options.jobs)
     if options.max_memory_nbytes is None:
         return jobs, _CHUNK_NBYTES_MAX
-    spare = options.max_memory_nbytes - _PROCESS_NBYTES
-    jobs = min(jobs, max(1, spare // (_BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN)))
-    chunk = min(_CHUNK_NBYTES_MAX, spare // (_BUFFERS_PER_JOB * jobs))
+    needed = _PROCESS_NBYTES + _calculation_nbytes(shards, 1)
+    extra = _calculation_nbytes(shards, 2) - _calculation_nbytes(shards, 1)
+    spare = options.max_memory_nbytes - needed
+    jobs = min(jobs, max(1, spare // (extra + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN)))
+    chunk = min(_CHUNK_NBYTES_MAX, (spare - (jobs - 1) * extra) // (_BUFFERS_PER_JOB * jobs))
     if chunk < _CHUNK_NBYTES_MIN:
         raise MemoryLimitError(
             "--max-memory is too small",
             found=f"{options.max_memory_nbytes} bytes",
-            expected=f"{_PROCESS_NBYTES + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN} bytes or more",
+            expected=f"{needed + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN} bytes or more",
             hint="Raise --max-memory",
         )
     return jobs, chunk - chunk % 4096
@@ -171,11 +210,7 @@ def _target(checkpoint: ZeroCheckpoint, options: ExportOptions) -> DType:
     """The element type of the output's parameters."""
     if options.dtype is ExportDType.AUTO:
         return checkpoint.module_dtype or DType.F32
-    return {
-        ExportDType.FP32: DType.F32,
-        ExportDType.BF16: DType.BF16,
-        ExportDType.FP16: DType.F16,
-    }[options.dtype]
+    return DTYPES[options.dtype]
 
 
 def _copied_files(sidecars: Sidecars) -> tuple[SideFile, ...]:
@@ -211,21 +246,23 @@ def _written_files(
 
 def _sources(
     checkpoint: ZeroCheckpoint,
-    safetensors: Iterable[SafetensorsHeader],
+    files: Iterable[SourceFile],
     tensors: Iterable[StoredTensor],
     gathered: Iterable[CastReplica],
 ) -> tuple[SourceFile, ...]:
-    """The files that the plan reads, each once."""
+    """Those of ``files`` that the plan reads."""
     kept = [tensor.source for tensor in tensors if tensor.source is not None]
     copies = [c for r in (*checkpoint.replicas, *gathered) for c in (r.kept, r.other)]
     read = paths_of([*kept, *copies])
-    files = [file for file in _source_files(checkpoint) if file.path in read]
-    for header in {header.path: header for header in safetensors}.values():
-        if header.path in read:
-            status = header.path.stat()
-            members = tuple(_members(header))
-            files.append(SourceFile(header.path, status.st_size, status.st_mtime_ns, members))
-    return tuple(files)
+    return tuple(file for file in files if file.path in read)
+
+
+def _safetensors_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
+    """Weight files that are no torch files, each once."""
+    for header in {header.path: header for header in headers}.values():
+        status = header.path.stat()
+        members = tuple(_members(header))
+        yield SourceFile(header.path, status.st_size, status.st_mtime_ns, members)
 
 
 def _members(header: SafetensorsHeader) -> Iterator[Member]:
@@ -255,11 +292,9 @@ def _warnings(model: Identity) -> Iterator[str]:
     yield from model.warnings
 
 
-def _provenance(
-    checkpoint: ZeroCheckpoint, model: Identity, selection: Selection, options: ExportOptions
-) -> JsonObject:
+def _provenance(checkpoint: ZeroCheckpoint, content: Content, options: ExportOptions) -> JsonObject:
     """What the manifest says of the checkpoint and the options; nothing that varies by run."""
-    config = model.sidecars.config
+    selection, config = content.selection, content.sidecars.config
     dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
     module_dtype, master_dtype = (dtype.torch_name if dtype else None for dtype in dtypes)
     return {
@@ -274,12 +309,13 @@ def _provenance(
             "master_dtype": master_dtype,
             "warnings": list(checkpoint.warnings),
         },
-        "options": options.recorded(),
+        "options": replace(options, hub_layout=content.hub_layout).recorded(),
         "loadable": selection.loadable,
         "tied": dict(sorted(selection.tied.items())),
         "from_base": list(selection.from_base),
-        "heads": list(model.heads),
+        "heads": list(content.heads),
         "mended": list(config.mended) if config is not None else [],
+        "accounting": account(checkpoint, content.written).to_json(),
     }
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from zexport.errors import VerificationError
 from zexport.export.disk import writing
 from zexport.export.manifest import FileEntry
-from zexport.export.plan import ShardPlan, TensorPlan
+from zexport.export.plan import ShardPlan, TensorPlan, qualified
 from zexport.export.results import ShardResult
 from zexport.streams.digests import digest_file, digest_ranges, drop_from_cache
 
@@ -195,7 +195,7 @@ def _check_opens(path: Path, shard: ShardResult) -> None:
         raise VerificationError(
             "was written, but the safetensors library cannot open it", path=path, found=str(cause)
         ) from cause
-    if names != shard.tensors.keys():
+    if {qualified(shard.filename, name) for name in names} != shard.tensors.keys():
         raise VerificationError(
             "was written, but holds other tensors than planned",
             path=path,

@@ -10,7 +10,15 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.dtypes import DType
 from zexport.export.plan import ShardPlan, TensorPlan, qualified
 from zexport.extents import ByteSource
+from zexport.options import ExportDType
 from zexport.safetensors_file import HeaderEntry, build_header
+
+DTYPES = {
+    ExportDType.FP32: DType.F32,
+    ExportDType.BF16: DType.BF16,
+    ExportDType.FP16: DType.F16,
+}
+"""The element types that can be asked for by name."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

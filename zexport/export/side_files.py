@@ -9,7 +9,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from zexport.errors import CheckpointError
-from zexport.export.disk import OutputFile, blocks, writing
+from zexport.export.disk import OutputFile, blocks
 from zexport.export.manifest import FileEntry
 from zexport.export.plan import SideFile
 from zexport.retries import steadily
@@ -51,8 +51,6 @@ def write_file(path: Path, content: Iterable[bytes]) -> FileEntry:
     """
     digest = blake3()
     nbytes = 0
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
     with OutputFile(path, is_new=True) as file:
         for offset, data in blocks(content):
             file.write(data, offset)

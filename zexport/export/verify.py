@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,7 +23,7 @@ from zexport.export.manifest import (
     TensorEntry,
     read_manifest,
 )
-from zexport.export.plan import ExportPlan, TensorPlan
+from zexport.export.plan import ExportPlan, TensorPlan, qualified
 from zexport.export.readback import Phase, Progress
 from zexport.export.replicas import compare_replicas
 from zexport.export.shards import HEAD_FILE
@@ -156,14 +156,19 @@ def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
 def _headers(
     out_dir: Path, manifest: Manifest
 ) -> tuple[dict[str, SafetensorsHeader], list[Problem]]:
-    """The headers of all shards there are, and what is wrong with those that cannot be read."""
+    """The headers of all shards there are, and what is wrong with those that cannot be read.
+
+    Their tensors go by the names that the manifest has for them.
+    """
     headers = {}
     problems = []
     for name in manifest.files:
         path = out_dir / name
         if path.match(_SHARD_PATTERN) and path.is_file():
             try:
-                headers[name] = read_header(path, error=VerificationError)
+                header = read_header(path, error=VerificationError)
+                tensors = {qualified(name, n): one for n, one in header.tensors.items()}
+                headers[name] = replace(header, tensors=tensors)
             except ZexportError as error:
                 problems.append(Problem(name, "", error.problem))
     return headers, problems
@@ -202,7 +207,7 @@ def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> lis
     """Where the index and the headers differ; one shard of the plain name needs no index."""
     path = out_dir / INDEX_NAME
     if not path.exists():
-        if len(headers) > 1:
+        if sum("/" not in name for name in headers) > 1:
             return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
         return []
     try:
@@ -262,11 +267,11 @@ def _shard_problems(
     problems = []
     if whole != entry.blake3:
         problems.append(Problem(header.path.name, "", _OTHER_BYTES))
-    for tensor, digest in zip(tensors, digests, strict=True):
-        listed = manifest.tensors.get(tensor.name)
+    for name, digest in zip(header.tensors, digests, strict=True):
+        listed = manifest.tensors.get(name)
         if listed is not None and listed.blake3 != digest:
             problems.append(
-                Problem(header.path.name, tensor.name, "does not hold the values that were written")
+                Problem(header.path.name, name, "does not hold the values that were written")
             )
     return problems
 

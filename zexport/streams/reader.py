@@ -12,10 +12,12 @@ from threading import Lock
 from types import TracebackType
 from typing import Protocol, Self
 
+from zexport.computed import ComputedExtent
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.extents import ByteSource, Window
 from zexport.mosaic import Mosaic
 from zexport.retries import read_some, steadily
+from zexport.streams.calculator import Calculator, Kept
 from zexport.streams.crc_ledger import Ledger, Range
 from zexport.streams.gather import gather
 from zexport.torchfile.archive import Member
@@ -67,6 +69,7 @@ class SourceReader:
         self._ledger = self.new_ledger()
         self._lock = Lock()
         self._nbytes_read = 0
+        self._kept = Kept()
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +117,12 @@ class SourceReader:
         noted = self._ledger if ledger is None else ledger
         for extent in source.extents(start, start + buffer.nbytes):
             part = buffer[filled : filled + extent.nbytes]
-            self._read(extent.path, extent.offset, part)
-            noted.enter(extent.path, extent.offset, part)
+            if isinstance(extent, ComputedExtent):
+                again = partial(self.read_into, ledger=ledger)
+                Calculator(again, self._kept).fill(extent.of, extent.offset, part)
+            else:
+                self._read(extent.path, extent.offset, part)
+                noted.enter(extent.path, extent.offset, part)
             filled += extent.nbytes
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:

@@ -1,0 +1,379 @@
+"""A peft model's adapters: what is to become of them, and the files that keep one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.dtypes import DType
+from zexport.errors import FrozenLeftOutError, NotACheckpointError, UnsupportedError, UsageError
+from zexport.export.naming import NamedTensors
+from zexport.export.plan import ShardPlan, SideFile, SourceFile, qualified
+from zexport.export.selection import Selection
+from zexport.export.shards import DTYPES, plan_shard
+from zexport.findings import Finding
+from zexport.model.adapter_config import (
+    ADAPTER_CONFIG,
+    DEFAULT_ADAPTER,
+    EMBEDDINGS,
+    AdapterConfig,
+    find_adapter_config,
+)
+from zexport.model.adapter_names import PEFT_PREFIX, adapters_of, inner_name, read_name
+from zexport.model.sidecars import Sidecars
+from zexport.options import AdapterMode, ExportOptions, NameLayout
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+_KEPT_BY_NAME = frozenset(
+    {
+        "LORA",
+        "IA3",
+        "LOHA",
+        "LOKR",
+        "OFT",
+        "BOFT",
+        "HRA",
+        "HIRA",
+        "FOURIERFT",
+        "LN_TUNING",
+        "C3A",
+        "MISS",
+        "ROAD",
+        "DELORA",
+        "GRALORA",
+        "WAVEFT",
+        "TRAINABLE_TOKENS",
+        "PROMPT_TUNING",
+        "PREFIX_TUNING",
+    }
+)
+"""Methods whose saved state is that of the module with the adapter's name left out.
+
+Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
+some.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What an output folder will hold, before anything of how it is written.
+
+    Attributes:
+        selection: the tensors, by their names in the plan.
+        shards: the files that hold them.
+        side_files: the other files.
+        sidecars: what they are made of.
+        warnings: what the user should know.
+        findings: what was found that was allowed.
+        hub_layout: the label of the way in which the model is saved; ``None`` where it has none.
+        heads: tensors of heads that the model does not know, by name.
+    """
+
+    selection: Selection
+    shards: tuple[ShardPlan, ...]
+    side_files: tuple[SideFile, ...]
+    sidecars: Sidecars
+    warnings: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    hub_layout: str | None = None
+    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def written(self) -> tuple[StoredTensor, ...]:
+        """All that is written."""
+        return (*self.selection.tensors.values(), *self.heads.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What an export is made of.
+
+    Attributes:
+        checkpoint: what was opened.
+        stored: its tensors, renamed.
+        sidecars: the files around it.
+        given: tensors of the base model's folder, by name.
+        files: all files that may be read.
+        notes: what was done to it so far, in words.
+    """
+
+    checkpoint: ZeroCheckpoint
+    stored: NamedTensors
+    sidecars: Sidecars
+    given: Mapping[str, StoredTensor]
+    files: tuple[SourceFile, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter of a checkpoint.
+
+    Attributes:
+        name: its name in the module.
+        config: its ``adapter_config.json``.
+    """
+
+    name: str
+    config: AdapterConfig
+
+    @property
+    def folder(self) -> str:
+        """Where peft puts its files below the output folder, ending in a slash; may be empty."""
+        return "" if self.name == DEFAULT_ADAPTER else f"{self.name}/"
+
+
+def adapter_mode(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> AdapterMode | None:
+    """What is to become of the adapters; ``None`` for a checkpoint that is no peft model's.
+
+    Names as they are in memory are nothing to work on: then a peft model is like any other. So is
+    one of which nothing says what its adapters are, unless the options say what to make of them.
+
+    Raises:
+        UsageError: the options ask for what cannot be.
+    """
+    if not is_peft(stored, adapter_folders(checkpoint, options)):
+        if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
+            return None
+        raise UsageError(
+            "--adapter is about the checkpoint of a peft model, which this is not",
+            path=checkpoint.location.tag_dir,
+            hint="Leave --adapter and --adapter-name out",
+        )
+    if options.layout is NameLayout.MEMORY and options.adapter is not AdapterMode.MERGE:
+        if options.adapter is AdapterMode.AUTO:
+            return None
+        raise UsageError(
+            "--layout memory keeps every name as it is, and an adapter's folder has peft's names",
+            hint="Leave --layout or --adapter out",
+        )
+    if options.adapter is not AdapterMode.AUTO:
+        return options.adapter
+    folders = adapter_folders(checkpoint, options)
+    if all(find_adapter_config(name, folders) is None for name in adapters_in(stored)):
+        return None
+    return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
+
+
+def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
+    """Whether the tensors are those of a model under peft.
+
+    Models exist that have adapters as parts of their own (Phi-4-multimodal); peft's prefix, or its
+    file beside the checkpoint, tells one under peft from them.
+    """
+    adapted = [name for name in stored.tensors if read_name(name).adapter]
+    if not adapted:
+        return False
+    is_prefixed = any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
+    is_prompt = any(read_name(name).is_prompt for name in adapted)
+    return (
+        is_prefixed or is_prompt or any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
+    )
+
+
+def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
+    """Where an adapter's configuration may lie, the likeliest first."""
+    location = checkpoint.location
+    given = [] if options.adapter_config is None else [_folder_of(options.adapter_config)]
+    base = [] if options.base is None else [options.base]
+    return (*given, location.root, location.tag_dir, location.root.parent, *base)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that ``--adapter-config`` means: the file's, or the one it names.
+
+    Raises:
+        NotACheckpointError: there is no such file.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() or (path.is_file() and path.name == ADAPTER_CONFIG):
+        return folder
+    raise NotACheckpointError(
+        f"is no {ADAPTER_CONFIG}", path=path, hint="Give --adapter-config the file that peft wrote"
+    )
+
+
+def adapters_in(stored: NamedTensors) -> tuple[str, ...]:
+    """The names of a checkpoint's adapters."""
+    return adapters_of([*stored.tensors, *stored.aliases])
+
+
+def choose_adapters(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> tuple[Adapter, ...]:
+    """The adapters that the options mean: the one they name, else all.
+
+    Raises:
+        UsageError: there is none of the name given.
+        NotACheckpointError: the configuration of one is nowhere.
+    """
+    names = adapters_in(stored)
+    if options.adapter_name is not None:
+        if options.adapter_name not in names:
+            raise UsageError(
+                f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
+            )
+        names = (options.adapter_name,)
+    folders = adapter_folders(checkpoint, options)
+    return tuple(Adapter(name, _config_of(name, folders)) for name in names)
+
+
+def _config_of(name: str, folders: tuple[Path, ...]) -> AdapterConfig:
+    config = find_adapter_config(name, folders)
+    if config is None:
+        raise NotACheckpointError(
+            f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
+            path=folders[0],
+            found="none there, in the tag folder, in the folder above or in --base",
+            hint="Give the one that training began with as --adapter-config FILE; or write the "
+            "tensors as they are with --layout memory --exclude-frozen",
+        )
+    return config
+
+
+def keep_adapters(material: Material, options: ExportOptions) -> Content:
+    """What peft's ``save_pretrained`` writes of the adapters: each in the folder it has there.
+
+    Raises:
+        ZexportError: as ``choose_adapters`` and ``kept_tensors`` do.
+    """
+    checkpoint, stored = material.checkpoint, material.stored
+    adapters = choose_adapters(checkpoint, stored, options)
+    tensors: dict[str, StoredTensor] = {}
+    shards = []
+    for adapter in adapters:
+        filename = f"{adapter.folder}{ADAPTER_FILE}"
+        kept = kept_tensors(checkpoint, stored, adapter)
+        shards.append(plan_shard(filename, kept, kept_dtypes(kept, options)))
+        tensors |= {qualified(filename, name): tensor for name, tensor in kept.items()}
+    words = "adapter" if len(adapters) == 1 else "adapters"
+    names = ", ".join(repr(adapter.name) for adapter in adapters)
+    return Content(
+        Selection(
+            tensors,
+            {},
+            loadable=True,
+            architecture=None,
+            from_base=(),
+            is_untied=False,
+            warnings=(),
+        ),
+        tuple(shards),
+        tuple(kept_files(adapters, material.sidecars)),
+        material.sidecars,
+        (f"this is the {words} {names} for peft, not a model; --adapter merge makes one",),
+    )
+
+
+def kept_tensors(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, adapter: Adapter
+) -> dict[str, StoredTensor]:
+    """What peft saves of an adapter, by the names it has in the file.
+
+    Raises:
+        UnsupportedError: the method saves something else than tensors of the module.
+        FrozenLeftOutError: some of it is in no file.
+    """
+    if adapter.config.peft_type not in _KEPT_BY_NAME:
+        raise UnsupportedError(
+            "is of a method whose adapters are not just tensors of the module",
+            path=adapter.config.path,
+            found=adapter.config.peft_type,
+            expected="LORA or another method that saves what it trained",
+            hint="Write the tensors as they are with --layout memory --exclude-frozen",
+        )
+    tied = {alias: stored.tensors[name] for alias, name in stored.aliases.items()}
+    every = {**stored.tensors, **tied}
+    kept = {
+        part.on_disk: tensor
+        for name, tensor in every.items()
+        if (part := read_name(name)).adapter == adapter.name
+    }
+    check_whole(checkpoint, stored, adapter, kept)
+    return kept | dict(_kept_of_base(every, adapter.config))
+
+
+def kept_files(adapters: Iterable[Adapter], sidecars: Sidecars) -> Iterator[SideFile]:
+    """The files beside the adapters': their configurations, and what is not the model's own."""
+    for adapter in adapters:
+        name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
+        if config.content.get("inference_mode") is True:
+            yield SideFile(name, origin=config.path)
+        else:
+            content = {**config.content, "inference_mode": True}  # peft loads it untrained
+            yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
+    for name, path in sorted(sidecars.copied.items()):
+        if name != "generation_config.json" and path.suffix != ".py":
+            yield SideFile(name, origin=path)
+
+
+def kept_dtypes(tensors: Mapping[str, StoredTensor], options: ExportOptions) -> dict[str, DType]:
+    """The element type of each tensor of an adapter: the one asked for, or its own in the module.
+
+    peft saves what the module holds, which under ZeRO-3 may differ from tensor to tensor.
+    """
+    target = DTYPES.get(options.dtype)
+    return {
+        name: tensor.output_dtype(target or tensor.module_dtype or tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+
+
+def _kept_of_base(
+    every: Mapping[str, StoredTensor], config: AdapterConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Weights of the base model that peft saves too: trained biases, and targeted embeddings."""
+    for name, tensor in every.items():
+        if read_name(name).adapter:
+            continue
+        inner = inner_name(name)
+        *_, wrapper, last = ("", *inner.split("."))
+        is_bias = last == "bias" and (
+            config.bias == "all" or (config.bias.endswith("_only") and wrapper == "base_layer")
+        )
+        is_embedding = config.is_embedding_targeted and any(
+            f".{module}.base_layer." in f".{inner}" for module in EMBEDDINGS
+        )
+        if is_bias or is_embedding:
+            yield PEFT_PREFIX + inner, tensor
+
+
+def check_whole(
+    checkpoint: ZeroCheckpoint,
+    stored: NamedTensors,
+    adapter: Adapter,
+    kept: Mapping[str, StoredTensor],
+) -> None:
+    """Nothing, if no part of the adapter was left out of the save.
+
+    Frozen parts of an adapter are left out with all that is frozen; of two factors that one is
+    there tells that the other was.
+
+    Raises:
+        FrozenLeftOutError: some of it is in no file.
+    """
+    lost = [name for name in stored.left_out if read_name(name).adapter == adapter.name]
+    for name in kept:
+        for one, other in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+            for here, there in ((one, other), (other, one)):
+                counterpart = name.replace(f".{here}", f".{there}")
+                if (
+                    f".{here}" in name
+                    and name.endswith(("weight", here))
+                    and (counterpart not in kept)
+                ):
+                    lost.append(counterpart)
+    if lost:
+        raise FrozenLeftOutError(
+            f"parts of the adapter {adapter.name!r} were frozen, and left out of the save",
+            path=checkpoint.location.tag_dir,
+            found=f"no values for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}",  # noqa: PLR2004 - a few
+            expected="all of the adapter",
+            hint="Save again with exclude_frozen_parameters=False",
+        )

@@ -1,0 +1,347 @@
+"""An adapter worked into its base model: which tensor is updated by which factors.
+
+Source: peft 0.21, ``tuners/lora/layer.py`` (``merge`` and ``get_delta_weight`` of each layer),
+``tuners/lora/variants.py`` (``DoraLinearVariant``) and ``tuners/tuners_utils.py``
+(``_inject_parameters``). What is not named here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.computed import Recast
+from zexport.dtypes import DType
+from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
+from zexport.export.adapters import Adapter, Material, check_whole, choose_adapters
+from zexport.export.memory_tensors import tensor_in_memory
+from zexport.export.naming import NamedTensors
+from zexport.export.shards import DTYPES
+from zexport.export.updates import (
+    Orientation,
+    Update,
+    elements,
+    find_orientation,
+    update_bias,
+    update_weight,
+)
+from zexport.model.adapter_names import inner_name, read_name
+from zexport.model.hub_layout import Shape
+from zexport.model.matching import ModelNames
+from zexport.model.names import learn_names
+from zexport.options import Engine, ExportOptions
+
+Tensors = Mapping[str, StoredTensor]
+
+_KNOWN = frozenset(
+    {
+        "lora_A.weight",
+        "lora_B.weight",
+        "lora_B.bias",
+        "lora_embedding_A",
+        "lora_embedding_B",
+        "lora_magnitude_vector",
+        "lora_magnitude_vector.weight",
+    }
+)
+"""Tensors of LoRA and DoRA, without the adapter's name."""
+
+_KEEP = "Export the adapter with --adapter keep and merge it with peft"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that an adapter is merged into.
+
+    Attributes:
+        own: its weights that the checkpoint holds, by name.
+        given: those of the folder that was given, by name, as training had them.
+        names: the names and forms of its class, where these are known.
+        tied: alias to name, where one weight has two names.
+        model_type: of its config; empty where there is none.
+    """
+
+    own: Tensors
+    given: Tensors
+    names: ModelNames | None
+    tied: Mapping[str, str]
+    model_type: str
+
+    def find(self, name: str) -> StoredTensor | None:
+        """The weight of this name, or of the name it is tied to."""
+        source = self.tied.get(name, name)
+        found = self.own.get(source) or self.given.get(source) or self.given.get(name)
+        if found is None and self.names is not None:
+            return tensor_in_memory(source, self.names, self.given)
+        return found
+
+    def parameters(self, module: str, targets: Sequence[str]) -> list[str]:
+        """Names of a module's own parameters that are among ``targets``, as peft matches them."""
+        known = () if self.names is None else self.names.shapes
+        names = dict.fromkeys([*self.own, *self.given, *known])
+        return [
+            name
+            for name in names
+            if name.rpartition(".")[0] == module
+            and any(name == target or name.endswith(f".{target}") for target in targets)
+        ]
+
+
+def recast(base: Tensors, dtype: DType | None) -> dict[str, StoredTensor]:
+    """The base's tensors as training had them: floating ones rounded to ``dtype``, if given."""
+    return {
+        name: tensor
+        if dtype is None or not tensor.dtype.is_floating or tensor.source is None
+        else replace(tensor, dtype=dtype, source=Recast(elements(tensor), dtype))
+        for name, tensor in base.items()
+    }
+
+
+def work_in(material: Material, options: ExportOptions) -> Material:
+    """What an export is made of, as if the base model itself had been trained, and no adapter.
+
+    Raises:
+        UsageError: there are several adapters, or DeepSpeed's converter is to make the tensors.
+        ZexportError: as ``merge_adapter`` does.
+    """
+    if options.engine is Engine.DEEPSPEED:
+        raise UsageError(
+            "DeepSpeed's converter merges no adapter",
+            hint="Leave --engine out, or keep the adapter",
+        )
+    checkpoint, sidecars = material.checkpoint, material.sidecars
+    adapter, *others = choose_adapters(checkpoint, material.stored, options)
+    if others:
+        raise UsageError(
+            "there are several adapters, and one can be merged",
+            found=", ".join(one.name for one in (adapter, *others)),
+            hint="Name it with --adapter-name",
+        )
+    dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
+    given = recast(material.given, dtype)
+    names = learn_names(sidecars, _base_shapes(material))
+    config = sidecars.config
+    model_type = "" if config is None else str(config.content.get("model_type") or "")
+    base = BaseModel({}, given, names if isinstance(names, ModelNames) else None, {}, model_type)
+    merged = merge_adapter(checkpoint, material.stored, adapter, base)
+    copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
+    rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
+    note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
+    return replace(
+        material,
+        checkpoint=replace(checkpoint, frozen_left_out=checkpoint.frozen_left_out or bool(given)),
+        stored=merged,
+        sidecars=replace(sidecars, copied=copied),
+        given=given,
+        notes=(*material.notes, note),
+    )
+
+
+def _base_shapes(material: Material) -> dict[str, Shape | None]:
+    """Names and shapes of the base model, as far as they are known."""
+    stored = ((read_name(name), shape) for name, shape in material.stored.known_shapes.items())
+    given = {name: tensor.shape for name, tensor in material.given.items()}
+    return {**given, **{part.of_base: shape for part, shape in stored if not part.adapter}}
+
+
+def merge_adapter(
+    checkpoint: ZeroCheckpoint,
+    stored: NamedTensors,
+    adapter: Adapter,
+    folder: BaseModel,
+) -> NamedTensors:
+    """The base model's tensors, by its own names, with the adapter worked in.
+
+    Args:
+        checkpoint: what was opened.
+        stored: its tensors.
+        adapter: the one to work in; others are passed over.
+        folder: the base model as its folder has it.
+
+    Raises:
+        UnsupportedError: the adapter is something else than LoRA or DoRA.
+        FrozenLeftOutError: weights that it updates are nowhere.
+        DamagedCheckpointError: adapter, configuration and base do not fit each other.
+    """
+    _check_method(adapter)
+    parts = {name: read_name(name) for name in stored.tensors}
+    own = {n: t for n, t in stored.tensors.items() if parts[n].adapter == adapter.name}
+    check_whole(checkpoint, stored, adapter, {inner_name(n): t for n, t in own.items()})
+    copied = {parts[n].of_base: t for n, t in own.items() if parts[n].is_copy}
+    copied_ties = _copied_ties(stored, adapter)
+    base = replace(
+        folder,
+        own={p.of_base: stored.tensors[n] for n, p in parts.items() if not p.adapter},
+        tied={**(folder.names.tied if folder.names else {}), **_tied(stored)},
+    )
+    merged = {**base.own, **copied, **_untied(base, {*copied, *copied_ties})}
+    updates = list(_updates(adapter, base, own))
+    pairs = [(update, base.find(update.weight)) for update in updates]
+    orientation = find_orientation(pairs, adapter.config, base.model_type)
+    for update in updates:
+        merged |= _applied(update, adapter, base, merged, orientation)
+    left_out = (read_name(name) for name in stored.left_out)
+    return NamedTensors(
+        tensors=merged,
+        aliases={
+            alias: name
+            for alias, name in {**_tied(stored), **copied_ties}.items()
+            if alias not in merged and name in merged
+        },
+        left_out=tuple(
+            part.of_base
+            for part in left_out
+            if not part.adapter and part.of_base not in {**merged, **base.given}
+        ),
+    )
+
+
+def _copied_ties(stored: NamedTensors, adapter: Adapter) -> dict[str, str]:
+    """Ties between copies of modules that were trained as one, by the base model's names."""
+    pairs = ((read_name(alias), read_name(name)) for alias, name in stored.aliases.items())
+    return {
+        a.of_base: n.of_base
+        for a, n in pairs
+        if a.is_copy and n.is_copy and a.adapter == n.adapter == adapter.name
+    }
+
+
+def _untied(base: BaseModel, copied: Set[str]) -> dict[str, StoredTensor]:
+    """Weights that were one with a module's that was copied and trained: they stay as they were.
+
+    Of a tied pair of which only one was copied, the other keeps the weight that both had.
+    """
+    untied: dict[str, StoredTensor] = {}
+    for alias, name in base.tied.items():
+        original = base.find(name) or base.given.get(alias)
+        if (alias in copied) != (name in copied) and original is not None:
+            untied[alias if name in copied else name] = original
+    return untied
+
+
+def _check_method(adapter: Adapter) -> None:
+    config = adapter.config
+    found = [] if config.peft_type == "LORA" else [config.peft_type or "no peft_type"]
+    found += config.variants()
+    if found:
+        raise _unknown_method(adapter, ", ".join(found))
+
+
+def _unknown_method(adapter: Adapter, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "is of an adapter that zexport cannot merge",
+        path=adapter.config.path,
+        found=found,
+        expected="plain LoRA or DoRA",
+        hint=_KEEP,
+    )
+
+
+def _tied(stored: NamedTensors) -> dict[str, str]:
+    """Ties between weights of the base model, by its own names."""
+    pairs = ((read_name(alias), read_name(name)) for alias, name in stored.aliases.items())
+    return {a.of_base: n.of_base for a, n in pairs if not a.adapter and not n.adapter}
+
+
+def _updates(adapter: Adapter, base: BaseModel, own: Tensors) -> Iterator[Update]:
+    """Every weight that the adapter updates, module by module."""
+    wrappers: dict[str, dict[int, dict[str, StoredTensor]]] = {}
+    for name, tensor in own.items():
+        part = read_name(name)
+        if part.is_copy:
+            continue
+        short = ".".join(filter(None, (part.attribute, part.rest)))
+        if short not in _KNOWN:
+            raise _unknown_method(adapter, f"{part.attribute} on {part.module}")
+        wrappers.setdefault(part.module, {}).setdefault(part.depth, {})[short] = tensor
+    for module, by_depth in wrappers.items():
+        parts = [by_depth[depth] for depth in sorted(by_depth)]
+        yield from _targets(module, parts, adapter, base)
+
+
+def _targets(
+    module: str, parts: Sequence[Tensors], adapter: Adapter, base: BaseModel
+) -> Iterator[Update]:
+    """The weight that each wrapper of a module updates.
+
+    A module has one wrapper and a ``weight``, or one for each of its targeted parameters. Those are
+    nested in the order in which the module registers its parameters, the first inside; only the
+    shapes tell which is which, or the order in which fused experts register theirs.
+    """
+    parameters = base.parameters(module, adapter.config.target_parameters)
+    if not parameters and len(parts) == 1:
+        yield Update(f"{module}.weight", parts[0], module)
+        return
+    fitting = [
+        order
+        for order in permutations(parameters, len(parts))
+        if all(_fits(base.find(n), part) for n, part in zip(order, parts, strict=True))
+    ]
+    usual = [order for order in fitting if _is_usual(order)]
+    chosen = usual if len(fitting) > 1 else fitting
+    if len(chosen) != 1:
+        raise UnsupportedError(
+            f"does not tell which parameters of {module} the adapter updates",
+            path=adapter.config.path,
+            found=f"{len(parts)} updates for {', '.join(parameters) or 'none'}",
+            expected="base weights whose shapes fit in one way",
+            hint=_KEEP,
+        )
+    for name, part in zip(chosen[0], parts, strict=True):
+        yield Update(name, part, name)
+
+
+def _is_usual(order: Sequence[str]) -> bool:
+    """Whether fused experts are in the order, outermost first, that follows from transformers'."""
+    return [name.rpartition(".")[2] for name in order] == ["down_proj", "gate_up_proj"]
+
+
+def _fits(weight: StoredTensor | None, part: Tensors) -> bool:
+    a, b = part.get("lora_A.weight"), part.get("lora_B.weight")
+    if weight is None or a is None or b is None:
+        return False
+    return sorted(weight.shape[-2:]) == sorted((a.shape[1], b.shape[0]))
+
+
+def _applied(
+    update: Update, adapter: Adapter, base: BaseModel, merged: Tensors, orientation: Orientation
+) -> Tensors:
+    """The weight, and the bias where it has one of its own, with one update worked in."""
+    name = base.tied.get(update.weight, update.weight)
+    weight = merged.get(name) or base.find(update.weight)
+    if weight is None:
+        raise _no_base(adapter, update.weight)
+    if name not in base.own and adapter.config.rewrites_base:
+        raise UnsupportedError(
+            "is of an adapter whose base weights peft changed before training",
+            path=adapter.config.path,
+            found=f"init_lora_weights {adapter.config.rewrites_base}",
+            expected="the changed weights, in the checkpoint",
+            hint="Export the adapter with --adapter keep, and convert it with peft",
+        )
+    applied = {name: update_weight(update, weight, adapter.config, orientation)}
+    bias = update.tensors.get("lora_B.bias")
+    if bias is not None:
+        bias_name = f"{update.weight.rpartition('.')[0]}.bias"
+        before = merged.get(bias_name) or base.find(bias_name)
+        if before is None:
+            raise _no_base(adapter, bias_name)
+        applied[bias_name] = update_bias(update, before, bias, adapter.config)
+    return applied
+
+
+def _no_base(adapter: Adapter, name: str) -> FrozenLeftOutError:
+    return FrozenLeftOutError(
+        f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
+        path=adapter.config.path,
+        found=f"no values for {name}",
+        expected="the base model's weights, in the checkpoint or in --base",
+        hint=f"Give the base model with --base{_as_named(adapter)}, or export the adapter itself "
+        "with --adapter keep",
+    )
+
+
+def _as_named(adapter: Adapter) -> str:
+    return f" ({adapter.config.base_model})" if adapter.config.base_model else ""
