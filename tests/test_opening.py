@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
 from tests.checkpoints import Run, edit, model_file, save, small_model
+from tests.expert_checkpoints import MoeRun, save_moe
 from zexport.checkpoint.opening import open_checkpoint, raise_problems
 from zexport.errors import (
     DamagedCheckpointError,
@@ -123,3 +124,22 @@ def test_strays_beside_the_rank_files_do_not_matter(zero3: Path) -> None:
         (folder / name).write_bytes(b"stray")
     (folder / "empty").mkdir()
     assert open_checkpoint(zero3).problems == ()
+
+
+def test_the_work_of_opening_does_not_grow_with_the_square_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with experts have a file for each of them: tens of thousands."""
+    run = MoeRun(experts=24, layers=10)
+    folder = save_moe(run, tmp_path / "global_step2")
+    compared = 0
+    equal = Path.__eq__
+
+    def count(one: Path, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return bool(equal(one, other))
+
+    monkeypatch.setattr(PurePath, "__eq__", count)
+    assert open_checkpoint(folder).problems == ()
+    assert compared < 20 * run.experts * run.layers

@@ -117,6 +117,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     stage = _stage(cell)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     torch_files = (*_torch_files(cells), *assembled.files)
+    opened = {torch_file.path: torch_file for torch_file in torch_files}
     read = paths_of(t.source for t in inventory.tensors if t.source is not None)
     return ZeroCheckpoint(
         location=location,
@@ -138,7 +139,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         missing_model_ranks=tuple(
             sorted({r for c in cells.values() for r in c.missing_model_ranks})
         ),
-        files=tuple(_describe_file(file, torch_files, read) for file in files),
+        files=tuple(_describe_file(file, opened.get(file.path), read) for file in files),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
@@ -181,10 +182,7 @@ def _layout(cells: Mapping[int, RankStates], structure: Structure, stage: int | 
     return f"{words}, {structure.value}{number}"
 
 
-def _describe_file(
-    file: RankFile, torch_files: Sequence[TorchFile], read: Set[Path]
-) -> CheckpointFile:
-    opened = next((torch_file for torch_file in torch_files if torch_file.path == file.path), None)
+def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) -> CheckpointFile:
     holds_names = file.rank == 0 and file.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
     return CheckpointFile(
         path=file.path,

@@ -32,7 +32,7 @@ from zexport.checkpoint.tensors import Inventory
 from zexport.checkpoint.untrusted import Value
 from zexport.dtypes import DType
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.extents import Chain, Window
+from zexport.extents import Chain, Window, paths_of
 from zexport.layouts.experts import expert_runs, uniform
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import TorchFile
@@ -163,7 +163,9 @@ def _shares(
     for ep_rank, optimizer in sorted(optimizers.items()):
         own = list(_local_experts(layers, ep_rank, len(optimizers), by_name))
         ordered = _as_in_the_module(weights, own)
-        masters = masters_of(optimizer, ordered, (dense.file, *files))
+        read = paths_of(weight.source for weight in own)
+        others = [file for file in files if file.path in read]
+        masters = masters_of(optimizer, ordered, (dense.file, *others))
         shares.append(_Share(optimizer, own, masters))
     return shares
 
