@@ -144,6 +144,17 @@ def test_two_files_of_one_rank_are_not_of_one_save(zero2: Path) -> None:
     assert "a second file of rank 1" in _problem(zero2).problem
 
 
+def test_files_of_a_bf16_run_and_of_another_are_not_of_one_save(zero3: Path) -> None:
+    path = zero3 / "global_step2" / _OPTIMIZER.format(1)
+    with deepspeed_names():
+        state = torch.load(path, weights_only=False)
+        torch.save(state, path.with_name(path.name.removeprefix("bf16_")))
+    path.unlink()
+    problem = _problem(zero3)
+    assert "prefix of the file names" in problem.problem
+    assert problem.found == "bf16_ on ranks 0, 2; no on rank 1"
+
+
 @pytest.mark.parametrize("content", [b"", b"not torch", b"PK\x03\x04"])
 def test_a_file_that_is_not_whole_is_named(content: bytes, zero2: Path) -> None:
     path = zero2 / "global_step2" / _OPTIMIZER.format(1)

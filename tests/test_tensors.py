@@ -59,6 +59,27 @@ def test_a_tied_frozen_weight_is_stored_once(stage: int, tmp_path: Path) -> None
     assert checkpoint.aliases == {"copy.weight": "norm.weight", "third": "norm.weight"}
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("lost", [None, {}], ids=["no such key", "an empty one"])
+def test_ties_that_nothing_records_show_in_the_modules_views(
+    stage: int, lost: object, tmp_path: Path
+) -> None:
+    """Old files lack ``shared_params``; a tied weight must not become its 16-bit copy."""
+    tied = {"head.weight": "emb.weight", "copy.weight": "norm.weight"}
+    model, run = replace(small_model(), tied=tied), Run(stage=stage)
+    root = save(model, run, tmp_path)
+
+    def forget(state: dict[str, Any]) -> None:
+        del state["shared_params"]
+        state |= {} if lost is None else {"shared_params": lost}
+
+    edit(model_file(root / "global_step2", run, 0), forget)
+    checkpoint = open_checkpoint(root)
+    raise_problems(checkpoint)
+    assert checkpoint.aliases == tied
+    assert len(checkpoint.tensors) == len(model.tensors)
+
+
 @_STAGES
 @pytest.mark.parametrize("kind", ["groups", "frozen", "buffers"])
 def test_weights_without_an_element_are_there_too(stage: int, kind: str, tmp_path: Path) -> None:

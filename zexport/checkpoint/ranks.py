@@ -258,8 +258,10 @@ def _disagreements(
     """Facts that every rank of one save states alike, and these do not."""
     steps = {r: step_of(s) for r, s in optimizer.items()}
     versions = {r: s.ds_version for r, s in optimizer.items()}
+    prefixes = {r: s.file.path.name.partition("zero_")[0] or "no" for r, s in optimizer.items()}
     facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
         ("partition count", None, {r: s.partition_counts for r, s in optimizer.items()}),
+        ("prefix of the file names, which tells of bf16", None, prefixes),
         ("ZeRO stage", None, {r: s.stage for r, s in optimizer.items()}),
         ("number of flat groups", None, {r: len(s.flat_groups) for r, s in optimizer.items()}),
         ("optimizer step", FindingKind.MIXED_STEPS, steps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -54,6 +54,8 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         _check_names(tensors)
         known = {tensor.name for tensor in tensors}
         aliases = _resolve_aliases(ranks, model, known)
+        if not ranks.is_zero3:
+            aliases |= _same_views(model, [tensor.name for tensor in tensors], aliases)
         rest = [name for name in model.module if name not in known and name not in aliases]
         whole = [name for name in rest if _has_value(ranks, model, name)]
         tensors += [_whole(model, name, Role.FROZEN) for name in whole]
@@ -305,6 +307,25 @@ def _resolve_aliases(ranks: RankStates, model: ModelStates, known: set[str]) -> 
         if target in known or (is_whole and target not in model.shared_params):
             aliases[alias] = target
     return aliases
+
+
+def _same_views(
+    model: ModelStates, stored: Sequence[str], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """Further names in the module of what an earlier name is: the same elements of one storage.
+
+    So ties show without ``shared_params``, which old files lack: torch saves a storage once.
+    """
+    first: dict[TensorRef, str] = {}
+    found: dict[str, str] = {}
+    for name in (*stored, *model.module):
+        tensor = model.module.get(name)
+        if tensor is None or not tensor.numel or name in aliases:
+            continue
+        kept = first.setdefault(tensor, name)
+        if kept != name:
+            found[name] = kept
+    return {name: kept for name, kept in found.items() if name not in set(stored)}
 
 
 def _flat_dtype(optimizers: list[OptimizerStates]) -> DType:
