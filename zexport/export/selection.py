@@ -12,6 +12,7 @@ from zexport.export.hub_tensors import lay_out
 from zexport.export.naming import Settled, check_complete, some
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.matching import ModelNames, absent, difference
+from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 
 
@@ -72,7 +73,7 @@ def select_tensors(
         nowhere = tuple(name for name, tensor in found.items() if tensor is None)
         raise _frozen_left_out(checkpoint, nowhere, options)
     aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
-    obstacle = _obstacle(own, wanted, aliases, settled)
+    differences = _differences(own, wanted, aliases, settled)
     names, tied = settled.names, aliases
     if settled.layout is not None and isinstance(names, ModelNames):
         if not options.exclude_frozen:
@@ -80,7 +81,7 @@ def select_tensors(
         own, tied = _tie_as_declared(own, aliases, names)
         own, tied = _as_saved(own, tied, names, settled.layout)
     from_base = f"{len(filled)} weights come from the base model" if filled else ""
-    loadable = settled.layout is not None and not obstacle
+    loadable = not differences and (settled.layout is not None or _is_saved_so(settled, aliases))
     return Selection(
         tensors=own | filled,
         tied=tied,
@@ -88,21 +89,38 @@ def select_tensors(
         architecture=names.architecture if loadable and isinstance(names, ModelNames) else None,
         from_base=tuple(filled),
         is_untied=bool(settled.untied),
-        warnings=tuple(filter(None, (from_base, *settled.notes, obstacle))),
+        warnings=tuple(filter(None, (from_base, *settled.notes, _obstacle(settled, differences)))),
     )
 
 
-def _obstacle(
+def _obstacle(settled: Settled, differences: str) -> str:
+    """Why transformers may not load the output; empty if it will, or if that was not asked."""
+    if not settled.is_for_hub or not differences:
+        return ""
+    if isinstance(settled.names, NamesUnknown):
+        return f"names are written as stored, unchecked: {differences}"
+    return f"the folder will not load as it is: {differences}"
+
+
+def _is_saved_so(settled: Settled, aliases: Mapping[str, str]) -> bool:
+    """Whether names as they are stored are those of the hub, and every tie is the model's."""
+    names = settled.names
+    return (
+        isinstance(names, ModelNames)
+        and names.hub_is_memory
+        and all(names.tied.get(a, a) == names.tied.get(n, n) for a, n in aliases.items())
+    )
+
+
+def _differences(
     own: Mapping[str, StoredTensor],
     wanted: Mapping[str, Shape],
     aliases: Mapping[str, str],
     settled: Settled,
 ) -> str:
-    """Why transformers may not load the output; empty if it will, or if that was not asked."""
-    if not settled.is_for_hub:
-        return ""
+    """How the tensors differ from the model's, or why that is not known; empty if they do not."""
     if not isinstance(settled.names, ModelNames):
-        return f"names are written as stored, unchecked: {settled.names.reason}"
+        return settled.names.reason
     shapes = {name: tensor.shape for name, tensor in own.items()} | dict(wanted)
     shapes |= {alias: shapes[name] for alias, name in aliases.items() if name in shapes}
     found = difference(settled.names, dict(shapes))
@@ -114,10 +132,7 @@ def _obstacle(
         ("unexpected", found.unexpected),
         ("of another shape", reshaped),
     )
-    differences = [f"{what}: {some(which)}" for what, which in told if which]
-    if not differences:
-        return ""
-    return f"the folder will not load as it is: {'; '.join(differences)}"
+    return "; ".join(f"{what}: {some(which)}" for what, which in told if which)
 
 
 def _wanted(
