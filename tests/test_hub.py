@@ -17,7 +17,7 @@ from tests.live_models import FAMILIES, checkpoint_of, files_of, in_training, li
 from tests.real_cases import facts
 from zexport.api import consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UnsupportedError
-from zexport.options import ExportDType, ExportOptions
+from zexport.options import Engine, ExportDType, ExportOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,6 +255,16 @@ def test_transformers_is_asked_once_for_a_config(
     monkeypatch.setattr(subprocess, "run", None)
     consolidate(root, tmp_path / "two")
     assert facts(files_of(tmp_path / "two")) == facts(files_of(tmp_path / "one"))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("family", ["mixtral", "hrm-text"])
+def test_deepspeeds_own_converter_gives_the_same_files(family: str, tmp_path: Path) -> None:
+    model = live_model(family)
+    expected = saved(model, tmp_path / "live")
+    root = checkpoint_of(model, tmp_path / "run", stage=3)
+    consolidate(root, tmp_path / "out", ExportOptions(engine=Engine.DEEPSPEED))
+    assert facts(files_of(tmp_path / "out")) == facts(expected)
 
 
 def test_parts_of_several_types_cannot_be_one_tensor(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def run_export(
         if plan.reference is not None:
             from zexport.export.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
-            reader = stack.enter_context(open_reference(plan.reference))
+            opened = open_reference(plan.reference.location, plan.reference.tensors)
+            reader = stack.enter_context(opened)
         return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)
 
 

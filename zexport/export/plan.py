@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from zexport.checkpoint.contents import CastReplica, Replica
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.contents import CastReplica, Replica, ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.extents import ByteSource
 from zexport.findings import Finding, FindingKind
@@ -144,7 +143,7 @@ class ExportPlan:
     overwrite: bool
     jobs: int
     chunk_nbytes: int
-    reference: Location | None = None
+    reference: ZeroCheckpoint | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
     gathered: tuple[CastReplica, ...] = ()
     check: CheckMode = CheckMode.SAMPLED

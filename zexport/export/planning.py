@@ -99,7 +99,7 @@ def plan_export(
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
-        reference=checkpoint.location if options.engine is Engine.DEEPSPEED else None,
+        reference=original if options.engine is Engine.DEEPSPEED else None,
     )
 
 

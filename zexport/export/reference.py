@@ -6,16 +6,21 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.location import Location
+from zexport.dtypes import DType
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.export.convert import TensorReader
 from zexport.export.plan import TensorPlan
+from zexport.extents import ByteSource, Extent, Window
+from zexport.mosaic import Mosaic
 from zexport.streams.crc_ledger import Ledger
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import Container, TorchFile, read_torch_file
@@ -62,8 +67,13 @@ _State = Mapping[str, _Lazy]
 
 
 @contextmanager
-def open_reference(location: Location) -> Iterator[TensorReader]:
+def open_reference(
+    location: Location, stored: Iterable[StoredTensor] = ()
+) -> Iterator[TensorReader]:
     """The tensors of a checkpoint as DeepSpeed's ``zero_to_fp32`` rebuilds them.
+
+    Those of a plan that are laid together from several ``stored`` ones, or cut from one, are laid
+    out in the same way from what DeepSpeed gives for these.
 
     Since DeepSpeed unpickles freely, it runs only after every file that it would load was read
     without running anything and was found to name nothing unknown. Since it checks no CRC, the same
@@ -77,13 +87,33 @@ def open_reference(location: Location) -> Iterator[TensorReader]:
     """
     files = _vetted_files(location.tag_dir)
     with SourceReader(files) as sources:
-        yield _Reference(location.tag_dir, _run_converter(location), sources)
+        yield _Reference(location.tag_dir, _run_converter(location), sources, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor that the converter should give: its name in the checkpoint, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @classmethod
+    def of_stored(cls, tensor: StoredTensor) -> _Wanted:
+        return cls(tensor.name, tensor.shape, tensor.dtype)
 
 
 class _Reference:
     """The converter's state dict as a ``TensorReader``; holds one tensor at a time."""
 
-    def __init__(self, tag_dir: Path, state: _State, sources: SourceReader) -> None:
+    def __init__(
+        self,
+        tag_dir: Path,
+        state: _State,
+        sources: SourceReader,
+        stored: Iterable[StoredTensor],
+    ) -> None:
+        self._wanted = {id(tensor.source): _Wanted.of_stored(tensor) for tensor in stored}
         self._tag_dir = tag_dir
         self._state = state
         self._sources = sources
@@ -104,21 +134,52 @@ class _Reference:
         Raises:
             UnsupportedError: DeepSpeed lacks the tensor, or has another than the one stored.
         """
-        with self._lock:
-            if self._held is None or self._held[0] != tensor.stored_name:
-                self._held = None  # so that two large tensors are never held at once
-                stored = _flat_bytes(self._stored(tensor)).numpy().data
-                self._held = tensor.stored_name, stored
-            stored = self._held[1]
         # For the CRC alone: what it reads is written over at once.
         self._sources.read_into(tensor.source, start, buffer, ledger)
-        buffer[:] = stored[start : start + buffer.nbytes]
+        named, places = self._in_names(tensor)
+        filled = 0
+        with self._lock:
+            for extent in places.extents(start, start + buffer.nbytes):
+                held = self._hold(named[extent.path])
+                part = held[extent.offset : extent.offset + extent.nbytes]
+                buffer[filled : filled + extent.nbytes] = part
+                filled += extent.nbytes
 
-    def _stored(self, tensor: TensorPlan) -> torch.Tensor:
+    def _in_names(self, tensor: TensorPlan) -> tuple[dict[Path, _Wanted], ByteSource]:
+        """The tensor as ranges of tensors of DeepSpeed's, whose names stand for files."""
+        named: dict[Path, _Wanted] = {}
+
+        def in_names(source: ByteSource) -> ByteSource | None:
+            if id(source) in self._wanted:
+                wanted = self._wanted[id(source)]
+                named[Path(wanted.name)] = wanted
+                return Extent(Path(wanted.name), 0, source.nbytes)
+            if isinstance(source, Window):
+                inner = in_names(source.source)
+                return None if inner is None else replace(source, source=inner)
+            if isinstance(source, Mosaic):
+                tiles = [(tile, in_names(tile.source)) for tile in source.tiles]
+                moved = [replace(tile, source=inner) for tile, inner in tiles if inner is not None]
+                return replace(source, tiles=tuple(moved)) if len(moved) == len(tiles) else None
+            return None
+
+        if (places := in_names(tensor.source)) is not None:
+            return named, places
+        wanted = _Wanted(tensor.stored_name, tensor.shape, tensor.stored_dtype)
+        return {Path(wanted.name): wanted}, Extent(Path(wanted.name), 0, tensor.source.nbytes)
+
+    def _hold(self, wanted: _Wanted) -> memoryview:
+        """All bytes of a tensor of DeepSpeed's; it stays until another is asked for."""
+        if self._held is None or self._held[0] != wanted.name:
+            self._held = None  # so that two large tensors are never held at once
+            self._held = wanted.name, _flat_bytes(self._stored(wanted)).numpy().data
+        return self._held[1]
+
+    def _stored(self, tensor: _Wanted) -> torch.Tensor:
         """The whole tensor, in the shape and the element type that are stored."""
         import torch  # noqa: PLC0415 - takes seconds
 
-        name, wanted = tensor.stored_name, getattr(torch, tensor.stored_dtype.torch_name)
+        name, wanted = tensor.name, getattr(torch, tensor.dtype.torch_name)
         if name not in self._state:
             raise self._differs(f"leaves out {name!r}")
         with _refusals(self._tag_dir):
