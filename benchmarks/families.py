@@ -48,10 +48,27 @@ _SMALL = {
     "n_group": 1,
     "topk_group": 1,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "num_layers": 4,
+    "num_layers_per_stack": 1,
+    "expert_ffn_hidden_size": 24,
     "moe_intermediate_size": 24,
     "intermediate_size": 48,
 }
-_ELEMENTS_MAX = 150_000_000
+_LAYERS = ("num_hidden_layers", "depth", "first_k_dense_replace")
+_CUTS: tuple[Mapping[str, int], ...] = (
+    _SMALL,
+    {name: size for name, size in _SMALL.items() if name not in _LAYERS},
+    {name: size for name, size in _SMALL.items() if name in _LAYERS},
+    {},
+)
+"""What is tried in turn: some families do not build with every size that is small."""
+
+_ELEMENTS_MAX = 700_000_000
 _BUILD_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -136,7 +153,7 @@ def small_model(model_type: str) -> tuple[str, Any]:
     if named is None:
         raise LookupError("no auto class")
     architecture = named if isinstance(named, str) else named[0]
-    for cut in (_SMALL, {}):
+    for cut in _CUTS:
         try:
             config = transformers.AutoConfig.for_model(model_type)
             cut_down(config, cut)
@@ -155,6 +172,8 @@ def cut_down(config: Any, sizes: Mapping[str, int]) -> None:
             cut_down(value, sizes)
         elif name in sizes and isinstance(value, int) and value > sizes[name]:
             setattr(config, name, sizes[name])
+        elif name in sizes and isinstance(value, list):
+            setattr(config, name, [min(size, sizes[name]) for size in value])
     layers = getattr(config, "num_hidden_layers", None)
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(kinds := getattr(config, name, None), list) and isinstance(layers, int):

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 
 from tests.train_runs import Run, run, trained
 from zexport.errors import UsageError
+from zexport.model.matching import ModelNames
+from zexport.model.names import learn_names
+from zexport.model.sidecars import Sidecars
 from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
 from zexport.train.options import TrainOptions, read_ds_config, resumed
@@ -389,6 +392,9 @@ class TestTheSidecar:
         assert embedding["stored_name"] == "model.embed_tokens.weight"
         expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
         assert "stored_name" not in source["tensors"][expert]
+        names = learn_names(Sidecars(None, source, {}, (), None), {})
+        assert isinstance(names, ModelNames)
+        assert names.layouts[0].shapes == told
 
 
 def test_a_summary_says_what_to_type_next(tmp_path: Path) -> None:
