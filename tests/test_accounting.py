@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zexport
+from tests.checkpoints import Model, Run, save
 from zexport.checkpoint.contents import Role
 from zexport.errors import UnsupportedError
 from zexport.export.accounting import account
@@ -98,6 +99,13 @@ def test_the_manifest_and_the_report_have_the_account(tmp_path: Path) -> None:
     checkpoint = _checkpoint("z3_w4_bf16_odd")
     plan = zexport.plan_export(checkpoint, tmp_path / "out")
     assert plan.provenance["accounting"] == account(checkpoint, checkpoint.tensors).to_json()
+
+
+@pytest.mark.parametrize("run", [Run(stage=1), Run(stage=2), Run(stage=3, world_size=2)], ids=str)
+def test_tensors_without_elements_count_nothing(run: Run, tmp_path: Path) -> None:
+    model = Model([{"empty": torch.zeros(0), "full": torch.ones(3)}], {}, {}, {}, torch.float32)
+    checkpoint = zexport.open_checkpoint(save(model, run, tmp_path / "ckpt"))
+    assert account(checkpoint, checkpoint.tensors).used == 3
 
 
 def test_padding_lies_between_and_behind_parameters() -> None:

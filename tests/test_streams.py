@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -247,3 +250,60 @@ def test_threads_may_read_at_once(
         assert b"".join(parts) == data[0]
         reader.finish()
         assert reader.nbytes_read == 4000
+
+
+# --- what was read ---
+
+
+def _lines(file: SourceFile, *indices: int) -> str:
+    """The digest that a manifest should have, as its documentation says."""
+    members = [file.members[index] for index in indices]
+    data = file.path.read_bytes()
+    crcs = [zlib.crc32(data[m.offset : m.offset + m.nbytes]) for m in members]
+    lines = (
+        f"{m.name} {m.offset} {m.nbytes} {c:08x}\n" for m, c in zip(members, crcs, strict=True)
+    )
+    return blake3("".join(lines).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("with_crc", [True, False])
+@pytest.mark.parametrize("pieces", [1, 7, 4096])
+def test_the_digest_of_what_was_read_is_that_of_whole_records_in_any_order(
+    three: tuple[SourceFile, list[Extent], list[bytes]], with_crc: bool, pieces: int
+) -> None:
+    file, extents, _ = three
+    if not with_crc:
+        members = tuple(replace(member, crc32=None) for member in file.members)
+        file = replace(file, members=members)
+    first, last = min(extents, key=_offset), max(extents, key=_offset)
+    with SourceReader([file]) as reader:
+        ledgers = [reader.new_ledger() for _ in range(2)]
+        for number, start in enumerate(range(0, last.nbytes - 8, pieces)):
+            buffer = memoryview(bytearray(min(pieces, last.nbytes - 8 - start)))
+            reader.read_into(last, start, buffer, ledgers[number % 2])
+        reader.read_into(first, 4, memoryview(bytearray(4)), ledgers[0])
+        for ledger in reversed(ledgers):
+            reader.take(ledger.ranges())
+        assert reader.finish() == {file.path: _lines(file, 0, len(file.members) - 1)}
+
+
+def test_what_was_only_compared_is_in_no_digest(
+    three: tuple[SourceFile, list[Extent], list[bytes]],
+) -> None:
+    file, extents, _ = three
+    with SourceReader([file]) as reader:
+        _read(reader, extents[0], 0, 8)
+        assert reader.finish() == {}
+
+
+def test_a_range_of_another_file_layout_is_passed_over(
+    three: tuple[SourceFile, list[Extent], list[bytes]],
+) -> None:
+    file, _, _ = three
+    with SourceReader([file]) as reader:
+        reader.take({file.path: [(0, file.nbytes, 0)], Path("other"): [(0, 1, 0)]})
+        assert reader.finish() == {}
+
+
+def _offset(extent: Extent) -> int:
+    return extent.offset

@@ -86,12 +86,14 @@ def _outcome(
     export: Export, code: int, sent: signal.Signals, said: str, whole: dict[str, bytes]
 ) -> list[str]:
     """Hold what one signal has left against what is promised; words for what was found."""
-    assert code in (0, -sent, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
-    lines = said.split("\n")
-    assert "Traceback" not in said or code == -sent, said  # Python's own, before our first line
     words = [sent.name]
-    if code == _INTERRUPTED:
-        assert [line for line in lines if line][-1].startswith("Interrupted."), said
+    if code not in (0, _INTERRUPTED) and "cli/main.py" not in said:
+        words.append("ended by Python itself" if sent is not signal.SIGKILL else "ended")
+    else:
+        assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
+        assert "Traceback" not in said, said
+        lines = [line for line in said.split("\n") if line]
+        assert code == 0 or lines[-1].startswith("Interrupted."), said
     if export.out_dir.exists():
         words.append("whole")
         if code != 0:

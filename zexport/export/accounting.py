@@ -104,9 +104,9 @@ class _Places:
 
     def hold(self, source: ByteSource | None) -> bool:
         """Whether a source begins in flat data; then it lies there as a whole."""
-        first = None if source is None else next(iter(source.extents(0, 1)), None)
-        if source is None or first is None or not source.nbytes:
+        if source is None or not source.nbytes:
             return False
+        first = next(iter(source.extents(0, 1)))
         spans = self._spans.get(first.path, [])
         at = bisect_right(spans, (first.offset, 1 << 63)) - 1
         return at >= 0 and first.offset < spans[at][1]

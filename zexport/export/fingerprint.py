@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import cache
 
 from blake3 import blake3
 
 
 def fingerprint(*values: object) -> str:
-    """Equal for equal values, of frozen dataclasses, tuples, enums, paths and plain values.
+    """The same for the same plan, of frozen dataclasses, tuples, enums, paths and plain values.
 
-    What a value shares with many others, such as the flat groups below ten thousand tensors, is
-    looked into once.
+    Dataclasses in a tuple that many others share, such as the partitions below ten thousand
+    tensors, are looked into once. So equal plans may differ if their parts are shared in another
+    way; that errs towards doing work again.
     """
-    return _digest(values, {}).hex()
+    text = _Text()
+    for value in values:
+        text.write(value)
+    text.flush()
+    return text.digest.hexdigest()
 
 
-def _digest(value: object, known: dict[int, bytes]) -> bytes:
-    """The digest of a value; ``known`` is by identity, which holds while the caller holds it."""
-    if isinstance(value, bytes):
-        return blake3(value).digest()
-    if isinstance(value, tuple):
-        parts: Iterable[object] = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = (getattr(value, field.name) for field in fields(value) if field.compare)
-    else:
-        return repr(value).encode(errors="backslashreplace")
-    if id(value) not in known:
-        digest = blake3(type(value).__name__.encode())
-        for part in parts:
-            content = _digest(part, known)
-            digest.update(len(content).to_bytes(8, "little") + content)
-        known[id(value)] = digest.digest()
-    return known[id(value)]
+class _Text:
+    """Values written out one after another, each part with its length or its brackets."""
+
+    _FLUSH_PARTS = 4096
+
+    def __init__(self) -> None:
+        self.digest = blake3()
+        self._parts: list[bytes] = []
+        self._known: dict[int, int] = {}
+
+    def write(self, value: object) -> None:
+        """Add a value; a tuple of dataclasses that came before, by identity, as its number."""
+        if isinstance(value, tuple):
+            self._write_tuple(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            self._parts.append(f"{type(value).__name__}(".encode())
+            for name in _fields(type(value)):
+                self.write(getattr(value, name))
+            self._parts.append(b")")
+        elif isinstance(value, bytes):
+            self._parts.append(b"bytes %d:%s" % (len(value), value))
+        else:
+            plain = repr(value).encode(errors="backslashreplace")
+            self._parts.append(b"%d:%s" % (len(plain), plain))
+        if len(self._parts) > self._FLUSH_PARTS:
+            self.flush()
+
+    def _write_tuple(self, values: tuple[object, ...]) -> None:
+        if id(values) in self._known:
+            self._parts.append(b"#%d" % self._known[id(values)])
+            return
+        if values and is_dataclass(values[0]):
+            self._known[id(values)] = len(self._known)
+        self._parts.append(b"(%d," % len(values))
+        for value in values:
+            self.write(value)
+        self._parts.append(b")")
+
+    def flush(self) -> None:
+        """Take what was written into the digest."""
+        self.digest.update(b"".join(self._parts))
+        self._parts.clear()
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.compare)
