@@ -16,9 +16,11 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from zexport.api import consolidate, diff_models
+from zexport.checkpoint.contents import Role
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.comparison.diff import DiffReport
 from zexport.comparison.outcome import Outcome, TensorDiff
@@ -26,7 +28,7 @@ from zexport.comparison.values import PairSums, Side
 from zexport.comparison.verdict import Cause, judge
 from zexport.dtypes import DType
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError, ZexportError
-from zexport.options import ExportDType, ExportOptions
+from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import HeaderEntry, build_header
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -293,6 +295,32 @@ def test_an_export_in_16_bits_is_told_from_training(tmp_path: Path) -> None:
     assert "bfloat16" in report.verdict.sentence
 
 
+@pytest.mark.parametrize("case", ["z1_w2_bf16", "z2_w2_fp16", "z3_w4_bf16_odd", "z3_w3_bf16_tied"])
+def test_an_export_and_the_live_weights_of_the_engine_are_the_same(
+    case: str, tmp_path: Path
+) -> None:
+    consolidate(FIXTURES / case / "ckpt", tmp_path / "out")
+    report = diff_models(tmp_path / "out", FIXTURES / case / "truth.safetensors")
+    assert {tensor.outcome for tensor in report.tensors} == {Outcome.EQUAL}
+
+
+@pytest.mark.parametrize("case", ["z2_w2_bf16_lora", "z3_w2_bf16_frozen"])
+def test_an_export_and_its_base_differ_in_what_was_trained(case: str, tmp_path: Path) -> None:
+    """The base is the export itself as it was before the trainable weights moved."""
+    checkpoint = open_checkpoint(FIXTURES / case / "ckpt")
+    trained = {t.name for t in checkpoint.tensors if t.role is Role.TRAINABLE}
+    consolidate(FIXTURES / case / "ckpt", tmp_path / "out", ExportOptions(layout=NameLayout.MEMORY))
+    live = load_file(tmp_path / "out" / "model.safetensors")
+    torch.manual_seed(3)
+    base = {
+        name: value + 0.01 * value.std() * torch.randn_like(value) if name in trained else value
+        for name, value in live.items()
+    }
+    report = diff_models(tmp_path / "out", written(tmp_path / "base", base))
+    assert {t.name for t in report.tensors if t.outcome is Outcome.DIFFERENT} == trained
+    assert report.verdict.cause is Cause.TRAINING
+
+
 def test_a_single_file_may_be_named(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", {"x": torch.ones(2)})
     report = diff_models(folder / "model.safetensors", folder)
@@ -304,8 +332,6 @@ def test_a_tie_that_a_manifest_records_is_compared_with_its_source(tmp_path: Pat
     consolidate(tied, tmp_path / "tied")
     manifest = json.loads((tmp_path / "tied" / "zexport_manifest.json").read_bytes())
     ((alias, source),) = manifest["tied"].items()
-    from safetensors.torch import load_file
-
     tensors = load_file(tmp_path / "tied" / "model.safetensors")
     untied = written(tmp_path / "untied", tensors | {alias: tensors[source]})
     for report in (diff_models(tmp_path / "tied", untied), diff_models(untied, tmp_path / "tied")):
