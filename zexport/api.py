@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.comparison.diff import DiffReport, diff_weights
 from zexport.errors import VerificationError
@@ -60,6 +61,7 @@ def verify_export(
     against: Checkpoint | None = None,
     base: Path | str | None = None,
     check: CheckMode = CheckMode.SAMPLED,
+    follow_symlinks: bool = False,
     progress: OnProgress | None = None,
 ) -> VerifyReport:
     """What is wrong with an export, if anything.
@@ -68,20 +70,25 @@ def verify_export(
         out_dir: a folder that ``consolidate`` made.
         against: the checkpoint it came from; every tensor is then made again from it.
         base: the base model, where weights came from one.
+        follow_symlinks: read what a link leads to, wherever that is.
         check: how much of the masters is held against the module's own copy of them.
         progress: told of every step.
 
     Raises:
         VerificationError: the folder has no readable manifest.
         CheckpointError: ``against`` cannot be opened or read, or is damaged.
+        UnsafeError: a link leads outside the folder that it lies in.
     """
     out_dir = Path(out_dir)
+    if out_dir.is_dir():
+        Boundary.of(out_dir, follow=follow_symlinks).check_tree(out_dir)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     base = Path(base) if base is not None else None
     options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
-    checkpoint = open_checkpoint(against, tag=_tag_of(manifest.provenance.get("checkpoint")))
+    tag = _tag_of(manifest.provenance.get("checkpoint"))
+    checkpoint = open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
 
@@ -119,6 +126,7 @@ def consolidate(
     options: ExportOptions | None = None,
     *,
     tag: str | None = None,
+    follow_symlinks: bool = False,
     verify: VerifyMode = VerifyMode.READBACK,
     progress: OnProgress | None = None,
 ) -> ExportReport:
@@ -129,13 +137,15 @@ def consolidate(
         out_dir: the folder to make; it appears complete or not at all.
         options: element type, names, sizes; see ``ExportOptions``.
         tag: which checkpoint, where there are several.
+        follow_symlinks: read what a link leads to, wherever that is.
         verify: how the result is read again before the folder gets its name.
         progress: told of every step.
 
     Raises:
         ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
     """
-    plan = plan_export(open_checkpoint(checkpoint, tag=tag), out_dir, options)
+    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+    plan = plan_export(opened, out_dir, options)
     return run_export(plan, verify=verify, progress=progress)
 
 

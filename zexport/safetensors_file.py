@@ -12,6 +12,7 @@ from pathlib import Path
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.extents import Extent
+from zexport.regular_files import open_regular
 
 HEADER_NBYTES_LIMIT = 100_000_000
 """Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""
@@ -138,7 +139,7 @@ def read_header(
         UnsupportedError: an element type that zexport does not know.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file_nbytes = file.seek(0, 2)
             file.seek(0)
             prefix = file.read(_LENGTH.size)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import (
     AmbiguousTagError,
@@ -22,7 +23,9 @@ from zexport.errors import (
     UnsafeError,
     UsageError,
 )
+from zexport.regular_files import read_regular
 
+_LATEST = ("latest", "latest_universal")
 _LATEST_NBYTES_MAX = 4096
 
 
@@ -57,6 +60,7 @@ class Location:
         chosen: how the tag was chosen.
         framework: who arranged the folders.
         tags: names of all tag folders in ``root``, newest last.
+        boundary: where its files, and those of the other tags, may lie.
     """
 
     root: Path
@@ -64,6 +68,7 @@ class Location:
     chosen: TagChoice
     framework: Framework
     tags: tuple[str, ...]
+    boundary: Boundary
 
     @property
     def tag_dir(self) -> Path:
@@ -99,28 +104,30 @@ def _children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...
     return tuple(sorted(names, key=_by_number))
 
 
-def locate(path: Path, tag: str | None = None) -> Location:
+def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
     """The tag folder that ``path`` and ``tag`` mean.
 
     The tag comes from ``tag``, else from the level given, else from ``latest``, else it is the only
-    one there. ``latest`` names a child of its own folder and nothing else.
+    one there. ``latest`` names a child of its own folder and nothing else. Links lead to somewhere
+    below ``path``, unless ``follow_symlinks`` lets them lead anywhere.
 
     Raises:
         NotACheckpointError: there is no rank file at or below ``path``.
         AmbiguousTagError: several tags, and nothing says which.
         CheckpointError: ``latest`` or ``tag`` names nothing.
-        UnsafeError: ``latest`` or ``tag`` leads outside its folder.
+        UnsafeError: ``latest``, ``tag`` or a link leads outside its folder.
     """
     with _reading(path):
         path = _folder(path)
+        boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
-            return _handed_over(path, tag)
+            return _handed_over(path, tag, boundary)
         if list_tags(path) or (path / "latest").is_file():
-            return _locate_in_root(path, tag)
-        return _locate_in_run(path, tag)
+            return _locate_in_root(path, tag, boundary)
+        return _locate_in_run(path, tag, boundary)
 
 
-def locate_all(path: Path) -> tuple[Location, ...]:
+def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
     """Every tag folder at or below ``path``, newest first.
 
     Raises:
@@ -129,11 +136,12 @@ def locate_all(path: Path) -> tuple[Location, ...]:
     """
     with _reading(path):
         path = _folder(path)
+        boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
-            return (_handed_over(path, None),)
+            return (_handed_over(path, None, boundary),)
         roots = [path] if list_tags(path) else [path / run for run in _runs(path)]
         return tuple(
-            _location(root, tag, TagChoice.NEWEST)
+            _location(root, tag, TagChoice.NEWEST, boundary)
             for root in reversed(roots)
             for tag in reversed(list_tags(root))
         )
@@ -159,7 +167,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _handed_over(path: Path, tag: str | None) -> Location:
+def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
     if tag not in (None, path.name):
         raise UsageError(
             "is a tag folder itself, and --tag names another",
@@ -167,10 +175,11 @@ def _handed_over(path: Path, tag: str | None) -> Location:
             found=tag,
             hint=f"Leave out --tag, or give {path.parent}",
         )
-    return _location(path.parent, path.name, TagChoice.HANDED_OVER)
+    boundary = boundary.including(path.parent)
+    return _location(path.parent, path.name, TagChoice.HANDED_OVER, boundary)
 
 
-def _locate_in_run(path: Path, tag: str | None) -> Location:
+def _locate_in_run(path: Path, tag: str | None, boundary: Boundary) -> Location:
     """Descend from a run's ``output_dir`` into one of its checkpoints."""
     runs = _runs(path)
     if tag is None and len(runs) > 1:
@@ -181,9 +190,9 @@ def _locate_in_run(path: Path, tag: str | None) -> Location:
             hint=f"Choose one with --tag, for example --tag {runs[-1]}",
         )
     if tag is None:
-        return _locate_in_root(path / runs[0], None)
+        return _locate_in_root(path / runs[0], None, boundary)
     if tag in runs:
-        return _locate_in_root(path / tag, None)
+        return _locate_in_root(path / tag, None, boundary)
     raise CheckpointError(
         f"has no checkpoint named {tag!r}", path=path, found=", ".join(runs), hint="Choose one"
     )
@@ -203,19 +212,21 @@ def _runs(path: Path) -> tuple[str, ...]:
     return runs
 
 
-def _locate_in_root(root: Path, tag: str | None) -> Location:
+def _locate_in_root(root: Path, tag: str | None, boundary: Boundary) -> Location:
     tags = list_tags(root)
     if tag is not None:
         _check_child_name(tag, root / tag, UsageError)
         if is_tag_dir(root / tag):
-            return _location(root, tag, TagChoice.OPTION)
+            return _location(root, tag, TagChoice.OPTION, boundary)
         raise CheckpointError(
             f"has no tag {tag!r}", path=root, found=_listed(tags), hint="Choose one of these tags"
         )
-    latest = read_latest(root) or read_latest(root, "latest_universal")
+    for name in _LATEST:
+        boundary.check(root / name)
+    latest = next(filter(None, (read_latest(root, name) for name in _LATEST)), None)
     if latest is not None:
         if is_tag_dir(root / latest):
-            return _location(root, latest, TagChoice.LATEST)
+            return _location(root, latest, TagChoice.LATEST, boundary)
         raise CheckpointError(
             f"names the tag {latest!r}, which is not there",
             path=root / "latest",
@@ -229,7 +240,7 @@ def _locate_in_root(root: Path, tag: str | None) -> Location:
             found=_listed(tags),
             hint=f"Choose one with --tag, for example --tag {tags[-1]}",
         )
-    return _location(root, tags[0], TagChoice.ONLY)
+    return _location(root, tags[0], TagChoice.ONLY, boundary)
 
 
 def read_latest(root: Path, name: str = "latest") -> str | None:
@@ -244,17 +255,16 @@ def read_latest(root: Path, name: str = "latest") -> str | None:
     path = root / name
     if not path.is_file():
         return None
-    with path.open("rb") as file:
-        raw = file.read(_LATEST_NBYTES_MAX + 1)
+    raw = read_regular(path, _LATEST_NBYTES_MAX)
     try:
-        tag = raw.decode().strip()
+        tag = (raw or b"").decode().strip()
     except UnicodeDecodeError:
         tag = ""
-    if not tag or len(raw) > _LATEST_NBYTES_MAX or "\n" in tag:
+    if not tag or "\n" in tag:
         raise DamagedCheckpointError(
             "does not name a tag",
             path=path,
-            found=f"{len(raw)} bytes" if len(raw) <= _LATEST_NBYTES_MAX else "a large file",
+            found="a large file" if raw is None else f"{len(raw)} bytes",
             expected="one line such as global_step100",
             hint="Name the tag with --tag",
         )
@@ -273,8 +283,8 @@ def _check_child_name(tag: str, path: Path, error: type[UnsafeError] | type[Usag
         )
 
 
-def _location(root: Path, tag: str, chosen: TagChoice) -> Location:
-    return Location(root, tag, chosen, _framework(root, tag), list_tags(root))
+def _location(root: Path, tag: str, chosen: TagChoice, boundary: Boundary) -> Location:
+    return Location(root, tag, chosen, _framework(root, tag), list_tags(root), boundary)
 
 
 def _framework(root: Path, tag: str) -> Framework:

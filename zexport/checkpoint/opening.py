@@ -22,6 +22,7 @@ from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, r
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
 from zexport.errors import (
+    CheckpointError,
     IncompleteCheckpointError,
     UnsupportedError,
     UsageError,
@@ -39,7 +40,9 @@ Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 """Where a checkpoint lies: one path, or those of its parts on several nodes."""
 
 
-def open_checkpoint(path: Checkpoint, *, tag: str | None = None) -> ZeroCheckpoint:
+def open_checkpoint(
+    path: Checkpoint, *, tag: str | None = None, follow_symlinks: bool = False
+) -> ZeroCheckpoint:
     """The checkpoint that ``path`` and ``tag`` mean, from metadata alone.
 
     Args:
@@ -47,6 +50,8 @@ def open_checkpoint(path: Checkpoint, *, tag: str | None = None) -> ZeroCheckpoi
             nodes kept their own parts of one checkpoint.
         tag: name of the tag; ``newest`` for the newest without problems (the newest, if all have
             some); ``None`` takes it from the level given or ``latest``.
+        follow_symlinks: read what a link leads to, wherever that is; without it, only what lies
+            below ``path``.
 
     Guarantees that no tensor data is read, but for one scalar a rank file, and that no code of the
     checkpoint runs. What stands in the way of an export is in ``problems``, not raised.
@@ -55,14 +60,14 @@ def open_checkpoint(path: Checkpoint, *, tag: str | None = None) -> ZeroCheckpoi
         CheckpointError: there is no checkpoint, or the tag is not there.
         AmbiguousTagError: several tags, and nothing says which.
         UsageError: the parts are of different tags.
-        UnsafeError: ``latest`` leads outside its folder.
+        UnsafeError: ``latest`` or a link leads outside its folder.
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     if tag != NEWEST:
-        return _open([locate(part, tag) for part in paths])
+        return _open([locate(part, tag, follow_symlinks=follow_symlinks) for part in paths])
     if len(paths) > 1:
         raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
-    return _open_newest(locate_all(paths[0]))
+    return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
 
 
 def _open_newest(locations: Sequence[Location]) -> ZeroCheckpoint:
@@ -72,6 +77,7 @@ def _open_newest(locations: Sequence[Location]) -> ZeroCheckpoint:
 
 def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
     location = locations[0]
+    _check_links(locations)
     files = unite(locations)
     cells = _read_cells(location.tag_dir, files)
     structure = recognise(location.tag_dir, files, cells)
@@ -88,6 +94,17 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
         problems.append(_swapped_out(location.tag_dir) or error)
     problems += _missing_frozen(location.tag_dir, cells, assembled.inventory)
     return _describe(location, files, cells, structure, assembled, tuple(problems))
+
+
+def _check_links(locations: Sequence[Location]) -> None:
+    """Refuse a tag folder with a link to outside, before anything in it is read."""
+    for location in locations:
+        try:
+            location.boundary.check_tree(location.tag_dir)
+        except OSError as cause:
+            raise CheckpointError(
+                f"cannot be read: {cause.strerror}", path=Path(cause.filename or location.tag_dir)
+            ) from cause
 
 
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:

@@ -16,6 +16,7 @@ from zexport.cli.options import (
     adapter_options,
     jobs_option,
     json_option,
+    links_option,
     progress_options,
     tag_option,
 )
@@ -96,6 +97,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
     help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
 )
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
+@links_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT once the new folder is complete.")
 @json_option
@@ -108,6 +110,7 @@ def consolidate(
     check: str,
     allow: tuple[str, ...],
     no_verify: bool,
+    follow_symlinks: bool,
     dry_run: bool,
     json: bool,
     progress: str,
@@ -154,7 +157,8 @@ def consolidate(
         allow=frozenset(FindingKind(kind) for kind in allow),
         **adapter,
     )
-    plan = plan_export(open_checkpoint(ckpts, tag=tag), out, options)
+    checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
+    plan = plan_export(checkpoint, out, options)
     if dry_run:
         _show(plan, json=json)
         return

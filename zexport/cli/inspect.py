@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zexport.cli.options import PATH, json_option, progress_options, tag_option
+from zexport.cli.options import PATH, json_option, links_option, progress_options, tag_option
 
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "--stats", is_flag=True, help="Read the data too: norm, min, max, mean, NaN and Inf of tensors."
 )
+@links_option
 @json_option
 @progress_options
 def inspect(
@@ -32,6 +33,7 @@ def inspect(
     tensors: bool,
     files: bool,
     stats: bool,
+    follow_symlinks: bool,
     json: bool,
     progress: str,
     quiet: bool,
@@ -47,7 +49,7 @@ def inspect(
     from zexport.inspection.inspect import inspect_checkpoint
     from zexport.report.inspect import inspection_json, print_inspection
 
-    found = inspect_checkpoint(ckpts, tag=tag)
+    found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     statistics = None
     if stats and found.checkpoint is not None:
         statistics = _measure(found.checkpoint, progress, quiet=quiet)

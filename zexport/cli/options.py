@@ -80,6 +80,15 @@ def tag_option(command: F) -> F:
     )(command)
 
 
+def links_option(command: F) -> F:
+    """``--follow-symlinks``: what a link in a folder may lead to."""
+    return click.option(
+        "--follow-symlinks",
+        is_flag=True,
+        help="Read links that lead outside the folders given, which are refused otherwise.",
+    )(command)
+
+
 def json_option(command: F) -> F:
     """``--json``: one object on stdout in place of text."""
     return click.option("--json", is_flag=True, help="Print one JSON object on stdout.")(command)

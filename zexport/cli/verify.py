@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from zexport.cli.options import PATH, json_option, progress_options
+from zexport.cli.options import PATH, json_option, links_option, progress_options
 from zexport.errors import VerificationError
 from zexport.options import CheckMode
 
@@ -25,6 +25,7 @@ from zexport.options import CheckMode
     show_default=True,
     help="With --against: how much of the masters is held against the module's rounded copy.",
 )
+@links_option
 @json_option
 @progress_options
 def verify(
@@ -33,6 +34,7 @@ def verify(
     against: Path | None,
     base: Path | None,
     check: str,
+    follow_symlinks: bool,
     json: bool,
     progress: str,
     quiet: bool,
@@ -48,7 +50,12 @@ def verify(
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         found = verify_export(
-            out, against=against, base=base, check=CheckMode(check), progress=on_progress
+            out,
+            against=against,
+            base=base,
+            check=CheckMode(check),
+            follow_symlinks=follow_symlinks,
+            progress=on_progress,
         )
     if json:
         click.echo(dumps(verify_json(found), indent=2))

@@ -109,7 +109,8 @@ def run_plan(
     with ExitStack() as stack:
         sources = stack.enter_context(SourceReader(plan.sources))
         reader = FileReader(sources) if reader is None else reader
-        paths = tuple(source.path for source in plan.sources)
+        paths = [source.path for source in plan.sources]
+        paths += [side.origin for side in plan.side_files if side.origin is not None]
         folder = stack.enter_context(
             staged_folder(plan.out_dir, overwrite=plan.overwrite, sources=paths)
         )

@@ -11,10 +11,12 @@ from zexport.dtypes import DType
 from zexport.errors import VerificationError
 from zexport.findings import Finding, FindingKind
 from zexport.jsontypes import Json
+from zexport.regular_files import read_regular
 from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"
 SCHEMA = 1
+_NBYTES_MAX = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,8 @@ def read_manifest(out_dir: Path) -> Manifest:
     """
     path = out_dir / MANIFEST_NAME
     try:
-        table = json.loads(path.read_bytes())
+        content = read_regular(path, _NBYTES_MAX)
+        table = None if content is None else json.loads(content)
         if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise VerificationError(
                 "has another schema than this zexport understands",

@@ -11,9 +11,10 @@ from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
 from zexport.computed import updates_in
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError, MemoryLimitError, UnsafeError, ZexportError
+from zexport.errors import DamagedCheckpointError, MemoryLimitError, ZexportError
 from zexport.export.accounting import account
 from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
+from zexport.export.base_weights import read_base
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
@@ -33,12 +34,11 @@ from zexport.export.ties import settle_ties
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
-from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
-from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.safetensors_file import SafetensorsHeader
 from zexport.streams.calculator import held_nbytes
 from zexport.torchfile.archive import Member
 
@@ -64,7 +64,7 @@ def plan_export(
     options = options or ExportOptions()
     findings = raise_problems(checkpoint, options.allow)
     _share_memory(options)
-    sidecars = find_sidecars(checkpoint.location.root, options.base)
+    sidecars = find_sidecars(location.root, options.base, location.boundary)
     original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
     base = _read_base(options.base)
@@ -324,50 +324,9 @@ def _beside(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
     if not may_be_gathered(checkpoint):
         return ()
     try:
-        headers = _read_base(checkpoint.location.root)
+        headers = read_base(
+            checkpoint.location.root, follow_symlinks=checkpoint.location.boundary.follow
+        )
     except ZexportError:
         return ()  # nothing depends on them; `zexport inspect` tells what is wrong
     return () if any(header.path.is_symlink() for header in headers) else headers
-
-
-def _read_base(base: Path | None) -> tuple[SafetensorsHeader, ...]:
-    """Headers of a base model's weight files: those that its index names, else the single one."""
-    if base is None:
-        return ()
-    index = base / INDEX_FILE
-    if index.is_file():
-        return tuple(_read_indexed(index))
-    single = base / SINGLE_FILE
-    return (read_header(single),) if single.is_file() else ()
-
-
-def _read_indexed(index: Path) -> Iterator[SafetensorsHeader]:
-    """Headers of the files that an index names, each with the tensors that it places there.
-
-    Raises:
-        UnsafeError: it names something else than a file beside it.
-    """
-    weight_map = read_json_object(index).get("weight_map")
-    placed: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
-        if not isinstance(name, str) or name in ("", "..") or "\0" in name or "/" in name:
-            raise UnsafeError(
-                "names a file that does not lie beside it",
-                path=index,
-                found=repr(name),
-                expected="the name of a safetensors file",
-                hint="Mend the index, or give another model folder",
-            )
-        placed.setdefault(name, set()).add(tensor)
-    for name in sorted(placed):
-        header = read_header(index.with_name(name))
-        tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
-        yield replace(header, tensors=tensors)
-
-
-def _base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
-        for header in base
-        for name, tensor in header.tensors.items()
-    }

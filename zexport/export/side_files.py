@@ -12,6 +12,7 @@ from zexport.errors import CheckpointError
 from zexport.export.disk import OutputFile, blocks
 from zexport.export.manifest import FileEntry
 from zexport.export.plan import SideFile
+from zexport.regular_files import open_regular
 from zexport.retries import steadily
 
 _COPY_NBYTES = 1 << 20
@@ -38,7 +39,7 @@ def side_content(side: SideFile) -> Iterator[bytes]:
     if side.origin is None:
         yield side.content or b""
         return
-    with _reading(side.origin), side.origin.open("rb", buffering=0) as file:
+    with _reading(side.origin), open_regular(side.origin) as file:
         while data := steadily(lambda: file.read(_COPY_NBYTES)):
             yield data
 

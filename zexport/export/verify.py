@@ -28,12 +28,14 @@ from zexport.export.readback import Phase, Progress
 from zexport.export.replicas import compare_replicas
 from zexport.export.shards import HEAD_FILE
 from zexport.jsontypes import Json
+from zexport.regular_files import read_regular
 from zexport.safetensors_file import SafetensorsHeader, read_header
 from zexport.streams.crc_ledger import Ledger
 from zexport.streams.digests import digest_file, digest_ranges, digest_shard
 from zexport.streams.reader import SourceReader
 
 REPORT_SCHEMA = 1
+_INDEX_NBYTES_MAX = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
 _OTHER_BYTES = "does not hold the bytes that were written"
 _SHARD_PATTERN = "*.safetensors"
@@ -211,7 +213,7 @@ def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> lis
             return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
         return []
     try:
-        index = json.loads(path.read_bytes())
+        index = json.loads(read_regular(path, _INDEX_NBYTES_MAX) or b"")
         weight_map = dict(index["weight_map"])
         total_nbytes = index["metadata"]["total_size"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.dtypes import DType
-from zexport.errors import AmbiguousTagError, ZexportError
+from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.inspection.tag_summary import TagSummary, summarize_choice, summarize_tags
 from zexport.inspection.weight_files import WeightFile, list_weight_files
 from zexport.model.sidecars import find_sidecars
@@ -106,43 +106,49 @@ class Inspection:
         return _missing_files(self.checkpoint) if self.checkpoint is not None else ()
 
 
-def inspect_checkpoint(path: Checkpoint, *, tag: str | None = None) -> Inspection:
+def inspect_checkpoint(
+    path: Checkpoint, *, tag: str | None = None, follow_symlinks: bool = False
+) -> Inspection:
     """What is at ``path``; no tensor data is read, but for one scalar a rank file.
 
     Args:
         path: any level of a checkpoint's folders; several where nodes kept their own parts.
         tag: name of the tag, or ``newest``.
+        follow_symlinks: read what a link leads to, wherever that is.
 
     Raises:
         CheckpointError: there is no checkpoint, or the tag is not there.
-        UnsafeError: ``latest`` leads outside its folder.
+        UnsafeError: ``latest`` or a link leads outside its folder.
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     try:
-        checkpoint = open_checkpoint(paths, tag=tag)
+        checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
     except AmbiguousTagError:
-        return _choice(paths[0])
+        return _choice(paths[0], follow_symlinks=follow_symlinks)
+    boundary = checkpoint.location.boundary
     root = checkpoint.location.root
     problems = list(checkpoint.problems)
     missing_sidecars: tuple[str, ...] = ()
     try:
-        missing_sidecars = find_sidecars(root).missing
+        missing_sidecars = find_sidecars(root, None, boundary).missing
+    except UnsafeError:
+        raise
     except ZexportError as error:
         problems.append(error)
     return Inspection(
         path=paths[0],
         tags=summarize_tags(checkpoint),
         checkpoint=checkpoint,
-        weight_files=list_weight_files(root, _stored_empty(checkpoint)),
+        weight_files=list_weight_files(root, _stored_empty(checkpoint), boundary),
         missing_sidecars=missing_sidecars,
         problems=tuple(problems),
         verdict=_verdict(paths, tag, checkpoint, problems),
     )
 
 
-def _choice(path: Path) -> Inspection:
+def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
     """Several checkpoints: what each is, so that one can be chosen."""
-    tags = summarize_choice(path)
+    tags = summarize_choice(path, follow_symlinks=follow_symlinks)
     newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
     verdict = Verdict(
         Outcome.CHOOSE_TAG,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import list_run_checkpoints, list_tags, locate
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
@@ -48,24 +49,29 @@ def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
     return tuple(
         _of_opened(checkpoint)
         if tag == location.tag
-        else _summarize(tag, location.root / tag, is_read=index >= first_read)
+        else _summarize(tag, location.root / tag, location.boundary, is_read=index >= first_read)
         for index, tag in enumerate(location.tags)
     )
 
 
-def summarize_choice(path: Path) -> tuple[TagSummary, ...]:
+def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
     """The tags in ``path``, or the checkpoints in a run's folder, newest last."""
+    boundary = Boundary.of(path, follow=follow_symlinks)
     tags = list_tags(path)
     names = tags or list_run_checkpoints(path)
     first_read = len(names) - _TAGS_READ_MAX
     summaries = []
     for index, name in enumerate(names):
         try:
-            folder = path / name if tags else locate(path / name).tag_dir
+            folder = (
+                path / name
+                if tags
+                else locate(path / name, follow_symlinks=follow_symlinks).tag_dir
+            )
         except ZexportError:  # this one cannot be opened without a tag of its own, or at all
             summaries.append(TagSummary(name, None, 0, None, None, is_chosen=False))
         else:
-            summaries.append(_summarize(name, folder, is_read=index >= first_read))
+            summaries.append(_summarize(name, folder, boundary, is_read=index >= first_read))
     return tuple(summaries)
 
 
@@ -82,9 +88,11 @@ def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
     )
 
 
-def _summarize(name: str, folder: Path, *, is_read: bool) -> TagSummary:
+def _summarize(name: str, folder: Path, boundary: Boundary, *, is_read: bool) -> TagSummary:
+    """One tag that is not opened; of files that lie outside, only the names are told."""
     files = [file for file in list_rank_files(folder) if file.mp_rank == 0]
     optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    is_read = is_read and all(boundary.holds(file.path) for file in files)
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
     return TagSummary(
         name=name,

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.errors import ZexportError
 from zexport.safetensors_file import read_header
 from zexport.torchfile.archive import read_torch_file
@@ -44,14 +45,22 @@ class WeightFile:
     problem: str = ""
 
 
-def list_weight_files(root: Path, empty: Container[str]) -> tuple[WeightFile, ...]:
+def list_weight_files(
+    root: Path, empty: Container[str], boundary: Boundary
+) -> tuple[WeightFile, ...]:
     """The weight files directly in ``root``, by name; no tensor data is read.
 
     Args:
         root: the folder.
         empty: names of tensors that have no elements by nature.
+        boundary: where links may lead.
+
+    Raises:
+        UnsafeError: a link leads outside.
     """
     paths = {path for pattern in _PATTERNS for path in root.glob(pattern) if path.is_file()}
+    for path in sorted(paths):
+        boundary.check(path)
     return tuple(_read(path, empty) for path in sorted(paths))
 
 

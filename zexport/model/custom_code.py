@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
 from zexport.jsontypes import Json
+from zexport.regular_files import read_regular
 
 _SOURCE_NBYTES_MAX = 4 << 20
 _FILES_MAX = 256
@@ -63,11 +64,10 @@ def code_files(folder: Path, modules: Iterable[str]) -> dict[str, Path]:
 
 def _source_of(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            source = file.read(_SOURCE_NBYTES_MAX + 1)
+        source = read_regular(path, _SOURCE_NBYTES_MAX)
     except OSError as cause:
         raise DamagedCheckpointError(f"cannot be read: {cause.strerror}", path=path) from cause
-    if len(source) > _SOURCE_NBYTES_MAX:
+    if source is None:
         raise DamagedCheckpointError(
             "is too large for a Python module",
             path=path,

@@ -8,6 +8,7 @@ from typing import cast
 
 from zexport.errors import DamagedCheckpointError
 from zexport.jsontypes import Json, JsonObject
+from zexport.regular_files import read_regular
 
 _NBYTES_MAX = 64 << 20
 
@@ -38,9 +39,8 @@ def read_json_list(path: Path) -> list[Json]:
 
 def _read(path: Path, kind: str) -> Json:
     try:
-        with path.open("rb") as file:
-            content = file.read(_NBYTES_MAX + 1)
-        value = json.loads(content) if len(content) <= _NBYTES_MAX else None
+        content = read_regular(path, _NBYTES_MAX)
+        value = None if content is None else json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         raise _is_not(path, kind, error) from error
     return cast("Json", value)

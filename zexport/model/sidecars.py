@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.jsontypes import Json, JsonObject
 from zexport.model.config import ConfigFile
@@ -25,6 +26,7 @@ _GENERATION_CONFIG = "generation_config.json"
 _README = "README.md"
 _SOURCE_SIDECAR = "zexport_source.json"
 _COPIED_NBYTES_MAX = 1 << 30
+_OWN_FOLDERS = Boundary(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +48,27 @@ class Sidecars:
     base: Path | None
 
 
-def find_sidecars(root: Path, base: Path | None = None) -> Sidecars:
+def find_sidecars(
+    root: Path, base: Path | None = None, boundary: Boundary = _OWN_FOLDERS
+) -> Sidecars:
     """The files that belong to the checkpoint in ``root``.
 
     Each kind comes whole from the first folder that has it: ``root``, its parent (the Hugging Face
     Trainer's ``output_dir``), ``base``. Kinds are never mixed from two folders. A model card is
     kept where it lies in ``root`` itself, and licences are those of ``root``, else of ``base``:
-    what lies above a checkpoint may be about anything.
+    what lies above a checkpoint may be about anything. A link leads to somewhere in the folder that
+    it lies in, or within ``boundary``.
 
     Raises:
         DamagedCheckpointError: a config or sidecar is not JSON, or a file is absurdly large.
         NotACheckpointError: ``base`` is no folder.
+        UnsafeError: a link leads outside.
     """
     if base is not None and not base.is_dir():
         raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")
     given = [] if base is None else [base]
     folders = [root, root.parent, *given]
-    config = _find_config(root, folders)
+    config = _find_config(root, folders, boundary)
     tokenizer = tokenizer_files(folders)
     copied = _first_of(present(folder, (_GENERATION_CONFIG,)) for folder in folders)
     copied |= sentence_transformers_files(folders)
@@ -71,15 +77,23 @@ def find_sidecars(root: Path, base: Path | None = None) -> Sidecars:
     if config is not None:
         copied |= config_code([config.path.parent, *folders], config.content)
     copied |= processor_files(folders) | tokenizer
+    _check_links(copied.values(), (root, *given, root.parent), boundary)
     _check_sizes(copied)
     missing = tuple(
         word for word, found in (("config.json", config), ("a tokenizer", tokenizer)) if not found
     )
-    return Sidecars(config, _read_source_sidecar(root), copied, missing, base)
+    return Sidecars(config, _read_source_sidecar(root, boundary), copied, missing, base)
 
 
 def _first_of(found: Iterable[Files]) -> Files:
     return next(filter(None, found), {})
+
+
+def _check_links(paths: Iterable[Path], folders: Sequence[Path], boundary: Boundary) -> None:
+    """Refuse a file that leads out of the first of the folders that it lies in."""
+    within = {folder: boundary.including(folder) for folder in folders}
+    for path in paths:
+        next(within[folder] for folder in folders if path.is_relative_to(folder)).check(path)
 
 
 def _check_sizes(files: Files) -> None:
@@ -94,10 +108,11 @@ def _check_sizes(files: Files) -> None:
             )
 
 
-def _find_config(root: Path, folders: Sequence[Path]) -> ConfigFile | None:
+def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> ConfigFile | None:
     for folder in folders:
         path = folder / _CONFIG
         if path.is_file():
+            boundary.including(folder).check(path)
             content = _read_config(path, is_the_models=folder != root.parent)
             if "model_type" in content or "architectures" in content:
                 return ConfigFile(path, content)
@@ -114,6 +129,7 @@ def _read_config(path: Path, *, is_the_models: bool) -> JsonObject:
         return {}
 
 
-def _read_source_sidecar(root: Path) -> Mapping[str, Json] | None:
+def _read_source_sidecar(root: Path, boundary: Boundary) -> Mapping[str, Json] | None:
     path = root / _SOURCE_SIDECAR
+    boundary.including(root).check(path)
     return read_json_object(path) if path.is_file() else None

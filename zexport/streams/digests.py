@@ -9,6 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from zexport.regular_files import open_descriptor
 from zexport.retries import read_some, steadily, synced
 
 _CHUNK_NBYTES = 1 << 20
@@ -61,7 +62,7 @@ def digest_ranges(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    descriptor = steadily(lambda: open_descriptor(path))
     try:
         yield descriptor
     finally:

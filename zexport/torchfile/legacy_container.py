@@ -8,9 +8,10 @@ Source: torch 2.13, ``torch/serialization.py``, ``_legacy_save`` and ``_legacy_l
 
 from __future__ import annotations
 
+from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.torchfile.pickles import ForeignStorage, Pickle, StorageRef, load
@@ -50,7 +51,7 @@ class LegacyRecords:
         return self._offsets[storage]
 
 
-def read_legacy(file: BinaryIO, path: Path) -> tuple[Pickle, LegacyRecords]:
+def read_legacy(file: FileIO, path: Path) -> tuple[Pickle, LegacyRecords]:
     """The object in a file of the old container and its storages; reads no tensor data."""
     with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         magic = load(data, path=path)

@@ -7,17 +7,17 @@ asked for, since that costs one small read a record.
 from __future__ import annotations
 
 import os
-import stat
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
+from zexport.regular_files import open_regular
 from zexport.torchfile.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
 
 COPY_AGAIN = "Copy the file again from where it was written"
@@ -38,12 +38,10 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[FileIO]:
     """The file, open for reading; what the system refuses becomes a ``CheckpointError``."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError("is not a file", path=path, hint="Name the file itself")
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         hint = "Check that it is a file that you may read"
@@ -211,7 +209,7 @@ def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> byt
 
 
 def read_zip(
-    file: BinaryIO, path: Path, known: dict[bytes, Pickle] | None = None
+    file: FileIO, path: Path, known: dict[bytes, Pickle] | None = None
 ) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:

@@ -16,6 +16,7 @@ from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
 from zexport.checkpoint.states import ModelStates, read_model_states
 from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zexport.regular_files import open_regular
 from zexport.torchfile.archive import read_torch_file
 
 _CHUNK_NBYTES = 1 << 20
@@ -95,7 +96,7 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_NBYTES):
             yield chunk
 

@@ -1,0 +1,105 @@
+"""The folders that a checkpoint's files may lie in: what a symbolic link in it may lead to.
+
+A checkpoint comes from somewhere, and a link in it may name any file of the machine that reads it:
+an export would copy that file into a folder that is then given away.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from zexport.errors import UnsafeError
+
+_CACHE_FOLDER = "models--"
+_SNAPSHOTS = "snapshots"
+_BLOBS = "blobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Folders, by their real paths, that links may lead into.
+
+    Attributes:
+        folders: the folders; what lies below them lies within.
+        follow: whether links may lead anywhere, as the user has said.
+    """
+
+    folders: tuple[Path, ...]
+    follow: bool = False
+
+    @classmethod
+    def of(cls, *folders: Path, follow: bool = False) -> Boundary:
+        """The boundary of folders that the user has named; links on the way to them are his own.
+
+        A snapshot in the cache of huggingface_hub consists of links into the ``blobs`` beside it,
+        which are then within.
+        """
+        real = [Path(os.path.realpath(folder)) for folder in folders]
+        blobs = [blob for folder in (*real, *folders) for blob in _blobs_of(folder)]
+        return cls((*real, *blobs), follow)
+
+    def including(self, *folders: Path) -> Boundary:
+        """The same with more folders."""
+        return Boundary((*self.folders, *Boundary.of(*folders).folders), self.follow)
+
+    def holds(self, path: Path) -> bool:
+        """Whether ``path`` leads to somewhere within."""
+        if self.follow:
+            return True
+        real = Path(os.path.realpath(path))
+        return any(real.is_relative_to(folder) for folder in self.folders)
+
+    def check(self, path: Path) -> None:
+        """Refuse a path that leads outside.
+
+        Raises:
+            UnsafeError: it does; the message names the link and where it leads.
+        """
+        if not self.holds(path):
+            raise UnsafeError(
+                "is a link that leads outside the folder it lies in",
+                path=path,
+                found=os.path.realpath(path),
+                expected=f"something within {self.folders[0]}",
+                hint="Put the file itself there, or pass --follow-symlinks if you trust the link",
+            )
+
+    def check_tree(self, folder: Path) -> None:
+        """Refuse a folder that leads outside, or holds at any depth a link that does.
+
+        Raises:
+            UnsafeError: as ``check``.
+            OSError: a folder cannot be read.
+        """
+        self.check(folder)
+        if not self.follow:
+            for link in _links(folder):
+                self.check(link)
+
+
+def _blobs_of(folder: Path) -> Iterator[Path]:
+    """The blobs of a snapshot's model in the cache of huggingface_hub; none for another folder.
+
+    Source: huggingface_hub 1.0, ``file_download.py``: ``models--ORG--NAME/snapshots/COMMIT/FILE``
+    is a link to ``../../blobs/DIGEST``.
+    """
+    parts = folder.absolute().parts
+    for index, (name, below) in enumerate(pairwise(parts)):
+        if name.startswith(_CACHE_FOLDER) and below == _SNAPSHOTS:
+            yield Path(os.path.realpath(Path(*parts[: index + 1], _BLOBS)))
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    """The symbolic links below a folder; what they lead to is not gone into."""
+    waiting = [folder]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    yield Path(entry.path)
+                elif entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))

@@ -1,0 +1,62 @@
+"""The weights of the model folder given as a base: which file holds which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from zexport.checkpoint.boundary import Boundary
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.errors import UnsafeError
+from zexport.export.shards import INDEX_FILE, SINGLE_FILE
+from zexport.model.json_files import read_json_object
+from zexport.safetensors_file import SafetensorsHeader, read_header
+
+
+def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
+    """Headers of a base model's weight files: those that its index names, else the single one.
+
+    Raises:
+        DamagedCheckpointError: a file breaks its format.
+        UnsafeError: the index names something else than a file beside it, or a link to elsewhere.
+    """
+    if base is None:
+        return ()
+    boundary = Boundary.of(base, follow=follow_symlinks)
+    index, single = base / INDEX_FILE, base / SINGLE_FILE
+    for path in (index, single):
+        boundary.check(path)
+    if index.is_file():
+        return tuple(_read_indexed(index, boundary))
+    return (read_header(single),) if single.is_file() else ()
+
+
+def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader]:
+    """Headers of the files that an index names, each with the tensors that it places there."""
+    weight_map = read_json_object(index).get("weight_map")
+    placed: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
+        if not isinstance(name, str) or name in ("", "..") or "\0" in name or "/" in name:
+            raise UnsafeError(
+                "names a file that does not lie beside it",
+                path=index,
+                found=repr(name),
+                expected="the name of a safetensors file",
+                hint="Mend the index, or give another model folder",
+            )
+        placed.setdefault(name, set()).add(tensor)
+    for name in sorted(placed):
+        boundary.check(index.with_name(name))
+        header = read_header(index.with_name(name))
+        tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
+        yield replace(header, tensors=tensors)
+
+
+def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
+    """The weights of a base model, by name."""
+    return {
+        name: StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
+        for header in base
+        for name, tensor in header.tensors.items()
+    }
