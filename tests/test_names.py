@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -197,3 +199,57 @@ def test_a_config_that_transformers_cannot_build_says_why_and_runs_nothing(
     assert isinstance(names, NamesUnknown)
     assert word in names.reason
     assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["num_hidden_layers", "num_local_experts"])
+def test_a_config_of_absurd_size_ends_in_a_sentence(size: str, tmp_path: Path) -> None:
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], size: 10**9}
+    if size == "num_local_experts":
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    names = learn_names(_sidecars(tmp_path, config), {})
+    assert isinstance(names, NamesUnknown)
+    assert re.search("too long|too much memory", names.reason)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"hidden_size": "64"},
+        {"vocab_size": 10**30},
+        {"architectures": ["pipeline"]},
+        {"architectures": [5]},
+        {"model_type": ["llama"]},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_ends_in_a_sentence(
+    more: dict[str, Json], tmp_path: Path
+) -> None:
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], **more}
+    names = learn_names(_sidecars(tmp_path, config), {})
+    assert isinstance(names, NamesUnknown)
+    assert re.search("[a-z]{3}", names.reason)
+    assert "\n" not in names.reason
+
+
+@pytest.mark.slow
+def test_a_config_chooses_no_code_but_that_of_its_class(tmp_path: Path) -> None:
+    code: dict[str, Json] = {
+        "_attn_implementation": "owner/kernels",
+        "attn_implementation": "owner/kernels",
+    }
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], **code}
+    assert isinstance(learn_names(_sidecars(tmp_path, config), {}), ModelNames)
+
+
+@pytest.mark.slow
+def test_what_transformers_does_not_know_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecars = _sidecars(tmp_path, {"model_type": "odd", "architectures": ["Odd"]})
+    first = learn_names(sidecars, {})
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
+    assert learn_names(sidecars, {}) == first

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
 from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.torchfile.inert import MAX_NDIM, MAX_SIZE
 from zexport.torchfile.pickles import Opaque, TensorRef
 
 Shape = tuple[int, ...]
@@ -124,10 +126,15 @@ class Value:
         return {name: entry.shape() for name, entry in self.entries().items()}
 
     def shape(self) -> Shape:
-        """A shape: a list or tuple of whole numbers, 0 or more."""
-        sizes = tuple(item.number() for item in self.items())
-        if self.value is None or any(size < 0 for size in sizes):
+        """A shape: a list or tuple of whole numbers, 0 or more, as many as torch lets it have.
+
+        Neither a size nor their product is beyond what torch counts elements with.
+        """
+        if not isinstance(self.value, list | tuple) or len(self.value) > MAX_NDIM:
             self.fail("is not a shape")
+        sizes = tuple(item.number() for item in self.items())
+        if any(size < 0 for size in sizes) or prod(filter(None, sizes)) > MAX_SIZE:
+            self.fail("is not a shape that a tensor can have")
         return sizes
 
     def lr_step(self) -> int | None:

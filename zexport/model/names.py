@@ -11,6 +11,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,10 @@ from zexport.model.matching import ModelNames, best_fit, choose_class
 from zexport.model.sidecars import Sidecars
 
 _SCHEMA = 2
-_TIMEOUT_SECONDS = 300
+_TIMEOUT_SECONDS = 240
+"""Importing transformers takes that long on no machine; what comes then is bounded by itself."""
+
+_MESSAGE_LENGTH_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,8 @@ def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
     cached = _cache_file(content, version)
     answer = _read_cache(cached)
     if answer is None:
-        answer = _ask_transformers(content)
-        if "candidates" in answer:
+        answer, is_final = _ask_transformers(content)
+        if is_final:
             _write_cache(cached, answer)
     candidates = answer.get("candidates")
     if not isinstance(candidates, list):
@@ -183,8 +188,12 @@ def _installed_transformers() -> str | None:
         return None
 
 
-def _ask_transformers(config: bytes) -> dict[str, Json]:
-    """The answer of the names process; ``{"error": ...}`` where it has none."""
+def _ask_transformers(config: bytes) -> tuple[dict[str, Json], bool]:
+    """The answer of the names process, ``{"error": ...}`` where it has none.
+
+    And whether it would be the same another time: what transformers does not know, it will not know
+    then, but a process that did not come to its end may do so.
+    """
     # -P: without it the current folder, perhaps the checkpoint's, would be searched for modules.
     command = [sys.executable, "-P", "-m", "zexport.model.names_process"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -199,11 +208,21 @@ def _ask_transformers(config: bytes) -> dict[str, Json]:
         )
         answer = json.loads(done.stdout.strip().rpartition(b"\n")[2])
     except subprocess.TimeoutExpired:
-        return {"error": f"transformers took longer than {_TIMEOUT_SECONDS} s"}
-    except ValueError:
-        last = done.stderr.strip().rpartition(b"\n")[2].decode(errors="replace")
-        return {"error": f"transformers failed: {last or done.returncode}"}
-    return cast("dict[str, Json]", answer)
+        return {"error": f"transformers took longer than {_TIMEOUT_SECONDS} s"}, False
+    except (ValueError, RecursionError):
+        return {"error": f"transformers failed: {_last_words(done)}"}, False
+    return cast("dict[str, Json]", answer), True
+
+
+def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
+    """Why the names process ended without an answer."""
+    lines = done.stderr.decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
+    if done.returncode == -signal.SIGXCPU:
+        return "building the model that config.json describes took too long"
+    if "MemoryError" in last or "not enough memory" in last:
+        return "the model that config.json describes takes too much memory to build"
+    return last[:_MESSAGE_LENGTH_MAX] or f"it ended with {done.returncode}"
 
 
 def _cache_file(config: bytes, version: str) -> Path:

@@ -1,12 +1,14 @@
 """Asks transformers for a model's names: ``python -m zexport.model.names_process < CONFIG``.
 
 It prints one line of JSON. The model is built on the meta device, without weights, and from classes
-that transformers itself ships: code that a config names is never imported.
+that transformers itself ships: code that a config names is never imported. What building it may
+take is bounded, so that a config of a billion layers ends in an error.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from typing import Any
 
@@ -26,6 +28,44 @@ _MAPPINGS = (
     "MODEL_MAPPING_NAMES",
 )
 """Tables from model type to class that are tried where a config names no architecture."""
+
+
+_BUILDING_SECONDS = 30
+_BUILDING_NBYTES = 2 << 30
+"""What building may take above what the imports took; the largest models take a tenth of it."""
+
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Parts of keys that may name a repository of compiled kernels, which would be loaded and run.
+
+Source: transformers 5.23, ``modeling_utils.py``, ``_check_and_adjust_attn_implementation``.
+"""
+
+
+def bound_work() -> None:
+    """Let this process go on for so long, and take so much memory, and no more."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _lower(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + _BUILDING_SECONDS)
+    if sys.platform == "linux":  # elsewhere the system does not hold processes to it
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+            pages = int(file.read().split()[0])
+        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _BUILDING_NBYTES)
+
+
+def _lower(limit: int, value: int) -> None:
+    soft, hard = resource.getrlimit(limit)
+    allowed = [bound for bound in (soft, hard, value) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(limit, (min(allowed), hard))
+
+
+def without_code(content: Any) -> Any:
+    """A config less every key by which transformers would choose code that is not its own."""
+    if isinstance(content, dict):
+        return {
+            key: without_code(value)
+            for key, value in content.items()
+            if key != "auto_map" and not any(part in key for part in _IMPLEMENTATIONS)
+        }
+    return [without_code(item) for item in content] if isinstance(content, list) else content
 
 
 def describe(content: dict[str, Any]) -> dict[str, Any]:
@@ -64,4 +104,6 @@ def _without_data(architecture: str, config: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe(json.load(sys.stdin.buffer))))  # noqa: T201 - this process's answer
+    bound_work()
+    answer = describe(without_code(json.load(sys.stdin.buffer)))
+    print(json.dumps(answer))  # noqa: T201 - this process's answer

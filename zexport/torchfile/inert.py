@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from zexport.dtypes import DType
 
+MAX_NDIM = 64  # torch's own bound on dimensions
 MAX_SIZE = 2**63 - 1  # torch's sizes, strides and offsets are int64
 MAX_KEY_LENGTH = 16  # items of a tuple that is hashed each time it serves as a key
 

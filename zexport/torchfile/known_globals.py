@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeGuard
 
 from zexport.dtypes import DType
 from zexport.torchfile.inert import (
+    MAX_NDIM,
     ForeignStorage,
     FragmentAddress,
     Global,
@@ -25,8 +26,6 @@ from zexport.torchfile.inert import (
 
 Args: TypeAlias = tuple[object, ...]
 Call: TypeAlias = Callable[[Args], object | None]
-
-MAX_NDIM = 64  # torch's own bound on dimensions
 
 
 def _is_sizes(value: object, ndim: int | None = None) -> TypeGuard[tuple[int, ...]]:
