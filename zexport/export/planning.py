@@ -14,7 +14,7 @@ from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, MemoryLimitError, ZexportError
 from zexport.export.accounting import account
 from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
-from zexport.export.base_weights import read_base
+from zexport.export.base_weights import base_tensors, read_base
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
@@ -64,13 +64,14 @@ def plan_export(
     options = options or ExportOptions()
     findings = raise_problems(checkpoint, options.allow)
     _share_memory(options)
+    location = checkpoint.location
     sidecars = find_sidecars(location.root, options.base, location.boundary)
     original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
     stored = name_tensors(checkpoint, options.renames)
-    base = _read_base(options.base)
+    base = read_base(options.base, follow_symlinks=location.boundary.follow)
     beside = _beside(original)
     files = (*_source_files(checkpoint), *_safetensors_files((*base, *beside)))
-    material = Material(checkpoint, stored, sidecars, _base_tensors(base), files)
+    material = Material(checkpoint, stored, sidecars, base_tensors(base), files)
     mode = adapter_mode(checkpoint, stored, options)
     options = replace(options, adapter=mode or options.adapter)
     if mode is AdapterMode.MERGE:
