@@ -17,7 +17,7 @@ import zexport
 from tests.checkpoints import Run, save, small_model
 from zexport.checkpoint.boundary import Boundary
 from zexport.cli.main import cli
-from zexport.errors import OutputError, UnsafeError, ZexportError
+from zexport.errors import CheckpointError, OutputError, UnsafeError, ZexportError
 from zexport.inspection.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout
 
@@ -233,6 +233,23 @@ def test_links_in_a_circle_and_broken_ones_end_in_a_sentence(run: Path, tmp_path
     (run / RANK_0).symlink_to("nothing")
     with pytest.raises(ZexportError, match="lacks the optimizer files of rank 0"):
         zexport.consolidate(run, tmp_path / "out", _options())
+
+
+def test_a_folder_below_a_tag_that_may_not_be_read_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (barred := run / TAG / "zero").mkdir()
+    scandir = os.scandir
+
+    def guarded(path: Path) -> object:
+        if path == barred:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    with pytest.raises(CheckpointError, match="Permission denied") as caught:
+        zexport.consolidate(run, tmp_path / "out", _options())
+    assert caught.value.path == barred
 
 
 def test_a_boundary_is_of_real_folders() -> None:

@@ -312,7 +312,7 @@ def test_a_module_that_the_disk_does_not_give_is_told(
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(custom_code, "read_regular", fail)
     with pytest.raises(DamagedCheckpointError, match="Input/output error"):
         custom_code.code_files(tmp_path, ["modeling"])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 _SHOWN_MAX = 2000
-"""Characters of one fact in a message; a name in a hostile file may have ten million."""
+_END = 400
+"""Characters of one fact in a message; a name in a hostile file may have ten million. The end is
+kept as well: a sentence says there what is wrong with the name before it."""
 
 
 def printable(text: str) -> str:
@@ -22,4 +24,5 @@ def shown(value: object) -> str:
     text = str(value)
     if len(text) <= _SHOWN_MAX:
         return printable(text)
-    return f"{printable(text[:_SHOWN_MAX])}... ({len(text)} characters)"
+    begin, end = text[: _SHOWN_MAX - _END], text[-_END:]
+    return f"{printable(begin)}... ({len(text)} characters) ...{printable(end)}"
