@@ -27,6 +27,7 @@ from zexport.errors import UnsafeError, UnsupportedError
 from zexport.inspection.inspect import Inspection, Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.report.inspect import inspection_json, print_inspection
+from zexport.torchfile import zip_container
 
 TAG = "global_step2"
 
@@ -194,9 +195,9 @@ def test_of_many_tags_only_the_newest_are_looked_into(
     for step in range(20):
         save(Model([{"w": torch.zeros(2)}]), Run(stage=2), tmp_path, f"global_step{step}")
     opened = []
-    real = Path.open
+    real = zip_container.open_regular
     monkeypatch.setattr(
-        Path, "open", lambda self, *a, **k: opened.append(self) or real(self, *a, **k)
+        zip_container, "open_regular", lambda path: opened.append(path) or real(path)
     )
     found = inspect_checkpoint(tmp_path)
     assert len(found.tags) == 20
