@@ -15,11 +15,14 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.checkpoints import Run, edit, save, small_model
+from tests.model_parallel import truth, unequal, values
+from tests.oracles import differences
 from zexport.checkpoint.assembly.structure import Structure, recognise
 from zexport.checkpoint.contents import Replica, ZeroCheckpoint
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_file
 from zexport.checkpoint.ranks import read_ranks
+from zexport.checkpoint.tensors import Inventory
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
 from zexport.options import ExportDType, ExportOptions, NameLayout
 
@@ -110,6 +113,24 @@ def test_experts_that_are_striped_over_groups_are_known_by_the_optimizer_alone(
 )
 def test_a_real_checkpoint_says_what_it_is(name: str, layout: str) -> None:
     assert open_checkpoint(FIXTURES / name / "ckpt").layout == layout
+
+
+def test_experts_of_every_pipeline_stage_are_the_live_ones() -> None:
+    case = FIXTURES / "stages_moe_z1_w4_ep2"
+    checkpoint = open_checkpoint(case / "ckpt")
+    assert checkpoint.problems == ()
+    assert checkpoint.layout == "ZeRO-1, expert parallelism, 2 parts"
+    inventory = Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out)
+    assert differences(values(inventory), truth(case)) == []
+    assert unequal(checkpoint.replicas) == []
+
+
+def test_a_missing_stage_of_a_pipeline_with_experts_is_missed(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "stages_moe_z1_w4_ep2" / "ckpt", tmp_path / "run")
+    for path in (tmp_path / "run" / "global_step2").glob("*mp_rank_01*"):
+        path.unlink()
+    (problem,) = open_checkpoint(tmp_path / "run").problems
+    assert isinstance(problem, IncompleteCheckpointError)
 
 
 # --- what is missing ---

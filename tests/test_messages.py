@@ -77,6 +77,9 @@ def problem(tag_dir: Path, words: str, kind: type[ZexportError]) -> None:
 def test_experts_under_tensor_parallelism_are_refused(tmp_path: Path) -> None:
     tag = copied("moe_z2_w2_ep2_frozen", tmp_path)
     again(tag / "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
+    for path in tag.glob("mp_rank_*"):
+        degrees = {"pp_degree": 1, "tp_degree": 2}
+        edit(path, lambda state, to=degrees: state.update(checkpoint_parallel_dimensions=to))
     problem(tag, "combines experts with tensor", UnsupportedError)
 
 

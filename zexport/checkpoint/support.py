@@ -123,7 +123,13 @@ SUPPORT = (
         refused="its fp32 masters are saved without names",
     ),
     Support(
-        "Experts under tensor or pipeline parallelism",
+        "Experts in the stages of a pipeline",
+        "1",
+        note="under the pipeline's own names; saved by DeepSpeed 0.19 or later",
+        fixtures=("stages_moe_z1_w4_ep2",),
+    ),
+    Support(
+        "Experts under tensor parallelism",
         "all",
         refused="how one expert is split is not recorded with it",
     ),

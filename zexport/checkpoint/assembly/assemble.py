@@ -10,9 +10,16 @@ from zexport.checkpoint.assembly.structure import Structure
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory, commonest_dtype, module_dtype, take_inventory
+from zexport.checkpoint.tensors import (
+    Inventory,
+    commonest_dtype,
+    damage_of,
+    module_dtype,
+    take_inventory,
+)
 from zexport.dtypes import DType
 from zexport.errors import UnsupportedError
+from zexport.layouts import LayoutError
 from zexport.torchfile.archive import TorchFile
 
 
@@ -90,34 +97,68 @@ def _pipeline(
 def _experts(
     tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Assembled:
+    """Each model-parallel index has experts of its own: those of a pipeline's stages.
+
+    Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``): with experts a stage's
+    dense weights are in its model file, not in layer files, and its MoE layers are counted anew.
+    """
+    from zexport.checkpoint.assembly.pipeline import merge_stages  # noqa: PLC0415
+
+    if not cells:
+        raise no_first_model(tag_dir)
+    models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
+    if len(cells) > 1 or any(model.tensor_parallel > 1 for model in models):
+        _check_is_pipeline(tag_dir, cells, models)
+    taken = [
+        _experts_of(cells[index], [file for file in files if file.mp_rank == index])
+        for index in sorted(cells)
+    ]
+    inventories = [inventory for inventory, _ in taken]
+    try:
+        inventory = inventories[0] if len(taken) == 1 else merge_stages(inventories)
+    except LayoutError as error:
+        raise damage_of(error, tag_dir, "Copy the files of all stages again") from error
+    return Assembled(inventory, tuple(f for _, read in taken for f in read), _module_dtype(cells))
+
+
+def _experts_of(
+    ranks: RankStates, files: Sequence[RankFile]
+) -> tuple[Inventory, tuple[TorchFile, ...]]:
+    """What one model-parallel index holds, and its files beside the rank states."""
     from zexport.checkpoint.assembly.expert_states import (  # noqa: PLC0415
         read_expert_optimizers,
         read_expert_states,
     )
     from zexport.checkpoint.assembly.experts import take_expert_inventory  # noqa: PLC0415
 
+    if ranks.first_model is None:
+        return Inventory((), {}, ()), ()
     experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
-    if not cells:
-        raise no_first_model(tag_dir)
-    ranks = cells[min(cells)]
-    if len(cells) > 1 or ranks.first_model is None:
-        return _refuse_split_experts(cells)
     masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
     optimizers = read_expert_optimizers(masters) if is_zero0(ranks) else {}
     inventory = take_expert_inventory(ranks, ranks.first_model, experts, optimizers)
-    read = (*(states.file for states in experts), *optimizers.values())
-    return Assembled(inventory, read, _module_dtype(cells))
+    return inventory, (*(states.file for states in experts), *optimizers.values())
 
 
-def _refuse_split_experts(cells: Mapping[int, RankStates]) -> Assembled:
-    """Experts under tensor or pipeline parallelism, or without a model file that names them."""
-    if len(cells) > 1:
+def _check_is_pipeline(
+    tag_dir: Path, cells: Mapping[int, RankStates], models: Sequence[ModelStates]
+) -> None:
+    """Refuse experts of several model-parallel indices unless these are a pipeline's stages."""
+    from zexport.checkpoint.assembly.cells import check_cells, recorded_grid  # noqa: PLC0415
+
+    grid = recorded_grid(models[0]) if models else None
+    if grid is None or grid.tensor > 1:
         raise UnsupportedError(
-            "combines experts with tensor or pipeline parallelism, which is not supported",
-            found=f"{len(cells)} model-parallel ranks",
-            expected="experts and data parallelism alone",
+            "combines experts with tensor parallelism, or does not say with what",
+            path=tag_dir,
+            found=f"{len(cells)} model-parallel ranks, {grid.tensor} of them tensor ranks"
+            if grid
+            else f"{len(cells)} model-parallel ranks",
+            expected="stages of a pipeline, in checkpoint_parallel_dimensions",
+            hint="Resume the run without tensor parallelism, with DeepSpeed 0.19 or later, save "
+            "once more, and export that",
         )
-    return Assembled(Inventory((), {}, ()))
+    check_cells(cells, grid.stages, "pipeline stages")
 
 
 def _tensor(cells: Mapping[int, RankStates]) -> Assembled:

@@ -71,7 +71,7 @@ def join_stages(
             shards[0] if grid.tensor == 1 else join_shards(model, shards)
             for model, shards in zip(models, zip(*columns, strict=True), strict=True)
         ]
-        return _merge(stages)
+        return merge_stages(stages)
     except LayoutError as error:
         raise damage_of(
             error, tag_dir, "Copy the rank files and layer files of all stages again"
@@ -235,8 +235,12 @@ def _tied_layer(layer: LayerFile, known: _Known) -> str | None:
     return found[0]
 
 
-def _merge(stages: Sequence[Inventory]) -> Inventory:
-    """One inventory of all stages; trainable tensors first, then frozen ones and buffers."""
+def merge_stages(stages: Sequence[Inventory]) -> Inventory:
+    """One inventory of all stages; trainable tensors first, then frozen ones and buffers.
+
+    Raises:
+        LayoutError: two stages have a tensor that is not of a tied layer, or another one of it.
+    """
     roles = list(Role)
     tensors = sorted(
         (tensor for stage in stages for tensor in stage.tensors),
