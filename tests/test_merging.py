@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import Model, Run, save, values
 from zexport import ExportOptions, consolidate
@@ -40,7 +41,9 @@ def made_up(
 ) -> Path:
     """A checkpoint that holds its base too; names of the base are those within peft's prefix."""
     frozen = {f"{PREFIX}.{name}": value for name, value in base.items()}
-    root = save(Model([dict(trained)], frozen), Run(stage=2), folder / "run")
+    root = save(
+        Model([dict(trained)], frozen), Run(stage=2, exclude_frozen=not base), folder / "run"
+    )
     keys = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, **config}
     (root / "adapter_config.json").write_text(json.dumps(keys))
     return root
@@ -101,3 +104,16 @@ def test_a_configuration_that_is_given_has_to_be_there(tmp_path: Path) -> None:
     root = made_up(tmp_path, factors("x", inputs=4, outputs=6), {})
     with pytest.raises(NotACheckpointError, match="--adapter-config"):
         consolidate(root, tmp_path / "out", ExportOptions(adapter_config=tmp_path / "gone.json"))
+
+
+def test_a_base_of_which_every_weight_is_updated_leaves_nothing_to_fill_in(tmp_path: Path) -> None:
+    """Without a config too, where only the base's own names tell what is missing."""
+    weight = values((6, 4), 3)
+    root = made_up(tmp_path, factors("x", inputs=4, outputs=6), {})
+    (tmp_path / "base").mkdir()
+    save_file({"x.weight": weight}, tmp_path / "base" / "model.safetensors")
+    options = ExportOptions(base=tmp_path / "base")
+    consolidate(root, tmp_path / "out", options)
+    a, b = factors("x", inputs=4, outputs=6).values()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    torch.testing.assert_close(found["x.weight"], weight.bfloat16().float() + b @ a)

@@ -126,12 +126,13 @@ def work_in(material: Material, options: ExportOptions) -> Material:
     model_type = "" if config is None else str(config.content.get("model_type") or "")
     base = BaseModel({}, given, names if isinstance(names, ModelNames) else None, {}, model_type)
     merged = merge_adapter(checkpoint, material.stored, adapter, base)
+    lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
     copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
     rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
     note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
     return replace(
         material,
-        checkpoint=replace(checkpoint, frozen_left_out=checkpoint.frozen_left_out or bool(given)),
+        checkpoint=replace(checkpoint, frozen_left_out=bool(lacking)),
         stored=merged,
         sidecars=replace(sidecars, copied=copied),
         given=given,

@@ -27,6 +27,11 @@ _BLOCK_ROWS = 16
 """Fewest rows of a block, and what their number is a multiple of: with fewer, a product would come
 out in other bits than that of the whole matrix (OpenBLAS computes the edges of a tile apart)."""
 
+_PRODUCT_STEPS = 1 << 18
+"""Most multiplications of one call of the matrix library: up to here OpenBLAS uses no threads of
+its own (0.3, ``interface/gemm.c``). They would take turns with the workers', at a tenth of the
+speed, and their number would decide how a product is cut and so how it is rounded."""
+
 _SLAB_NUMEL = 1 << 19
 """Elements of a factor's rows that are read at a time: many blocks' worth."""
 
@@ -137,7 +142,8 @@ class Calculator:
         first = (matrix * update.rows + begin) * columns
         base = self._floats(update.base, first, (end - begin) * columns).reshape(-1, columns)
         with np.errstate(all="ignore"):
-            product: Floats = self._left(update, matrix, begin, end) @ self._right(update, matrix)
+            left, right = self._left(update, matrix, begin, end), self._right(update, matrix)
+            product = _product(left, right)
             product *= np.float32(update.scaling)
             product += base
         return product
@@ -218,6 +224,19 @@ class Calculator:
         raw = memoryview(bytearray(count * itemsize))
         self._read(elements.source, first * itemsize, raw)
         return raw
+
+
+def _product(left: Floats, right: Floats) -> Floats:
+    """``left @ right``, in tiles that are computed alike on every machine of one kind."""
+    rows, columns = left.shape[0], right.shape[1]
+    product = np.empty((rows, columns), np.float32)
+    width = max(_PRODUCT_STEPS // (_BLOCK_ROWS * left.shape[1]) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+    for top in range(0, rows, _BLOCK_ROWS):
+        some = left[top : top + _BLOCK_ROWS]
+        for at in range(0, columns, width):
+            tile = product[top : top + _BLOCK_ROWS, at : at + width]
+            np.matmul(some, right[:, at : at + width], out=tile)
+    return product
 
 
 def held_nbytes(update: LowRankUpdate, jobs: int) -> int:
