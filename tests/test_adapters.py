@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +27,9 @@ from zexport.errors import (
     UsageError,
     ZexportError,
 )
+from zexport.inspection.inspect import inspect_checkpoint
 from zexport.options import AdapterMode, ExportDType, NameLayout
+from zexport.report.inspect import inspection_json, print_inspection
 
 ULPS = 8
 """How far a merged weight may be from peft's, in units of the last place of the larger term: two
@@ -280,3 +284,22 @@ def test_a_real_run_gives_the_adapter_back_both_ways(tmp_path: Path, stage: int)
     merged = PeftModel.from_pretrained(base, tmp_path / "kept").merge_and_unload()
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert_close(found, saved(merged, tmp_path / "peft"))
+
+
+def test_inspect_tells_of_the_adapter(tmp_path: Path) -> None:
+    """Its method, rank and targets, and whether the base model is there."""
+    trained = train(tmp_path, "saved_modules")
+    inspection = inspect_checkpoint(trained.checkpoint)
+    (told,) = inspection_json(inspection)["checkpoint"]["adapters"]
+    assert told["method"] == "LORA"
+    assert told["rank"] == 4
+    assert sorted(told["targets"]) == ["q_proj", "v_proj"]
+    assert told["saved_modules"] == ["lm_head"]
+    assert not told["has_base"]
+    assert inspection.verdict.next_step.endswith("(or with --adapter merge --base DIR)")
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_inspection(console, inspection)
+    assert "default: LORA of rank 4" in console.export_text()
+    (trained.checkpoint / "adapter_config.json").unlink()
+    (told,) = inspection_json(inspect_checkpoint(trained.checkpoint))["checkpoint"]["adapters"]
+    assert told["method"] is None

@@ -16,6 +16,7 @@ from zexport.errors import (
     DamagedCheckpointError,
     FrozenLeftOutError,
     NotACheckpointError,
+    UnsafeError,
     UnsupportedError,
     UsageError,
 )
@@ -117,3 +118,21 @@ def test_a_base_of_which_every_weight_is_updated_leaves_nothing_to_fill_in(tmp_p
     a, b = factors("x", inputs=4, outputs=6).values()
     found = load_file(tmp_path / "out" / "model.safetensors")
     torch.testing.assert_close(found["x.weight"], weight.bfloat16().float() + b @ a)
+
+
+def test_an_adapters_name_leads_to_no_other_folder(tmp_path: Path) -> None:
+    trained = {
+        name.replace("default", "/elsewhere"): value
+        for name, value in factors("x", inputs=4, outputs=6).items()
+    }
+    root = made_up(tmp_path, trained, {})
+    with pytest.raises(UnsafeError, match="'/elsewhere'"):
+        consolidate(root, tmp_path / "out")
+
+
+def test_a_configuration_is_no_link_to_elsewhere(tmp_path: Path) -> None:
+    root = made_up(tmp_path, factors("x", inputs=4, outputs=6), {})
+    (root / "adapter_config.json").rename(tmp_path / "secret.json")
+    (root / "adapter_config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(UnsafeError):
+        consolidate(root, tmp_path / "out")

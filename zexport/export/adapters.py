@@ -7,9 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
-from zexport.errors import FrozenLeftOutError, NotACheckpointError, UnsupportedError, UsageError
+from zexport.errors import (
+    FrozenLeftOutError,
+    NotACheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from zexport.export.naming import NamedTensors
 from zexport.export.plan import ShardPlan, SideFile, SourceFile, qualified
 from zexport.export.selection import Selection
@@ -155,8 +162,8 @@ def adapter_mode(
         )
     if options.adapter is not AdapterMode.AUTO:
         return options.adapter
-    folders = adapter_folders(checkpoint, options)
-    if all(find_adapter_config(name, folders) is None for name in adapters_in(stored)):
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    if all(find_adapter_config(name, folders, boundary) is None for name in adapters_in(stored)):
         return None
     return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
 
@@ -200,8 +207,21 @@ def _folder_of(path: Path) -> Path:
 
 
 def adapters_in(stored: NamedTensors) -> tuple[str, ...]:
-    """The names of a checkpoint's adapters."""
-    return adapters_of([*stored.tensors, *stored.aliases])
+    """The names of a checkpoint's adapters, which are those of folders too.
+
+    Raises:
+        UnsafeError: one leads elsewhere than to a folder of its own.
+    """
+    names = adapters_of([*stored.tensors, *stored.aliases])
+    for name in names:
+        if "/" in name or "\\" in name or "\0" in name:
+            raise UnsafeError(
+                "an adapter's name leads to another folder",
+                found=repr(name),
+                expected="a plain name",
+                hint="Give the tensors another with --rename",
+            )
+    return names
 
 
 def choose_adapters(
@@ -220,12 +240,12 @@ def choose_adapters(
                 f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
             )
         names = (options.adapter_name,)
-    folders = adapter_folders(checkpoint, options)
-    return tuple(Adapter(name, _config_of(name, folders)) for name in names)
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    return tuple(Adapter(name, _config_of(name, folders, boundary)) for name in names)
 
 
-def _config_of(name: str, folders: tuple[Path, ...]) -> AdapterConfig:
-    config = find_adapter_config(name, folders)
+def _config_of(name: str, folders: tuple[Path, ...], boundary: Boundary) -> AdapterConfig:
+    config = find_adapter_config(name, folders, boundary)
     if config is None:
         raise NotACheckpointError(
             f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",

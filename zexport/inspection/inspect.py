@@ -13,6 +13,7 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.dtypes import DType
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
+from zexport.inspection.adapters import AdapterSummary, summarize_adapters
 from zexport.inspection.tag_summary import TagSummary, summarize_choice, summarize_tags
 from zexport.inspection.weight_files import WeightFile, list_weight_files
 from zexport.model.sidecars import find_sidecars
@@ -64,6 +65,7 @@ class Inspection:
         checkpoint: the chosen one; ``None`` where nothing says which is meant.
         weight_files: weights beside the tag folder, such as ``model.safetensors``.
         missing_sidecars: what an export would lack, in words.
+        adapters: those of a peft model.
         problems: what stands in the way of an export.
         verdict: the judgement.
     """
@@ -75,6 +77,7 @@ class Inspection:
     missing_sidecars: tuple[str, ...]
     problems: tuple[ZexportError, ...]
     verdict: Verdict
+    adapters: tuple[AdapterSummary, ...] = ()
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -135,6 +138,7 @@ def inspect_checkpoint(
         raise
     except ZexportError as error:
         problems.append(error)
+    adapters = summarize_adapters(checkpoint)
     return Inspection(
         path=paths[0],
         tags=summarize_tags(checkpoint),
@@ -142,7 +146,8 @@ def inspect_checkpoint(
         weight_files=list_weight_files(root, _stored_empty(checkpoint), boundary),
         missing_sidecars=missing_sidecars,
         problems=tuple(problems),
-        verdict=_verdict(paths, tag, checkpoint, problems),
+        verdict=_verdict(paths, tag, checkpoint, problems, adapters),
+        adapters=adapters,
     )
 
 
@@ -159,7 +164,11 @@ def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
 
 
 def _verdict(
-    paths: Sequence[Path], tag: str | None, checkpoint: ZeroCheckpoint, problems: list[ZexportError]
+    paths: Sequence[Path],
+    tag: str | None,
+    checkpoint: ZeroCheckpoint,
+    problems: list[ZexportError],
+    adapters: Sequence[AdapterSummary],
 ) -> Verdict:
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -169,6 +178,13 @@ def _verdict(
         )
     command = f"zexport consolidate {shlex.join(map(str, paths))} OUT"
     command += f" --tag {shlex.quote(tag)}" if tag is not None else ""
+    if any(adapter.config is not None for adapter in adapters):
+        base = "" if adapters[0].has_base else " --base DIR"
+        return Verdict(
+            Outcome.EXPORTABLE,
+            "exportable as an adapter, or merged into its base model",
+            f"{command} (or with --adapter merge{base})",
+        )
     if checkpoint.left_out or checkpoint.frozen_left_out:
         return Verdict(
             Outcome.NEEDS_BASE,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
+from zexport.checkpoint.boundary import Boundary
 from zexport.errors import DamagedCheckpointError
 from zexport.jsontypes import Json
 from zexport.model.json_files import read_json_object
@@ -142,17 +143,21 @@ class AdapterConfig:
         return default
 
 
-def find_adapter_config(adapter: str, folders: Iterable[Path]) -> AdapterConfig | None:
+def find_adapter_config(
+    adapter: str, folders: Iterable[Path], boundary: Boundary
+) -> AdapterConfig | None:
     """The configuration of the adapter of this name, from the first folder that has it.
 
     An adapter that is not the default one has its own folder within.
 
     Raises:
         DamagedCheckpointError: it is not JSON.
+        UnsafeError: it is a link that leads out of its folder, and out of ``boundary``.
     """
     for folder in folders:
         own = folder if adapter == DEFAULT_ADAPTER else folder / adapter
         for path in (own / ADAPTER_CONFIG, folder / ADAPTER_CONFIG):
+            boundary.including(folder).check(path)
             if path.is_file():
                 return AdapterConfig(path, read_json_object(path))
     return None

@@ -23,6 +23,7 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from zexport.inspection.adapters import AdapterSummary
     from zexport.inspection.statistics import TensorStatistics
     from zexport.inspection.tag_summary import TagSummary
     from zexport.inspection.weight_files import WeightFile
@@ -94,10 +95,26 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
     yield "Written by", written
     yield "Weights", ", ".join(part for part in (masters, module) if part)
     yield "Optimizer", _optimizer(checkpoint)
+    yield from (("Adapter", _adapter(adapter)) for adapter in inspection.adapters)
     if inspection.tensors:
         fp32, bf16 = (size(inspection.nbytes_written(t)) for t in (DType.F32, DType.BF16))
         yield "An export", f"reads {size(inspection.nbytes_read())}"
         yield "", f"writes {fp32} as fp32, {bf16} as bf16"
+
+
+def _adapter(adapter: AdapterSummary) -> str:
+    base = "with" if adapter.has_base else "without"
+    config = adapter.config
+    if config is None:
+        return f"{adapter.name}, no adapter_config.json, {base} the base model"
+    rank = "" if config.rank is None else f" of rank {config.rank}"
+    parts = [
+        f"{adapter.name}: {config.peft_type}{rank}",
+        f"on {some(config.targets)}" if config.targets else "",
+        f"{some(config.saved_modules)} trained whole" if config.saved_modules else "",
+        f"{base} the base model",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _optimizer(checkpoint: ZeroCheckpoint) -> str:

@@ -13,6 +13,7 @@ from zexport.jsontypes import Json, JsonObject
 from zexport.report.failure import problem_json
 
 if TYPE_CHECKING:
+    from zexport.inspection.adapters import AdapterSummary
     from zexport.inspection.statistics import TensorStatistics
     from zexport.inspection.tag_summary import TagSummary
     from zexport.inspection.weight_files import WeightFile
@@ -85,6 +86,7 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         "master_dtype": _dtype(checkpoint.master_dtype),
         "parameters": _parameters(inspection),
         "aliases": dict(checkpoint.aliases),
+        "adapters": [_adapter(adapter) for adapter in inspection.adapters],
         "left_out": list(checkpoint.left_out),
         "frozen_left_out": checkpoint.frozen_left_out or bool(checkpoint.left_out),
         "export_nbytes": {
@@ -101,6 +103,19 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         },
         "weight_files": [_weight_file(file) for file in inspection.weight_files],
         "warnings": list(checkpoint.warnings),
+    }
+
+
+def _adapter(adapter: AdapterSummary) -> JsonObject:
+    config = adapter.config
+    return {
+        "name": adapter.name,
+        "tensors": adapter.tensors,
+        "has_base": adapter.has_base,
+        "method": None if config is None else config.peft_type,
+        "rank": None if config is None else config.rank,
+        "targets": [] if config is None else [*config.targets],
+        "saved_modules": [] if config is None else [*config.saved_modules],
     }
 
 
