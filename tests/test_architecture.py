@@ -162,7 +162,7 @@ def test_no_file_tells_of_the_machine_it_was_made_on() -> None:
 
 def _telling() -> Iterator[str]:
     """Folders that only one machine has, and its name unless that is an ordinary word."""
-    yield r"(?<![\w.~})-])/(?:work|root|home)/\w"
+    yield r"(?<![\w.~})>-])/(?:work|root|home)/\w"
     name = socket.gethostname()
     if re.search(r"\d", name) and re.search("[a-z]", name) and len(name) > 5:
         yield rf"\b{re.escape(name)}\b"
