@@ -539,7 +539,8 @@ def test_a_plain_export_imports_no_framework_and_asks_no_other_process(
     checkpoint: Path, tmp_path: Path, extra: tuple[str, ...]
 ) -> None:
     if extra:
-        (checkpoint / "zexport_source.json").unlink()
+        for name in ("zexport_source.json", "config.json"):
+            (checkpoint / name).unlink()
     cache = tmp_path / "cache"
     words = ("consolidate", checkpoint, tmp_path / "model", *extra)
     assert not imported(*words, XDG_CACHE_HOME=str(cache)) & {*HEAVY}
