@@ -122,6 +122,27 @@ def test_a_rename_that_fails_keeps_the_old_folder(
     assert _names(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_a_name_that_the_disk_does_not_take_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    if old:
+        _make(tmp_path / "out", "old")
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError(5, "Input/output error")
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OutputError, match="cannot be written: Input/output error"):
+        _make(tmp_path / "out", overwrite=True)
+    assert _names(tmp_path) == (["out"] if old else [])
+    if old:
+        assert (tmp_path / "out" / "file").read_text() == "old"
+
+
 def test_a_replacement_that_was_killed_between_two_renames_is_undone(tmp_path: Path) -> None:
     _make(tmp_path / "out", "old")
     (tmp_path / "out").rename(tmp_path / "out.replaced")
