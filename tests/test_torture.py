@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from tests.stopping import SHARDS, files, files_of, four_shards
 from tests.torture.commands import Export, killed_at_random
 from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at
-from tests.torture.refusals import FAULTS, Fault, every_fault
+from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
 from tests.torture.small_disk import every_size
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, OutputError
+from zexport.export import writer
 from zexport.export.execute import run_plan
+from zexport.export.journal import finished_shards
 from zexport.export.plan import ExportPlan
 from zexport.train.files import write_atomically
 
@@ -47,7 +50,31 @@ def test_a_refusal_of_any_call_leaves_nothing_half_made(plan: ExportPlan, fault:
     with watched(Calls()) as calls:
         files_of(plan)
     step = max(1, sum(calls.counts[name] for name in fault.names) // 2)
-    assert fault.passes or any(every_fault(plan, fault, whole, step))
+    stopped = list(every_fault(plan, fault, whole, step))
+    assert stopped[0] or fault.times < ALWAYS
+
+
+def test_bytes_that_a_disk_once_did_not_take_end_the_export(
+    plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk says so once, here while the shard is being written; the next sync succeeds."""
+    whole = writer._ShardWriter.flush
+    calls: list[str] = []
+
+    def flush(self: writer._ShardWriter) -> None:
+        calls.append(self._shard.filename)
+        if len(calls) == 1:
+            time.sleep(0.3)  # until the shard's last flush is asked for
+            raise OutputError("cannot be written: Input/output error") from OSError(5, "lost")
+        whole(self)
+
+    monkeypatch.setattr(writer, "_FLUSH_NBYTES", 1)
+    monkeypatch.setattr(writer._ShardWriter, "flush", flush)
+    with pytest.raises(OutputError, match="Input/output error"):
+        run_plan(plan)
+    assert calls[0] == SHARDS[0]
+    partial = plan.out_dir.with_name("out.partial")
+    assert SHARDS[0] not in (finished_shards(partial) if partial.exists() else ())
 
 
 def test_a_disk_too_small_is_known_before_a_byte_is_read(tmp_path: Path) -> None:

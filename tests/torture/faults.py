@@ -51,6 +51,7 @@ def watched(calls: Calls) -> Iterator[Calls]:
                 patch.setattr(os, name, _through(calls, name, getattr(os, name)))
         patch.setattr(disk, "_take_room", _through(calls, "fallocate", disk._take_room))
         patch.setattr("zexport.retries.PAUSES_SECONDS", (0.0,) * 4)
+        patch.setattr("zexport.export.writer._FLUSH_NBYTES", 1)  # small shards are flushed, too
         yield calls
 
 

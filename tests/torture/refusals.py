@@ -33,6 +33,11 @@ class Fault:
         once_only = {*SYNCS, *RENAMES} & {*self.names} and self.number not in _CUT_SHORT
         return self.times < 4 and self.number in _PASSING and not once_only
 
+    @property
+    def ends(self) -> bool:
+        """Whether no export survives it: bytes that a disk did not take may be gone."""
+        return self.names == SYNCS and self.number not in _CUT_SHORT
+
 
 FAULTS = (
     Fault(("pwrite",), errno.ENOSPC, ALWAYS),
@@ -70,8 +75,9 @@ def every_fault(
 def refused(plan: ExportPlan, fault: Fault, at: int, whole: dict[str, bytes]) -> bool:
     """Run with a fault, then without; whether the first run was stopped by it."""
     stopped = False
+    calls = failing(fault.names, at, fault.number, times=fault.times)
     try:
-        with watched(failing(fault.names, at, fault.number, times=fault.times)):
+        with watched(calls):
             run_plan(plan)
     except (OutputError, CheckpointError):
         stopped = True
@@ -80,7 +86,9 @@ def refused(plan: ExportPlan, fault: Fault, at: int, whole: dict[str, bytes]) ->
         if "open" not in fault.names:  # without it, nothing can be cleared up
             assert _only_finished(plan), f"{fault} at {at}: something half-made is left"
         run_plan(plan)
+    happened = sum(calls.counts[name] for name in fault.names) >= at
     assert not (stopped and fault.passes), f"{fault} at {at}: was not tried again"
+    assert stopped or not (happened and fault.ends), f"{fault} at {at}: was overlooked"
     assert files(plan.out_dir) == whole, f"{fault} at {at}: other bytes"
     shutil.rmtree(plan.out_dir)
     return stopped

@@ -247,8 +247,18 @@ class _Flusher:
         self._running = self._executor.submit(writer.flush)
 
     def finish(self, writer: _ShardWriter, then: Callable[[], None]) -> None:
-        """Have a whole shard put on the disk and closed, and ``then`` done."""
-        self._finishing.append(self._executor.submit(writer.finish, then))
+        """Have a whole shard put on the disk and closed, and ``then`` done.
+
+        A flush before it that failed counts: a disk tells of lost bytes once.
+        """
+        before = self._running
+
+        def finish() -> None:
+            if before is not None:
+                before.result()  # is done: there is one thread
+            writer.finish(then)
+
+        self._finishing.append(self._executor.submit(finish))
 
     def wait(self) -> None:
         """Return when everything is on the disk."""
