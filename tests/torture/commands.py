@@ -87,7 +87,7 @@ def _outcome(
 ) -> list[str]:
     """Hold what one signal has left against what is promised; words for what was found."""
     words = [sent.name]
-    if code not in (0, _INTERRUPTED) and "cli/main.py" not in said:
+    if code not in (0, _INTERRUPTED) and ", in main\n" not in said:
         words.append("ended by Python itself" if sent is not signal.SIGKILL else "ended")
     else:
         assert code in (0, _INTERRUPTED), f"{sent.name} ended with {code}: {said}"
