@@ -40,6 +40,13 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def invoke(self, ctx: click.Context) -> object:
+        """What the command returns; an interrupt ends in one line (Click 8 begins another)."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise click.Abort from interrupt
+
 
 @click.group(
     cls=_Commands,
