@@ -132,7 +132,7 @@ def test_tied_names_come_back_though_only_one_rank_records_them() -> None:
         (info(lambda r: _first_piece(r).update(source=[0, [1, 16]])), "no box"),
         (
             info(lambda r: r.update(autotp_unsupported_parameter_patterns={"^seen|x$": "why"})),
-            "beyond names",
+            "beyond what is read",
         ),
         (
             info(lambda r: r.update(autotp_unsupported_parameter_patterns={r"model\..": "odd"})),

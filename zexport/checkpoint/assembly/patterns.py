@@ -1,13 +1,14 @@
 r"""Name patterns out of a checkpoint, matched as Python's ``re.match`` would but in bounded time.
 
-They come from whoever wrote the checkpoint, so they are never compiled. What DeepSpeed and
-Megatron-DeepSpeed write is a small grammar: plain characters, escaped ones, ``.`` for any character
-and ``\d`` or ``\d+`` for digits, with ``^`` and ``$`` at the ends. Anything else is refused.
+They come from whoever wrote the checkpoint, so they are never compiled. DeepSpeed writes names with
+their special characters escaped; Megatron-DeepSpeed and others, who write them by hand, also write
+digits as ``\d+`` or ``[0-9]``, anything as ``.*``, and choices as ``(weight|bias)``. All of that is
+read, and what goes beyond is refused: repeated groups, counts, looks around, references.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -19,22 +20,87 @@ T = TypeVar("T")
 MAX_LENGTH = 1024
 MAX_WILD = 256
 """Patterns of one list that are more than a name written out: each is tried on every name."""
+MAX_DEPTH = 16
+"""Groups within groups."""
 
 _SPECIAL = frozenset("*+?{}[]()|^$\\")
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One step of a pattern: which character it takes, once or (digits only) more often."""
+class _Characters:
+    """Which characters may stand at one place.
 
-    literal: str = ""
-    is_digit: bool = False
+    Attributes:
+        ranges: the first and the last of each run of them.
+        digits: whether all digits may.
+        negated: whether all others may instead.
+    """
+
+    ranges: tuple[tuple[str, str], ...] = ()
+    digits: bool = False
+    negated: bool = False
+
+    @property
+    def literal(self) -> str | None:
+        """The one character, if there is but one."""
+        one = len(self.ranges) == 1 and not (self.digits or self.negated)
+        first, last = self.ranges[0] if one else ("", None)
+        return first if first == last else None
+
+    def hold(self, character: str) -> bool:
+        """Whether a character may stand there."""
+        held = any(first <= character <= last for first, last in self.ranges)
+        return (held or (self.digits and character.isdecimal())) is not self.negated
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One place of a name, or a run of places alike.
+
+    Attributes:
+        characters: what may stand there.
+        may_lack: whether it may be left out, as before ``?`` and ``*``.
+        repeats: whether more of them may follow, as before ``+`` and ``*``.
+    """
+
+    characters: _Characters
+    may_lack: bool = False
     repeats: bool = False
 
-    def takes(self, character: str) -> bool:
-        if self.is_digit:
-            return character.isdecimal()
-        return not self.literal or character == self.literal
+    @property
+    def literal(self) -> str | None:
+        """The one character that it takes, if there is but one."""
+        return None if self.may_lack or self.repeats else self.characters.literal
+
+    def ends(self, name: str, begins: Set[int]) -> Set[int]:
+        """Where it ends in ``name``, having begun anywhere in ``begins``."""
+        hold = self.characters.hold
+        ends = {at + 1 for at in begins if at < len(name) and hold(name[at])}
+        for at in range(len(name)) if self.repeats else ():
+            if at in ends and hold(name[at]):
+                ends.add(at + 1)
+        return ends | begins if self.may_lack else ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A group: one of several sequences."""
+
+    branches: tuple[tuple[_Step | _Choice, ...], ...]
+
+    def ends(self, name: str, begins: Set[int]) -> set[int]:
+        """Where any of them ends in ``name``, having begun anywhere in ``begins``."""
+        return set().union(*(_ends(branch, name, begins) for branch in self.branches))
+
+
+def _ends(steps: Iterable[_Step | _Choice], name: str, begins: Set[int]) -> Set[int]:
+    for step in steps:
+        begins = step.ends(name, begins)
+    return begins
+
+
+_ANY = _Characters((("\n", "\n"),), negated=True)
+_DIGIT = _Characters(digits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +112,19 @@ class Pattern:
         to_end: whether the name must end where it ends.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[_Step | _Choice, ...]
     to_end: bool
 
     @property
     def literal(self) -> str | None:
         """The one name it matches, if it is a name written out."""
-        plain = self.to_end and all(step.literal for step in self.steps)
-        return "".join(step.literal for step in self.steps) if plain else None
+        letters = [step.literal if isinstance(step, _Step) else None for step in self.steps]
+        known = [letter for letter in letters if letter is not None]
+        return "".join(known) if self.to_end and len(known) == len(letters) else None
 
     def matches(self, name: str) -> bool:
         """Whether it matches the name, or its beginning; time grows with both lengths' product."""
-        reached = {0}
-        for step in self.steps:
-            taken = {at + 1 for at in reached if at < len(name) and step.takes(name[at])}
-            for at in range(len(name)) if step.repeats else ():
-                if at in taken and step.takes(name[at]):
-                    taken.add(at + 1)
-            reached = taken
+        reached = _ends(self.steps, name, {0})
         return len(name) in reached if self.to_end else bool(reached)
 
 
@@ -73,29 +134,103 @@ def parse_pattern(text: str, path: Path) -> Pattern:
     Raises:
         UnsupportedError: it is longer than ``MAX_LENGTH`` or goes beyond the grammar.
     """
-    if len(text) > MAX_LENGTH:
-        raise _unsupported(text, path)
-    body = text.removeprefix("^")
-    steps: list[_Step] = []
-    at, to_end = 0, False
-    while at < len(body):
-        taken = body[at : at + 2] if body[at] == "\\" else body[at]
-        at += len(taken)
-        repeats = taken == "\\d" and body[at : at + 1] == "+"
-        at += repeats
-        if taken == "$" and at == len(body):
-            to_end = True
-        elif taken == "\\d":
-            steps.append(_Step(is_digit=True, repeats=repeats))
-        elif taken == ".":
-            steps.append(_Step())
-        elif len(taken) == 2 and not taken[1].isalnum():  # noqa: PLR2004 - an escape and its letter
-            steps.append(_Step(taken[1]))
-        elif taken in _SPECIAL or len(taken) != 1:
-            raise _unsupported(text, path)
-        else:
-            steps.append(_Step(taken))
-    return Pattern(tuple(steps), to_end)
+    try:
+        return _Reader(text).pattern()
+    except _BeyondError as error:
+        raise UnsupportedError(
+            "describes its tensors with a name pattern beyond what is read",
+            path=path,
+            found=repr(text[:80]),
+            expected=r"names with \d+, [0-9], .* and (a|b) for what varies",
+        ) from error
+
+
+class _BeyondError(Exception):
+    """A pattern is not of the grammar."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads a pattern from its beginning; ``rest`` is what is not read yet."""
+
+    rest: str
+
+    def pattern(self) -> Pattern:
+        """All of it."""
+        if len(self.rest) > MAX_LENGTH:
+            raise _BeyondError
+        self.skip("^")
+        steps = self.sequence(0)
+        to_end = self.skip("$")
+        if self.rest:
+            raise _BeyondError
+        return Pattern(steps, to_end)
+
+    def skip(self, mark: str) -> bool:
+        """Whether ``mark`` comes next; it is read then."""
+        found = self.rest.startswith(mark)
+        self.rest = self.rest.removeprefix(mark)
+        return found
+
+    def sequence(self, depth: int) -> tuple[_Step | _Choice, ...]:
+        """All steps up to the end, or up to what ends a branch."""
+        steps: list[_Step | _Choice] = []
+        while self.rest and not self.rest.startswith(("|", ")", "$")):
+            steps.append(self._choice(depth) if self.skip("(") else self._step())
+        return tuple(steps)
+
+    def _choice(self, depth: int) -> _Choice:
+        self.skip("?:")
+        if depth == MAX_DEPTH:
+            raise _BeyondError
+        branches = [self.sequence(depth + 1)]
+        while self.skip("|"):
+            branches.append(self.sequence(depth + 1))
+        if not self.skip(")") or self.rest.startswith(("*", "+", "{")):
+            raise _BeyondError
+        return _Choice((*branches, ()) if self.skip("?") else tuple(branches))
+
+    def _step(self) -> _Step:
+        characters = self._set() if self.skip("[") else self._characters()
+        sign = self.rest[:1] if self.rest[:1] in {"*", "+", "?"} else ""
+        if self.skip(sign) and sign:
+            self.skip("?")  # as few as possible: that says which match is found, not whether
+        return _Step(characters, may_lack=sign in {"*", "?"}, repeats=sign in {"*", "+"})
+
+    def _characters(self) -> _Characters:
+        if self.skip("\\d"):
+            return _DIGIT
+        if self.skip("."):
+            return _ANY
+        if self.rest[0] in _SPECIAL - {"\\"}:
+            raise _BeyondError
+        letter = self._letter()
+        return _Characters(((letter, letter),))
+
+    def _letter(self) -> str:
+        """A character that stands for itself, be it because it is escaped."""
+        escaped = self.skip("\\")
+        letter, self.rest = self.rest[:1], self.rest[1:]
+        if not letter or (escaped and letter.isalnum()):
+            raise _BeyondError
+        return letter
+
+    def _set(self) -> _Characters:
+        negated, digits = self.skip("^"), False
+        ranges: list[tuple[str, str]] = []
+        while not self.rest.startswith("]"):
+            if self.skip("\\d"):
+                digits = True
+            elif self.rest.startswith(("[", "&&", "||", "~~", "--")):
+                raise _BeyondError  # Python keeps these for sets of sets
+            else:
+                first = self._letter()
+                is_range = self.rest.startswith("-") and not self.rest.startswith("-]")
+                ranges.append((first, self._letter() if is_range and self.skip("-") else first))
+        in_order = all(first <= last for first, last in ranges)
+        if not self.skip("]") or not (ranges or digits) or not in_order:
+            raise _BeyondError
+        return _Characters(tuple(ranges), digits, negated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +282,3 @@ class PatternTable(Generic[T]):
                 hint="Copy the file again from where it was written",
             )
         return found[0] if found else None
-
-
-def _unsupported(text: str, path: Path) -> UnsupportedError:
-    return UnsupportedError(
-        "describes its tensors with a name pattern beyond names, dots and digits",
-        path=path,
-        found=repr(text[:80]),
-        expected=r"a name, its special characters escaped, with \d+ for numbers",
-    )
