@@ -84,6 +84,12 @@ SUPPORT = (
         ),
     ),
     Support(
+        "Tensor and pipeline parallelism together",
+        "0, 1",
+        note="where the files say how tensors are split, as Megatron-DeepSpeed's name patterns do",
+        fixtures=("pp2_tp2_z0_w4_bf16", "pp2_tp2_z1_w8_bf16_tied"),
+    ),
+    Support(
         "DeepSpeed-MoE",
         "0, 1, 2",
         note="experts numbered globally; both placements; residual",
