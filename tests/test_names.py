@@ -153,6 +153,30 @@ def test_names_are_those_of_the_model_that_transformers_builds(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_tagged", [True, False])
+def test_a_config_with_an_endless_limit_is_read_as_transformers_wrote_it(
+    is_tagged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 8, "num_heads": 4, "head_dim": 4, "n_groups": 1, "state_size": 4}
+    config = Mamba2Config(**sizes, vocab_size=11, num_hidden_layers=1)
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    if not is_tagged:  # as transformers 4 wrote it
+        content["time_step_limit"][1] = float("inf")
+    names = learn_names(_sidecars(tmp_path, content), {})
+    with torch.device("meta"):
+        model = Mamba2ForCausalLM(config)
+    assert isinstance(names, ModelNames)
+    assert names.shapes == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+@pytest.mark.slow
 def test_without_an_architecture_the_class_that_fits_is_found(tmp_path: Path) -> None:
     sidecars = _sidecars(tmp_path, {**_TINY_LLAMA, "tie_word_embeddings": False})
     hidden, inner, vocab = 8, 12, 11

@@ -28,7 +28,7 @@ from zexport.model.hub_layout import Shape, read_hub_layout
 from zexport.model.matching import ModelNames, best_fit, choose_class
 from zexport.model.sidecars import Sidecars
 
-_SCHEMA = 2
+_SCHEMA = 3
 _TIMEOUT_SECONDS = 240
 """Importing transformers takes that long on no machine; what comes then is bounded by itself."""
 

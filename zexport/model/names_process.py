@@ -68,6 +68,19 @@ def without_code(content: Any) -> Any:
     return [without_code(item) for item in content] if isinstance(content, list) else content
 
 
+def with_floats(content: Any) -> Any:
+    """A config with the numbers that JSON has no word for, as ``save_pretrained`` tags them.
+
+    Source: transformers 5.23, ``configuration_utils.py``, ``_encode_special_floats``.
+    """
+    if isinstance(content, dict):
+        tag = content.get("__float__") if len(content) == 1 else None
+        if tag in ("Infinity", "-Infinity", "NaN"):
+            return float(tag)
+        return {key: with_floats(value) for key, value in content.items()}
+    return [with_floats(item) for item in content] if isinstance(content, list) else content
+
+
 def describe(content: dict[str, Any]) -> dict[str, Any]:
     """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
     model_type = str(content.get("model_type"))
@@ -105,5 +118,5 @@ def _without_data(architecture: str, config: Any) -> Any:
 
 if __name__ == "__main__":
     bound_work()
-    answer = describe(without_code(json.load(sys.stdin.buffer)))
+    answer = describe(with_floats(without_code(json.load(sys.stdin.buffer))))
     print(json.dumps(answer))  # noqa: T201 - this process's answer
