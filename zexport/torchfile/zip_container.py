@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
 from zexport.regular_files import open_regular
+from zexport.torchfile.inert import ExcessError
 from zexport.torchfile.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
 
 COPY_AGAIN = "Copy the file again from where it was written"
@@ -34,6 +35,10 @@ _ZIP_ERRORS = (
     struct.error,
     zlib.error,
 )
+DIRECTORY_NBYTES_MAX = 12 << 20
+"""Room for 120,000 records with the long names of rank files. Read, a directory takes ten times as
+much memory."""
+
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
 
 
@@ -194,6 +199,22 @@ def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
         raise UnsupportedError(problem, path=path, found=order, expected=b"little")
 
 
+class _Bounded(FileIO):
+    """A zip file whose directory is not read where it is larger than any checkpoint's.
+
+    ``zipfile`` reads the directory at once, before anything else of that size, and then makes an
+    object of every entry.
+    """
+
+    limit = DIRECTORY_NBYTES_MAX
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes, as a file gives them."""
+        if size is not None and size > self.limit:
+            raise ExcessError(f"a zip directory of {size} bytes, more than the {self.limit} it may")
+        return super().read(size)
+
+
 def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> bytes:
     """A whole record, its size and CRC checked."""
     info = archive.NameToInfo.get(name)
@@ -201,6 +222,10 @@ def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> byt
         found = "no record" if info is None else f"{info.file_size} bytes"
         problem = f"the zip archive has no {name} of a fit size, so torch.save did not write it"
         raise DamagedCheckpointError(problem, path=path, found=found, expected=f"at most {limit}")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        problem = f"the record {name} is compressed in a way that torch.load does not read"
+        hint = "Take the file as torch.save wrote it"
+        raise UnsupportedError(problem, path=path, hint=hint)
     with archive.open(info) as record:
         data = record.read(info.file_size + 1)
     if len(data) != info.file_size:
@@ -213,11 +238,16 @@ def read_zip(
 ) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        bounded = _Bounded(file.fileno(), closefd=False)
+        with zipfile.ZipFile(bounded) as archive:
+            bounded.limit = MAX_PICKLE_NBYTES + 1
             entries = _entries(archive, path)
             root = _root(entries, path)
             _check_byte_order(archive, root, path)
             data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
+    except ExcessError as error:
+        hint = "Save fewer tensors in one file"
+        raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
     except _ZIP_ERRORS as error:
         problem = "is not a whole zip archive: it ends early, or its bytes were changed"
         raise _damaged(path, problem, error) from error
