@@ -10,6 +10,7 @@ from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError
 from zexport.export.hub_tensors import lay_out
 from zexport.export.naming import Settled, check_complete, some
+from zexport.export.quantized import check_plain
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.matching import ModelNames, absent, difference
 from zexport.model.names import NamesUnknown
@@ -59,7 +60,8 @@ def select_tensors(
         FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them
             out was not asked for.
         NamesMismatchError: weights are missing that no save leaves out.
-        UnsupportedError: a tensor of the model's files has only some of its parts.
+        UnsupportedError: a tensor of the model's files has only some of its parts, or one of the
+            base's is quantized.
     """
     own = {
         name: tensor
@@ -73,6 +75,8 @@ def select_tensors(
         nowhere = tuple(name for name, tensor in found.items() if tensor is None)
         raise _frozen_left_out(checkpoint, nowhere, options)
     aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
+    merged_over = (tensor for tensor in own.values() if base.get(tensor.name) is tensor)
+    check_plain((*filled.values(), *merged_over), base, settled.names, options.base)
     differences = _differences(own, wanted, aliases, settled)
     names, tied = settled.names, aliases
     if settled.layout is not None and isinstance(names, ModelNames):
