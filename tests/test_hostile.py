@@ -8,8 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +23,22 @@ from safetensors.torch import load_file
 import zexport
 from tests.checkpoints import Run, edit, save, small_model
 from tests.malice import REFUSED, call, inject, injected, text, tricks
-from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.checkpoint.assembly.expert_files import copies_in_files
+from zexport.checkpoint.assembly.expert_layers import ExpertLayers
+from zexport.checkpoint.assembly.expert_states import AutoEpLayer
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.dtypes import DType
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    ZexportError,
+)
 from zexport.inspection.inspect import inspect_checkpoint
+from zexport.layouts import LayoutError
+from zexport.model.config import ConfigFile
+from zexport.model.mending import mend_sizes
 from zexport.options import ExportOptions, NameLayout
 from zexport.torchfile import zip_container
 from zexport.torchfile.archive import read_torch_file
@@ -389,3 +407,71 @@ def test_an_error_about_a_hostile_name_is_harmless_on_the_terminal_and_in_json(
     assert done.stderr.rstrip("\n").isprintable()
     assert len(done.stderr) < 10_000
     assert json.loads(done.stdout)["error"]["message"].isprintable()
+
+
+# --- counts ---
+
+_FEW_NBYTES = 20 << 20
+
+
+@contextmanager
+def _few_bytes() -> Iterator[None]:
+    """What is done within takes little memory, whatever numbers a checkpoint claims."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < _FEW_NBYTES
+
+
+def test_an_absurd_number_of_model_parallel_ranks_is_damage(tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=2), tmp_path / "run")
+    for path in root.glob("*/*_model_states.pt"):
+        edit(path, lambda state: state.update(mp_world_size=5_000_000))
+    with _few_bytes(), pytest.raises(DamagedCheckpointError, match="number of tensor ranks"):
+        zexport.consolidate(root, tmp_path / "out", _OPTIONS)
+
+
+def test_an_absurd_number_of_ranks_of_a_universal_checkpoint_is_damage(tmp_path: Path) -> None:
+    root = _copy("uni_z3_w2_bf16_frozen", tmp_path)
+    next(root.glob("*/zero_pp_rank_1_*_model_states.pt")).unlink()
+    path = next(root.glob("*/zero_pp_rank_0_*_model_states.pt"))
+    edit(path, lambda state: state.update(dp_world_size=5_000_000))
+    with _few_bytes(), pytest.raises(DamagedCheckpointError, match="impossible number of ranks"):
+        zexport.consolidate(root, tmp_path / "out", _OPTIONS)
+
+
+def test_an_absurd_number_in_the_name_of_an_expert_file_costs_nothing(tmp_path: Path) -> None:
+    root = _copy("moe_z0_w2_ep2_bf16", tmp_path)
+    last = next(root.glob("*/expp_rank_1_mp_rank_00_optim_states.pt"))
+    last.rename(last.with_name("expp_rank_5000000_mp_rank_00_optim_states.pt"))
+    for path in root.glob("*/expp_rank_*_optim_states.pt"):
+        edit(path, _without_group_names)
+    with _few_bytes(), pytest.raises(IncompleteCheckpointError, match="found 2 of 5000001"):
+        zexport.consolidate(root, tmp_path / "out", _OPTIONS)
+
+
+def _without_group_names(state: Any) -> None:
+    for group in state["optimizer"]["optimizer_state_dict"]["param_groups"]:
+        group.pop("name", None)
+
+
+def test_experts_without_elements_are_not_counted_out() -> None:
+    layer = AutoEpLayer(number=0, module="m", experts="m.experts", ep_rank=0, held=((0,),))
+    layers = ExpertLayers({}, {"m.experts.w1": layer}, {0: ()})
+    many = StoredTensor("m.experts.w1", (1_000_000, 0), DType.F32, Role.TRAINABLE, None)
+    with _few_bytes(), pytest.raises(LayoutError, match="does not hold what"):
+        list(copies_in_files([many], layers))
+
+
+def test_a_config_gets_no_absurd_number_of_classes() -> None:
+    stored: dict[str, tuple[int, ...]] = {"score.bias": ((1 << 20) + 1,)}
+
+    def shapes_for(config: ConfigFile) -> dict[str, tuple[int, ...]]:
+        names = config.content.get("id2label")
+        return {"score.bias": (len(names) if isinstance(names, dict) else 2,)}
+
+    config = ConfigFile(Path("config.json"), {"num_labels": 2})
+    assert mend_sizes(config, stored, shapes_for).content == {"num_labels": 2}

@@ -29,7 +29,7 @@ from zexport.findings import FindingKind
 from zexport.torchfile.archive import TorchFile, read_torch_file
 from zexport.torchfile.pickles import Pickle
 
-_WORLD_SIZE_MAX = 1 << 20
+WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
 
 _STEP_BITS = 64
@@ -97,7 +97,7 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
         [f for f in files if f.kind is RankFileKind.OPTIMIZER], read_optimizer_states, problems
     )
     world_size = _world_size(model, optimizer)
-    if world_size is not None and not 0 < world_size <= _WORLD_SIZE_MAX:
+    if world_size is not None and not 0 < world_size <= WORLD_SIZE_MAX:
         problems.append(_impossible(tag_dir, world_size))
         world_size = None
     named = {f.rank for f in files if f.kind is RankFileKind.OPTIMIZER}
@@ -127,7 +127,7 @@ def _impossible(tag_dir: Path, world_size: int) -> ZexportError:
         "records an impossible number of ranks",
         path=tag_dir,
         found=world_size,
-        expected=f"1 to {_WORLD_SIZE_MAX}",
+        expected=f"1 to {WORLD_SIZE_MAX}",
         hint="Copy the optimizer files again",
     )
 

@@ -27,12 +27,14 @@ class _Size:
         stand_in: a size that no dimension of a real model has, and that costs little to build.
         set: the config with another size.
         stated: the sizes as the config has them.
+        most: a size that no model has; each class has a name in a config.
     """
 
     key: str
     stand_in: int
     set: Callable[[ConfigFile, int], ConfigFile]
     stated: Callable[[ConfigFile], Iterable[Json]]
+    most: int
 
 
 def _labels(config: ConfigFile) -> list[Json]:
@@ -41,9 +43,13 @@ def _labels(config: ConfigFile) -> list[Json]:
 
 
 _VOCABULARY = _Size(
-    "vocab_size", 10_000_019, ConfigFile.with_vocab_size, lambda config: config.vocab_sizes.values()
+    "vocab_size",
+    10_000_019,
+    ConfigFile.with_vocab_size,
+    lambda config: config.vocab_sizes.values(),
+    most=1 << 31,
 )
-_LABELS = _Size("num_labels", 4099, ConfigFile.with_num_labels, _labels)
+_LABELS = _Size("num_labels", 4099, ConfigFile.with_num_labels, _labels, most=1 << 20)
 
 
 def mend_sizes(
@@ -68,6 +74,7 @@ def mend_sizes(
             sized = shapes_for(size.set(config, size.stand_in)) or {}
             sized = {name: shape for name, shape in sized.items() if size.stand_in in shape}
             found = weights.sizes(sized, size.stand_in)
+            found = {count for count in found if count <= size.most}
             as_is = {name: shape for name, shape in (expected or {}).items() if name in sized}
             if len(found) == 1 and (expected is None or weights.differ_from(as_is)):
                 config = _mended(config, size, *found)

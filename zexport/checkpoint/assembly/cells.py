@@ -70,8 +70,16 @@ def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
 
     Raises:
         IncompleteCheckpointError: cells have no files, or no model file.
-        DamagedCheckpointError: there are more cells.
+        DamagedCheckpointError: there are more cells, or more are recorded than anybody has.
     """
+    if count > MAX_DEGREE:
+        raise DamagedCheckpointError(
+            f"records an impossible number of {what}",
+            path=tag_dir_of(cells),
+            found=count,
+            expected=f"1 to {MAX_DEGREE}",
+            hint="Copy the model files again",
+        )
     have = {index for index, cell in cells.items() if cell.first_model is not None}
     missing = sorted(set(range(count)) - have)
     if missing:

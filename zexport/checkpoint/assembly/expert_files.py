@@ -31,13 +31,9 @@ def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> It
     }
     for tensor in trained:
         layer = layers.autoep.get(tensor.name)
-        if layer is None:
-            slices = {tensor.name: tensor}
-        elif layer.number in layers.files:
-            slices = {f"{tensor.name}.{n}": _slice(tensor, n) for n in range(tensor.shape[0])}
-        else:
+        if layer is not None and layer.number not in layers.files:
             continue
-        for name, part in slices.items():
+        for name, part in [(tensor.name, tensor)] if layer is None else _slices(tensor):
             if name not in held or held[name][1].shape != part.shape:
                 raise LayoutError(
                     f"the expert file of {name!r} does not hold what the flat groups hold",
@@ -45,6 +41,12 @@ def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> It
                     part.shape,
                 )
             yield from rounded_copy(part, *held[name], name)
+
+
+def _slices(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The experts one by one, under the names of their files: there may be any number of them."""
+    for number in range(tensor.shape[0]):
+        yield f"{tensor.name}.{number}", _slice(tensor, number)
 
 
 def _slice(tensor: StoredTensor, expert: int) -> StoredTensor:

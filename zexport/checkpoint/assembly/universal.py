@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.rank_files import name_ranks
-from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy, take_inventory
 from zexport.checkpoint.untrusted import Shape, Value
@@ -125,6 +125,8 @@ def _take_cell(tag_dir: Path, ranks: RankStates, model: ModelStates) -> Inventor
     """One model-parallel index by its model files alone: trained weights are without source."""
     said = Value(model.file.path, "model states", model.file.value).get("dp_world_size")
     world_size = said.number_or_none() or len(ranks.model)
+    if not 0 < world_size <= WORLD_SIZE_MAX:
+        said.fail("is an impossible number of ranks", str(world_size))
     inventory = take_inventory(replace(ranks, optimizer={}, world_size=world_size), model)
     if model.has_experts:
         inventory = _without_unrecorded(inventory, model)

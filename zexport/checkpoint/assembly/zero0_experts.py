@@ -123,15 +123,15 @@ def _check_files(
             hint="Resume the run with ZeRO stage 1, save, and export that",
         )
     expected = max(sizes, default=max(optimizers, default=0) + 1)
-    missing = sorted(set(range(expected)) - optimizers.keys())
-    if missing or len(optimizers) != expected:
+    missing = next((rank for rank in range(expected) if rank not in optimizers), None)
+    if missing is not None or len(optimizers) != expected:
         raise IncompleteCheckpointError(
             "lacks optimizer files of expert-parallel ranks, which hold the fp32 masters"
-            if missing
+            if missing is not None
             else "has optimizer files of more expert-parallel ranks than there are",
             path=dense.file.path.parent,
             found=f"{len(optimizers)} of {expected}",
-            expected=f"expp_rank_{missing[0] if missing else 0}_mp_rank_00_optim_states.pt",
+            expected=f"expp_rank_{missing or 0}_mp_rank_00_optim_states.pt",
             hint="Copy all files of one save from the nodes that wrote them",
         )
 
