@@ -178,9 +178,9 @@ def test_an_output_with_something_in_it_is_not_touched(zero3: Path, tmp_path: Pa
 
 def test_overwrite_replaces_what_was_there(zero3: Path, tmp_path: Path) -> None:
     (out := tmp_path / "out").mkdir()
-    (out / "old").write_text("gone")
+    (out / "pytorch_model.bin").write_text("gone")
     zexport.consolidate(zero3, out, ExportOptions(overwrite=True))
-    assert not (out / "old").exists()
+    assert not (out / "pytorch_model.bin").exists()
     assert zexport.verify_export(out).ok
 
 

@@ -19,6 +19,7 @@ def _make(out_dir: Path, content: str = "new", **options: object) -> None:
     settings = {"overwrite": False, **options}
     with staged_folder(out_dir, **settings) as folder:  # type: ignore[arg-type]
         (folder / "file").write_text(content)
+        (folder / "model.safetensors").touch()
 
 
 def _names(folder: Path) -> list[str]:
@@ -55,7 +56,7 @@ def test_parents_that_were_there_stay_when_the_block_fails(tmp_path: Path) -> No
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     _make(tmp_path / "out")
-    assert _names(tmp_path / "out") == ["file"]
+    assert _names(tmp_path / "out") == ["file", "model.safetensors"]
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["out.partial", "out.partial.lock"]
     _make(tmp_path / "out")
     assert _names(tmp_path) == ["out"]
-    assert _names(tmp_path / "out") == ["file"]
+    assert _names(tmp_path / "out") == ["file", "model.safetensors"]
 
 
 def test_what_could_not_be_cleared_away_is_cleared_away_by_the_next(
@@ -289,7 +290,7 @@ def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     _make(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert _names(tmp_path / "real") == ["file"]
+    assert _names(tmp_path / "real") == ["file", "model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -322,4 +323,5 @@ def test_files_then_their_folder_then_its_parent_are_put_on_the_disk(
 ) -> None:
     _make(tmp_path / "out")
     partial = tmp_path / "out.partial"
-    assert synced == [str(partial / "file"), str(partial), str(tmp_path)]
+    files = [str(partial / "model.safetensors"), str(partial / "file")]
+    assert synced == [*files, str(partial), str(tmp_path)]

@@ -81,7 +81,7 @@ class ExportOptions:
             the one that DeepSpeed's configuration had it cast to.
         jobs: worker threads.
         max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
-        overwrite: replace an existing output folder.
+        overwrite: replace an older model in the output folder's place.
         check: how much is compared of weights that the checkpoint holds twice.
         allow: kinds of findings that are told and do not end the export.
     """

@@ -99,7 +99,11 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT once the new folder is complete.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace OUT, if it is a model's folder, once the new one is complete.",
+)
 @json_option
 @progress_options
 def consolidate(

@@ -6,14 +6,15 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
-from zexport.checkpoint.location import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import OutputError
 from zexport.export.disk import HINTS, sync_path, writing
 from zexport.export.journal import JOURNAL_NAME, drop_unfinished, finished_shards
+from zexport.export.target import check_content, check_place, real_path
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -22,7 +23,11 @@ _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 @contextmanager
 def staged_folder(
-    out_dir: Path, *, overwrite: bool, sources: Iterable[Path] = ()
+    out_dir: Path,
+    *,
+    overwrite: bool,
+    sources: Iterable[Path] = (),
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Path]:
     """A folder to fill: it becomes ``out_dir`` when the block ends, and never when that fails.
 
@@ -36,18 +41,20 @@ def staged_folder(
 
     Args:
         out_dir: the folder to make; a symbolic link is followed.
-        overwrite: whether a folder with something in it is replaced.
+        overwrite: whether an older model folder is replaced.
         sources: the files being read, which the folder must neither hold nor lie beside.
+        warn: told of what could not be cleared away once the folder was there.
 
     Raises:
         OutputError: the folder cannot be made.
     """
-    target = Path(os.path.realpath(out_dir))
-    for place in (target, *_workplaces(target)):
-        _check_apart(place, sources)
+    target = real_path(out_dir)
+    check_place(target, sources)
+    for place in _workplaces(target):
+        check_place(place, sources)
     with _parents(target.parent), _lock(target):
         _restore(target)
-        _check_target(target, overwrite=overwrite)
+        check_content(target, overwrite=overwrite)
         partial = _beside(target, _PARTIAL)
         with writing(partial):
             partial.mkdir(exist_ok=True)
@@ -55,7 +62,7 @@ def staged_folder(
         try:
             yield partial
             with writing(partial):
-                _commit(partial, target, overwrite=overwrite)
+                _commit(partial, target, overwrite=overwrite, warn=warn)
         except BaseException as error:
             _clear_up(partial, error)
             raise
@@ -88,35 +95,6 @@ def _workplaces(target: Path) -> tuple[Path, Path]:
     return _beside(target, _PARTIAL), _beside(target, _REPLACED)
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
-    with writing(target):
-        exists, is_folder, is_mount = target.exists(), target.is_dir(), target.is_mount()
-        holds_something = is_folder and any(target.iterdir())
-        is_checkpoint = is_folder and _holds_checkpoint(target)
-    if exists and not is_folder:
-        raise OutputError("is not a folder", path=target, hint="Choose another name")
-    if is_mount:
-        raise OutputError(
-            "is a mount point, which no finished folder can take the place of",
-            path=target,
-            hint="Choose a folder below it",
-        )
-    if is_checkpoint:
-        raise OutputError(
-            "holds a checkpoint, which an export never replaces",
-            path=target,
-            hint="Choose another name; OUT is the last of the folders",
-        )
-    if holds_something and not overwrite:
-        raise OutputError(
-            "exists and is not empty", path=target, hint="Choose another name, or pass --overwrite"
-        )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return is_tag_dir(folder) or bool(list_tags(folder) or list_run_checkpoints(folder))
-
-
 def _in_the_way(place: Path) -> OutputError:
     """No killed export has left this folder: it is the user's."""
     return OutputError(
@@ -124,23 +102,6 @@ def _in_the_way(place: Path) -> OutputError:
         path=place,
         hint="Move it away, or choose another name for the output",
     )
-
-
-def _check_apart(target: Path, sources: Iterable[Path]) -> None:
-    """Refuse a folder that holds a source, or a checkpoint's own folder and what is below it.
-
-    A model folder given as a base (safetensors) may have an export below it: its files stay as they
-    are.
-    """
-    for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
-        real = Path(os.path.realpath(folder))
-        if real.is_relative_to(target) or (is_checkpoint and target.is_relative_to(real)):
-            raise OutputError(
-                "would be mixed with the files that are read",
-                path=target,
-                found=f"sources in {folder}",
-                hint="Choose a folder outside the checkpoint",
-            )
 
 
 @contextmanager
@@ -233,7 +194,7 @@ def _restore(target: Path) -> None:
             replaced.rename(target)
 
 
-def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
+def _commit(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str], None]) -> None:
     """Give the folder its name, or leave everything under the names that it had."""
     _remove(partial / JOURNAL_NAME)
     _sync_all(partial)
@@ -241,14 +202,31 @@ def _commit(partial: Path, target: Path, *, overwrite: bool) -> None:
         _rename_for_good(partial, target)
         return
     replaced = _beside(target, _REPLACED)
-    _remove(replaced)
+    _discard(replaced, warn)
     target.rename(replaced)
     try:
         _rename_for_good(partial, target)
     except BaseException:
         replaced.rename(target)
         raise
-    _remove(replaced)
+    _discard(replaced, warn)
+
+
+def _discard(replaced: Path, warn: Callable[[str], None]) -> None:
+    """Remove a folder that was replaced.
+
+    What cannot be removed is told, and gets another name: the next replacement needs this one.
+    """
+    try:
+        _remove(replaced)
+    except OSError as cause:
+        names = (replaced.with_name(f"{replaced.name}-{number}") for number in count(2))
+        left = next(name for name in names if not os.path.lexists(name))
+        try:
+            replaced.rename(left)
+        except OSError:
+            left = replaced
+        warn(f"what was replaced cannot be removed ({cause.strerror}): it is left in {left}")
 
 
 def _rename_for_good(folder: Path, name: Path) -> None:

@@ -49,7 +49,7 @@ class ExportReport:
         nbytes_written: bytes of all its files.
         seconds: how long it took.
         findings: what was remarkable about the values.
-        warnings: the plan's.
+        warnings: the plan's, and what could not be cleared away after a replacement.
         verified: how it was read again.
         resumed: the shards that a stopped export had finished, read again and taken over.
     """
@@ -106,13 +106,16 @@ def run_plan(
         VerificationError: what was written is not what was meant.
     """
     began = time.monotonic()
+    warnings = list(plan.warnings)
     with ExitStack() as stack:
         sources = stack.enter_context(SourceReader(plan.sources))
         reader = FileReader(sources) if reader is None else reader
         paths = [source.path for source in plan.sources]
         paths += [side.origin for side in plan.side_files if side.origin is not None]
         folder = stack.enter_context(
-            staged_folder(plan.out_dir, overwrite=plan.overwrite, sources=paths)
+            staged_folder(
+                plan.out_dir, overwrite=plan.overwrite, sources=paths, warn=warnings.append
+            )
         )
         work = _Work(plan, folder, reader, verify, Meter(verify, progress))
         work.take_over()
@@ -127,7 +130,7 @@ def run_plan(
         nbytes_written=sum(entry.nbytes for entry in work.files.values()),
         seconds=time.monotonic() - began,
         findings=work.findings,
-        warnings=plan.warnings,
+        warnings=tuple(warnings),
         verified=verify,
         resumed=work.resumed,
     )
