@@ -18,7 +18,7 @@ from tests.checkpoints import Run, edit, save, small_model
 from tests.model_parallel import truth, unequal, values
 from tests.oracles import differences
 from zexport.checkpoint.assembly.structure import Structure, recognise
-from zexport.checkpoint.contents import Replica, ZeroCheckpoint
+from zexport.checkpoint.contents import Parallelism, Replica, ZeroCheckpoint
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_file
 from zexport.checkpoint.ranks import read_ranks
@@ -104,10 +104,12 @@ def test_experts_that_are_striped_over_groups_are_known_by_the_optimizer_alone(
     [
         ("z0_w2_bf16", "ZeRO-0"),
         ("z3_w2_bf16", "ZeRO-3"),
-        ("tp2_z2_w4_bf16", "ZeRO-2, tensor parallelism, 2 parts"),
-        ("pp2_z1_w4_bf16_tied", "ZeRO-1, pipeline parallelism, 2 parts"),
-        ("moe_z2_w4_ep2", "ZeRO-2, expert parallelism"),
-        ("autoep_z3_w4_ep2", "ZeRO-3, expert parallelism"),
+        ("tp2_z2_w4_bf16", "ZeRO-2, 2 tensor ranks"),
+        ("pp2_z1_w4_bf16_tied", "ZeRO-1, 2 pipeline stages"),
+        ("pp2_tp2_z1_w8_bf16_tied", "ZeRO-1, 2 pipeline stages, 2 tensor ranks"),
+        ("moe_z2_w4_ep2", "ZeRO-2, 2 expert ranks, 4 experts in each of 2 layers"),
+        ("moe_z0_w4_ep4_bf16_residual", "ZeRO-0, 4 expert ranks, 4 experts in each of 2 layers"),
+        ("autoep_z3_w4_ep2", "ZeRO-3, 2 expert ranks, 4 experts in each of 2 layers"),
         ("uni_z2_w2_bf16_odd", "universal checkpoint"),
     ],
 )
@@ -119,7 +121,7 @@ def test_experts_of_every_pipeline_stage_are_the_live_ones() -> None:
     case = FIXTURES / "stages_moe_z1_w4_ep2"
     checkpoint = open_checkpoint(case / "ckpt")
     assert checkpoint.problems == ()
-    assert checkpoint.layout == "ZeRO-1, expert parallelism, 2 parts"
+    assert checkpoint.parallelism == Parallelism(stages=2, expert_ranks=(2,), experts=(4, 4))
     inventory = Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out)
     assert differences(values(inventory), truth(case)) == []
     assert unequal(checkpoint.replicas) == []

@@ -29,6 +29,8 @@ from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.report.inspect import inspection_json, print_inspection
 from zexport.torchfile import zip_container
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
 TAG = "global_step2"
 
 _NOTHING_TO_DESCRIBE = {"dmg_latest_traversal": UnsafeError, "dmg_z3_deflated": UnsupportedError}
@@ -125,6 +127,37 @@ def test_missing_ranks_are_given_by_number_and_by_file_name(tmp_path: Path) -> N
     shown = run(root).stdout
     assert all(path.name in shown for path in gone)
     assert "Verdict: not exportable" in shown
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["pp2_tp2_z1_w8_bf16_tied", "tp2_z2_w4_bf16", "tp2_z1_w2_bf16_tied", "stages_moe_z1_w4_ep2"],
+)
+def test_missing_files_are_named_on_every_stage_and_tensor_rank(case: str, tmp_path: Path) -> None:
+    for number in range(len(list((FIXTURES / case / "ckpt").glob("*/*mp_rank_*_states.pt")))):
+        root = Path(shutil.copytree(FIXTURES / case / "ckpt", tmp_path / str(number)))
+        gone = sorted(root.glob("*/*mp_rank_*_states.pt"))[number]
+        if "expert" in gone.name:
+            continue
+        gone.unlink()
+        assert inspect_checkpoint(root).missing_files() == (gone.name,)
+
+
+def test_a_node_that_is_missing_whole_is_named_file_by_file(tmp_path: Path) -> None:
+    case = FIXTURES / "pp2_tp2_z1_w8_bf16_tied" / "ckpt"
+    root = Path(shutil.copytree(case, tmp_path / "run"))
+    gone = sorted(root.glob("*/*mp_rank_03_*_states.pt"))
+    for path in gone:
+        path.unlink()
+    assert sorted(inspect_checkpoint(root).missing_files()) == [path.name for path in gone]
+
+
+def test_the_parameters_of_a_universal_checkpoint_are_listed() -> None:
+    root = FIXTURES / "uni_z3_w2_bf16_frozen" / "ckpt"
+    listed = {file["name"] for file in as_json(root)["checkpoint"]["files"] if file["needed"]}
+    parameters = {f"zero/{path.parent.name}/fp32.pt" for path in root.glob("*/zero/*/fp32.pt")}
+    assert parameters
+    assert parameters < listed
 
 
 def test_the_missing_model_file_is_asked_for_where_it_holds_frozen_weights(tmp_path: Path) -> None:

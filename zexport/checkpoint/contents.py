@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -141,7 +141,7 @@ class CheckpointFile:
     Attributes:
         path: the file.
         kind: what it holds.
-        rank: data-parallel rank.
+        rank: data-parallel rank; 0 where there is none.
         nbytes: its size.
         needed: whether an export reads it.
         unknown_globals: names in its pickle that are outside the closed list.
@@ -154,6 +154,45 @@ class CheckpointFile:
     needed: bool
     unknown_globals: tuple[Global, ...]
 
+    @property
+    def name(self) -> str:
+        """Its name below the tag folder."""
+        depth = 3 if self.kind is RankFileKind.PARAMETER else 1  # zero/<parameter>/fp32.pt
+        return "/".join(self.path.parts[-depth:])
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The degrees of parallelism beside that of data.
+
+    Attributes:
+        stages: pipeline stages.
+        tensor_ranks: ranks that every tensor is split over.
+        expert_ranks: over how many ranks experts are dealt out; several numbers where layers
+            differ, none where there are no experts or nothing says it.
+        experts: the number of experts of every layer that has some, in the module's order.
+    """
+
+    stages: int = 1
+    tensor_ranks: int = 1
+    expert_ranks: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+
+    def words(self) -> Iterator[str]:
+        """Every degree above one, in words."""
+        if self.stages > 1:
+            yield f"{self.stages:,} pipeline stages"
+        if self.tensor_ranks > 1:
+            yield f"{self.tensor_ranks:,} tensor ranks"
+        if self.expert_ranks:
+            degrees = " or ".join(f"{degree:,}" for degree in self.expert_ranks)
+            yield f"{degrees} expert {'rank' if degrees == '1' else 'ranks'}"
+        for count in sorted(set(self.experts)):
+            layers = self.experts.count(count)
+            yield f"{count:,} experts in " + (
+                "1 layer" if layers == 1 else f"each of {layers:,} layers"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ZeroCheckpoint:
@@ -162,6 +201,7 @@ class ZeroCheckpoint:
     Attributes:
         location: the tag folder and what lies around it.
         layout: in words, such as ``ZeRO-3`` or ``ZeRO-1 (BF16_Optimizer)``.
+        parallelism: in how many ways the model was split.
         stage: ZeRO stage; ``None`` where it could not be read.
         world_size: number of data-parallel ranks that wrote it.
         ds_version: version of DeepSpeed that wrote it.
@@ -179,6 +219,7 @@ class ZeroCheckpoint:
             some may have been left out without a trace.
         missing_ranks: ranks whose optimizer file is not there.
         missing_model_ranks: ranks whose model file is not there although it should be.
+        missing_files: names of the rank files that an export needs and that are not there.
         files: the rank files.
         torch_files: those that an export may read, as the inert reader sees them.
         replicas: second copies that must agree with what is exported.
@@ -190,6 +231,7 @@ class ZeroCheckpoint:
 
     location: Location
     layout: str
+    parallelism: Parallelism
     stage: int | None
     world_size: int | None
     ds_version: str | None
@@ -205,6 +247,7 @@ class ZeroCheckpoint:
     frozen_left_out: bool
     missing_ranks: tuple[int, ...]
     missing_model_ranks: tuple[int, ...]
+    missing_files: tuple[str, ...]
     files: tuple[CheckpointFile, ...]
     torch_files: tuple[TorchFile, ...]
     replicas: tuple[Replica | CastReplica, ...]

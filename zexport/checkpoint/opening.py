@@ -9,13 +9,15 @@ from typing import TypeAlias
 
 from zexport.checkpoint.assembly.assemble import Assembled, assemble
 from zexport.checkpoint.assembly.cells import disagreements
+from zexport.checkpoint.assembly.missing_files import missing_files
 from zexport.checkpoint.assembly.node_local import unite
+from zexport.checkpoint.assembly.parallelism import parallelism_of
 from zexport.checkpoint.assembly.structure import (
     Structure,
     lacking_optimizer_files,
     recognise,
 )
-from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.location import Location, locate, locate_all
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
@@ -132,13 +134,15 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
     model, optimizer = cell.first_model, cell.first_optimizer
     stage = _stage(cell)
+    parallelism = parallelism_of(structure, files, cells)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     torch_files = (*_torch_files(cells), *assembled.files)
     opened = {torch_file.path: torch_file for torch_file in torch_files}
     read = paths_of(t.source for t in inventory.tensors if t.source is not None)
     return ZeroCheckpoint(
         location=location,
-        layout=_layout(cells, structure, stage),
+        layout=_layout(cells, structure, parallelism, stage),
+        parallelism=parallelism,
         stage=stage,
         world_size=cell.world_size,
         ds_version=(model and model.ds_version) or (optimizer and optimizer.ds_version) or None,
@@ -156,7 +160,11 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         missing_model_ranks=tuple(
             sorted({r for c in cells.values() for r in c.missing_model_ranks})
         ),
-        files=tuple(_describe_file(file, opened.get(file.path), read) for file in files),
+        missing_files=missing_files(structure, parallelism, files, cells, inventory),
+        files=(
+            *(_describe_file(file, opened.get(file.path), read) for file in files),
+            *(_describe_file(file, opened[file.path], read) for file in _others(files, assembled)),
+        ),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
@@ -185,18 +193,35 @@ def _stage(cell: RankStates) -> int | None:
     return 1 if stage is None else stage
 
 
-def _layout(cells: Mapping[int, RankStates], structure: Structure, stage: int | None) -> str:
-    """The layout in words: stage, optimizer where it matters, and how the model was split."""
-    words = "ZeRO" if stage is None else f"ZeRO-{stage}"
+def _layout(
+    cells: Mapping[int, RankStates],
+    structure: Structure,
+    parallelism: Parallelism,
+    stage: int | None,
+) -> str:
+    """The layout in words: stage, optimizer where it matters, and how the model was split.
+
+    Empty where the stage could not be read.
+    """
+    if structure is Structure.UNIVERSAL:
+        return "universal checkpoint"
+    if stage is None:
+        return ""
+    words = f"ZeRO-{stage}"
     optimizers = [c.first_optimizer for c in cells.values() if c.first_optimizer is not None]
     if optimizers and optimizers[0].stage is None:
         words += " (BF16_Optimizer)"
-    if structure is Structure.UNIVERSAL:
-        return "universal checkpoint"
     if structure is Structure.DATA:
         return words
-    number = f", {len(cells)} parts" if len(cells) > 1 else ""
-    return f"{words}, {structure.value}{number}"
+    return f"{words}, {', '.join(parallelism.words()) or structure.value}"
+
+
+def _others(files: Sequence[RankFile], assembled: Assembled) -> Iterator[RankFile]:
+    """Files that were read and are of no rank: a universal checkpoint's parameters."""
+    listed = {file.path for file in files}
+    for torch_file in assembled.files:
+        if torch_file.path not in listed:
+            yield RankFile(torch_file.path, RankFileKind.PARAMETER, 0, 0)
 
 
 def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) -> CheckpointFile:

@@ -24,6 +24,8 @@ class RankFileKind(Enum):
     EXPERT = "expert"
     EXPERT_OPTIMIZER = "expert optimizer"
     PIPELINE_LAYER = "pipeline layer"
+    PARAMETER = "parameter of all ranks"
+    """Of a universal checkpoint; its name is that of its folder."""
 
 
 @dataclass(frozen=True, slots=True)

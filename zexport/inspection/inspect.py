@@ -10,7 +10,6 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.checkpoint.rank_files import RankFileKind
 from zexport.dtypes import DType
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.inspection.adapters import AdapterSummary, summarize_adapters
@@ -106,7 +105,7 @@ class Inspection:
 
     def missing_files(self) -> tuple[str, ...]:
         """Names of the rank files to fetch."""
-        return _missing_files(self.checkpoint) if self.checkpoint is not None else ()
+        return self.checkpoint.missing_files if self.checkpoint is not None else ()
 
 
 def inspect_checkpoint(
@@ -207,28 +206,6 @@ def _remedy(problem: ZexportError) -> str:
 def _count(tensors: tuple[StoredTensor, ...], role: Role) -> Count:
     chosen = [tensor for tensor in tensors if tensor.role is role]
     return Count(len(chosen), sum(tensor.numel for tensor in chosen))
-
-
-def _missing_files(checkpoint: ZeroCheckpoint) -> tuple[str, ...]:
-    """Rank files that an export needs; a model file but the first, for its frozen weights alone."""
-    files = checkpoint.files
-    prefix = "bf16_" if any(file.path.name.startswith("bf16_") for file in files) else ""
-    per_rank = checkpoint.layout == "ZeRO-3" or any(
-        file.kind is RankFileKind.MODEL_PER_RANK for file in files
-    )
-    has_stripes = any(t.role is Role.FROZEN and t.source is None for t in checkpoint.tensors)
-    optimizer = [
-        f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        for rank in checkpoint.missing_ranks
-    ]
-    model = [
-        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        if per_rank
-        else "mp_rank_00_model_states.pt"
-        for rank in checkpoint.missing_model_ranks
-        if rank == 0 or has_stripes
-    ]
-    return (*optimizer, *model)
 
 
 def _stored_empty(checkpoint: ZeroCheckpoint) -> frozenset[str]:

@@ -90,8 +90,8 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
     yield "Folder", f"{shown} ({location.framework.value})"
     yield "Tag", f"{location.tag} ({location.chosen.value})"
     yield "Step", "" if step is None else f"{step:,}"
-    yield "Layout", checkpoint.layout if checkpoint.stage is not None else ""
-    yield "World size", "" if checkpoint.world_size is None else f"{checkpoint.world_size:,}"
+    yield "Layout", checkpoint.layout
+    yield "World size", _world_size(checkpoint)
     yield "Written by", written
     yield "Weights", ", ".join(part for part in (masters, module) if part)
     yield "Optimizer", _optimizer(checkpoint)
@@ -100,6 +100,14 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
         fp32, bf16 = (size(inspection.nbytes_written(t)) for t in (DType.F32, DType.BF16))
         yield "An export", f"reads {size(inspection.nbytes_read())}"
         yield "", f"writes {fp32} as fp32, {bf16} as bf16"
+
+
+def _world_size(checkpoint: ZeroCheckpoint) -> str:
+    data = checkpoint.world_size
+    if data is None:
+        return ""
+    model = checkpoint.parallelism.stages * checkpoint.parallelism.tensor_ranks
+    return f"{data:,}" if model == 1 else f"{data * model:,}, of which {data:,} share their data"
 
 
 def _adapter(adapter: AdapterSummary) -> str:
@@ -165,7 +173,7 @@ def _count_row(name: str, count: Count) -> tuple[str, str, str]:
 
 def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bool) -> None:
     if one_a_line:
-        rows = [(f.path.name, size(f.nbytes), _needed(f)) for f in checkpoint.files]
+        rows = [(f.name, size(f.nbytes), _needed(f)) for f in checkpoint.files]
         print_table(console, ("File", ">Size", "For an export"), rows)
         return
     groups: dict[tuple[str, str], list[int]] = {}
@@ -236,11 +244,11 @@ def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:
 
 
 def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[str]:
-    found = [(file.path, file.unknown_globals) for file in checkpoint.files]
-    found += [(file.path, file.unknown_globals) for file in inspection.weight_files]
-    for path, names in found:
-        if names:
-            yield f"{path.name}: {some([str(name) for name in names])}"
+    found = [(file.name, file.unknown_globals) for file in checkpoint.files]
+    found += [(file.path.name, file.unknown_globals) for file in inspection.weight_files]
+    for name, unknown in found:
+        if unknown:
+            yield f"{name}: {some([str(one) for one in unknown])}"
 
 
 def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:

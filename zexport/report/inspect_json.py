@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.inspection.inspect import Inspection, Outcome
 from zexport.jsontypes import Json, JsonObject
@@ -75,7 +75,8 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         "tag": location.tag,
         "tag_chosen": location.chosen.name.lower(),
         "framework": location.framework.name.lower(),
-        "layout": checkpoint.layout if checkpoint.stage is not None else None,
+        "layout": checkpoint.layout or None,
+        "parallelism": _parallelism(checkpoint.parallelism),
         "stage": checkpoint.stage,
         "world_size": checkpoint.world_size,
         "deepspeed_version": checkpoint.ds_version,
@@ -123,6 +124,15 @@ def _dtype(dtype: DType | None) -> str | None:
     return None if dtype is None else dtype.torch_name
 
 
+def _parallelism(parallelism: Parallelism) -> JsonObject:
+    return {
+        "pipeline_stages": parallelism.stages,
+        "tensor_ranks": parallelism.tensor_ranks,
+        "expert_ranks": [*parallelism.expert_ranks],
+        "experts": [*parallelism.experts],
+    }
+
+
 def _parameters(inspection: Inspection) -> JsonObject:
     counts = inspection.counts()
     return {
@@ -136,7 +146,7 @@ def _parameters(inspection: Inspection) -> JsonObject:
 def _files(checkpoint: ZeroCheckpoint) -> list[Json]:
     return [
         {
-            "name": file.path.name,
+            "name": file.name,
             "kind": file.kind.name.lower(),
             "rank": file.rank,
             "nbytes": file.nbytes,
