@@ -263,3 +263,27 @@ def test_memory_that_grows_with_the_model_misses_the_target_at_scale() -> None:
     }
     met = [target.met for target in targets_at_scale("Case", grown, smaller)]
     assert met == [True, True, False]
+
+
+def test_a_server_that_leaves_tensors_or_parameters_out_is_told(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from benchmarks.servers import Loaded, examine
+
+    tensors = {name: torch.randn(3, 3) for name in ("0.weight", "1.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def server(*taken: str) -> Loaded:
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in "01"))
+
+        def load() -> None:
+            state = {name: tensors[name] for name in taken}
+            model.load_state_dict(state, strict=False)
+
+        return examine(tmp_path, lambda _: (model, load))
+
+    assert server(*tensors) == Loaded("Sequential", "", [], [])
+    assert server("1.weight") == Loaded("Sequential", "", ["0.weight"], ["0.weight"])
+    assert str(server("1.weight")).endswith("1 unset: 0.weight; 1 skipped: 0.weight")
+    assert server("no.weight").error.startswith("KeyError")
