@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from zexport.checkpoint.assembly.structure import Structure
 from zexport.checkpoint.contents import Parallelism, Role
-from zexport.checkpoint.rank_files import RankFile, RankFileKind
+from zexport.checkpoint.rank_files import RankFile
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.tensors import Inventory
+
+_MAX_NAMES = 100_000
+"""Names that are given; a damaged file may claim any number of ranks."""
 
 
 def missing_files(
@@ -29,37 +33,28 @@ def missing_files(
         cells: the states of each model-parallel index.
         inventory: the tensors; without a source where files are missing.
     """
-    if not cells:
-        return ()
-    has_stripes = any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors)
-    expected = max(parallelism.stages * parallelism.tensor_ranks, max(cells) + 1)
-    pattern = next(iter(cells.values()))
-    names: list[str] = []
-    for index in range(expected):
-        cell = cells.get(index)
-        optimizer_ranks = cell.missing_ranks if cell else range(pattern.world_size or 0)
-        model_ranks = cell.missing_model_ranks if cell else (0,)
-        if structure is not Structure.UNIVERSAL and (cell or pattern.optimizer):
-            names += _optimizer_files(files, index, optimizer_ranks)
-        names += _model_files(
-            files,
-            index,
-            (rank for rank in model_ranks if rank == 0 or has_stripes),
-            per_rank=(cell or pattern).is_zero3,
-        )
-    return tuple(names)
+    there = {file.path.name for file in files}
+    needed = _needed(structure, parallelism, files, cells, inventory)
+    return tuple(islice((name for name in needed if name not in there), _MAX_NAMES))
 
 
-def _optimizer_files(files: Sequence[RankFile], index: int, ranks: Sequence[int]) -> Iterator[str]:
-    prefix = "bf16_" if any(file.path.name.startswith("bf16_") for file in files) else ""
-    for rank in ranks:
-        yield f"{prefix}zero_pp_rank_{rank}_mp_rank_{index:02d}_optim_states.pt"
-
-
-def _model_files(
-    files: Sequence[RankFile], index: int, ranks: Iterator[int], *, per_rank: bool
+def _needed(
+    structure: Structure,
+    parallelism: Parallelism,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    inventory: Inventory,
 ) -> Iterator[str]:
-    per_rank = per_rank or any(file.kind is RankFileKind.MODEL_PER_RANK for file in files)
-    for rank in ranks:
-        start = f"zero_pp_rank_{rank}_" if per_rank else ""
-        yield f"{start}mp_rank_{index:02d}_model_states.pt"
+    known = [cell.world_size for cell in cells.values() if cell.world_size is not None]
+    world = range(max(known, default=1))
+    has_stripes = any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors)
+    per_rank = any(cell.is_zero3 for cell in cells.values())
+    has_masters = any(cell.optimizer or cell.missing_ranks for cell in cells.values())
+    prefix = "bf16_" if any(file.path.name.startswith("bf16_") for file in files) else ""
+    for index in range(parallelism.stages * parallelism.tensor_ranks) if cells else ():
+        if has_masters and structure is not Structure.UNIVERSAL:
+            for rank in world:
+                yield f"{prefix}zero_pp_rank_{rank}_mp_rank_{index:02d}_optim_states.pt"
+        for rank in world if per_rank and has_stripes else (0,):
+            start = f"zero_pp_rank_{rank}_" if per_rank else ""
+            yield f"{start}mp_rank_{index:02d}_model_states.pt"
