@@ -66,6 +66,37 @@ def _refused(root: Path, out: Path, options: ExportOptions = _MEMORY) -> Checkpo
 # --- masters against the module's rounded copies ---
 
 
+def _scaled(state: dict[str, Any]) -> None:
+    for tensor in state.get("module", state).values():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.mul_(1.25)
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_layer"),
+    [
+        ("layer_0_expert_0_*", "layers.0.mlp.experts"),
+        ("layer_1_expert_3_*", "layers.1.mlp.experts"),
+        ("mp_rank_00_model_states.pt", "layers.0.self_attn"),
+    ],
+)
+def test_weights_of_another_save_are_known_by_unnamed_masters_in_an_order_of_their_own(
+    changed: str, of_layer: str, tmp_path: Path
+) -> None:
+    root = _copy("autoep_z0_w2_ep2", tmp_path)
+    rewrite(_file(root, changed), _scaled)
+    error = _refused(root, tmp_path / "out")
+    assert "holds fp32 masters that no weight of the module is, rounded" in str(error)
+    assert "go on all the same with --allow cast-mismatch" in str(error)
+    assert of_layer in str(error.found)
+    assert zexport.open_checkpoint(root).problems
+    report = zexport.consolidate(root, tmp_path / "out", _allowing(FindingKind.CAST_MISMATCH))
+    assert {(one.kind, one.accepted) for one in report.findings} == {
+        (FindingKind.CAST_MISMATCH, True)
+    }
+    assert "have the module's values" in str(report.warnings)
+
+
 @pytest.mark.parametrize("check", list(CheckMode))
 @pytest.mark.parametrize(
     ("name", "changed", "held_against"),

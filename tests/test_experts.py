@@ -175,6 +175,67 @@ def unnamed(state: dict[str, Any]) -> None:
         group.pop("name")
 
 
+def with_second_experts_w2_zero(tmp_path: Path) -> Path:
+    """AutoEP's experts of rank 1 look alike in both layers, as if they had never been routed to."""
+    folder = unsharded(tmp_path, "autoep_z0_w2_ep2")
+
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".w2." in name:
+                tensor.zero_()
+
+    def zero_masters(state: dict[str, Any]) -> None:
+        experts = [m for g in state["optimizer"]["fp32_groups"] for m in g if m.dim() == 3]
+        (shape,) = {m.shape for m in experts if [n.shape for n in experts].count(m.shape) == 2}
+        for master in experts:
+            if master.shape == shape:
+                master.zero_()
+
+    for file in folder.glob("layer_*_expert_[23]_*"):
+        rewrite(file, zero)
+    rewrite(optimizer_file(folder, 1), zero_masters)
+    return folder
+
+
+def test_experts_that_one_rank_cannot_tell_apart_keep_the_modules_values_on_all(
+    tmp_path: Path,
+) -> None:
+    folder = with_second_experts_w2_zero(tmp_path)
+    taken = inventory_of(folder)
+    low = {tensor.name for tensor in taken.tensors if tensor.dtype is DType.BF16}
+    assert low == {f"model.layers.{layer}.mlp.experts.w2" for layer in (0, 1)}
+    assert {tensor.role for tensor in taken.tensors} == {Role.TRAINABLE}
+    assert taken.problems == ()
+    assert taken.notes == (
+        "ZeRO-0: 2 weights have the module's values, rounded to bfloat16, because several weights "
+        "look like one fp32 master ('model.layers.0.mlp.experts.w2' and "
+        "'model.layers.1.mlp.experts.w2' alike): model.layers.0.mlp.experts.w2, "
+        "model.layers.1.mlp.experts.w2",
+    )
+    casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
+    assert compare_casts(casts, Positioned(), full=True) == ()
+
+
+def test_experts_that_look_alike_hide_no_expert_of_another_save(tmp_path: Path) -> None:
+    folder = with_second_experts_w2_zero(tmp_path)
+    (file,) = folder.glob("layer_0_expert_2_*")
+    rewrite(file, lambda tensors: [tensor.mul_(1.25) for tensor in tensors.values()])
+    (problem,) = inventory_of(folder).problems
+    assert problem.path == optimizer_file(folder, 1)
+    assert "model.layers.0.mlp.experts.w1, model.layers.0.mlp.experts.w3" in str(problem.found)
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+def test_weights_that_are_no_rounded_copies_need_no_file_of_masters(
+    lacking: list[int], tmp_path: Path
+) -> None:
+    folder = unsharded(tmp_path, "moe_z0_w2_ep2_fp32")
+    expected = facts(inventory_of(folder))
+    for ep_rank in lacking:
+        optimizer_file(folder, ep_rank).unlink()
+    assert facts(inventory_of(folder)) == expected
+
+
 @pytest.mark.parametrize("ep_rank", [0, 1])
 def test_a_missing_file_of_masters_is_missed_by_the_number_of_ranks(
     ep_rank: int, tmp_path: Path

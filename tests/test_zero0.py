@@ -22,6 +22,7 @@ from zexport.checkpoint.ranks import is_zero0
 from zexport.checkpoint.states import read_model_states
 from zexport.checkpoint.tensors import Inventory
 from zexport.errors import UnsupportedError
+from zexport.findings import FindingKind
 from zexport.layouts import LayoutError
 from zexport.layouts.zero0 import is_tiled, match_in_order
 from zexport.streams.reader import SourceReader
@@ -199,6 +200,36 @@ def test_a_master_of_no_weight_leaves_the_others_to_be_known_by_their_values(
     assert facts_of(taken) == facts({**trained, "first": module["first"]})
     assert taken.notes[0].endswith(": first")
     assert differing(taken) == []
+
+
+def test_a_master_and_a_weight_that_are_like_nothing_contradict_each_other(tmp_path: Path) -> None:
+    first, second, third = masters((5, 3), (4,), (5, 3))
+    module = {"first": first.bfloat16(), "second": second.bfloat16(), "third": third.bfloat16() * 2}
+    taken = save(tmp_path, module, {"fp32_groups": [[second, third, first]]})
+    (problem,) = taken.problems
+    assert problem.finding is FindingKind.CAST_MISMATCH
+    assert problem.found == "no master like third"
+
+
+def test_a_weight_that_turned_into_the_like_of_another_contradicts_its_master(
+    tmp_path: Path,
+) -> None:
+    first, second, third = masters((5, 3), (4,), (5, 3))
+    module = {"first": first.bfloat16(), "second": second.bfloat16(), "third": first.bfloat16()}
+    taken = save(tmp_path, module, {"fp32_groups": [[second, third, first]]})
+    (problem,) = taken.problems
+    assert problem.found == "no master like first, third"
+
+
+def test_masters_in_another_order_that_all_find_their_weights_leave_frozen_ones(
+    tmp_path: Path,
+) -> None:
+    first, second, frozen = masters((5, 3), (4,), (7,))
+    module = {"first": first.bfloat16(), "second": second.bfloat16(), "frozen": frozen.bfloat16()}
+    taken = save(tmp_path, module, {"fp32_groups": [[second, first]]})
+    assert facts_of(taken) == facts({**module, "first": first, "second": second})
+    assert [tensor.name for tensor in taken.tensors if tensor.role is Role.FROZEN] == ["frozen"]
+    assert taken.problems == ()
 
 
 def test_masters_of_another_step_are_refused_where_order_and_shape_fit(tmp_path: Path) -> None:

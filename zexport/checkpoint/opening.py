@@ -94,6 +94,7 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
         assembled = assemble(location.tag_dir, files, cells, structure)
     except ZexportError as error:
         problems.append(_swapped_out(location.tag_dir) or error)
+    problems += assembled.inventory.problems
     problems += _missing_frozen(location.tag_dir, cells, assembled.inventory)
     return _describe(location, files, cells, structure, assembled, tuple(problems))
 

@@ -13,7 +13,7 @@ from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.wrapped import with_parameter_names
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.extents import ByteSource, Chain, Striped, Window
 from zexport.layouts import LayoutError, zero3, zero12
 from zexport.torchfile.archive import TorchFile
@@ -31,6 +31,7 @@ class Inventory:
         replicas: second copies that must equal what is exported.
         flats: the flat data that the trained ones lie in, each once.
         notes: what the user should know of how values were chosen.
+        problems: contradictions that a user may allow.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -39,6 +40,7 @@ class Inventory:
     replicas: tuple[Replica | CastReplica, ...] = ()
     notes: tuple[str, ...] = ()
     flats: tuple[FlatData, ...] = ()
+    problems: tuple[ZexportError, ...] = ()
 
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:

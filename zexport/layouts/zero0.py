@@ -133,6 +133,29 @@ def match_unique(parameters: Sequence[Hashable], masters: Sequence[Hashable]) ->
     ]
 
 
+def unlike_any(
+    parameters: Sequence[tuple[Hashable, Hashable]], masters: Sequence[tuple[Hashable, Hashable]]
+) -> list[int]:
+    """Which parameters are left over although there is a master of their kind that is like none.
+
+    They contradict each other: one of the two comes from elsewhere. Parameters that are only alike,
+    and so cannot be told apart, do not.
+
+    Args:
+        parameters: the kind of each parameter, and what it looks like.
+        masters: the same of each master.
+
+    Returns:
+        Their indices: of those that no master is like, where there are any.
+    """
+    looks = set(parameters)
+    strange = {kind for kind, look in masters if (kind, look) not in looks}
+    surplus = Counter(parameters) - Counter(masters)
+    left = [at for at, one in enumerate(parameters) if one in surplus and one[0] in strange]
+    claimed = set(masters)
+    return [at for at in left if parameters[at] not in claimed] or left
+
+
 def is_tiled(views: Sequence[tuple[int, int]], numel: int) -> bool:
     """Whether views, as (offset, numel) pairs, cover a storage of ``numel`` elements once each."""
     ordered = sorted(view for view in views if view[1])

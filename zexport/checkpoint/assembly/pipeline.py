@@ -256,6 +256,7 @@ def merge_stages(stages: Sequence[Inventory]) -> Inventory:
         replicas=(*(replica for stage in stages for replica in stage.replicas), *replicas),
         notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
         flats=tuple(flat for stage in stages for flat in stage.flats),
+        problems=tuple(problem for stage in stages for problem in stage.problems),
     )
 
 

@@ -91,6 +91,7 @@ def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
         ),
         notes=tuple(dict.fromkeys(notes)),
         flats=tuple(flat for inventory in inventories for flat in inventory.flats),
+        problems=tuple(problem for inventory in inventories for problem in inventory.problems),
     )
 
 

@@ -5,7 +5,8 @@ Which values are exported:
 1. fp32 masters, where the optimizer holds some, under the names that shape and order allow
    (``zexport.layouts.zero0``): by shape alone where that leaves one possibility, else by shape and
    by samples of the values, rounded. Where the order does not fit at all, a master is still the
-   weight's that it alone is like.
+   weight's that it alone is like; one that is like none, while weights of its shape are left over,
+   is a contradiction.
 2. The module's own values for buffers and for weights that no master belongs to (frozen ones), and
    for all weights where the optimizer holds no masters.
 3. The module's own values, and a note that names them, for weights whose master cannot be told from
@@ -19,6 +20,7 @@ samples, and those only where shapes do not tell.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from zexport.checkpoint.assembly.zero0_masters import Master, Masters, Weight, find_masters
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
@@ -26,10 +28,13 @@ from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
 from zexport.checkpoint.untrusted import Value
 from zexport.dtypes import DType
-from zexport.errors import UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.findings import FindingKind
 from zexport.layouts import LayoutError
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import TensorRef
+
+_SHOWN = 8
 
 
 def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
@@ -48,13 +53,15 @@ def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()
     masters = masters_of(model.file, weights)
     if unmastered:
         kept = {name: one for name, one in masters.found.items() if name not in unmastered}
-        masters = Masters(kept, masters.doubt or "another tensor rank's part has no master")
+        doubt = masters.doubt or "another tensor rank's part has no master"
+        masters = replace(masters, found=kept, doubt=doubt)
     return Inventory(
         tensors=(*stored_weights(weights, masters), *stored_buffers(model)),
         aliases=aliases,
         left_out=tuple(name for name in model.buffer_names if name not in model.module),
         replicas=tuple(casts(weights, masters.found, model.file)),
         notes=notes(weights, [masters]),
+        problems=tuple(contradictions(masters, model.file)),
     )
 
 
@@ -96,6 +103,21 @@ def masters_of(
             hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
             "alone, take the file's 'module'",
         ) from error
+
+
+def contradictions(masters: Masters, file: TorchFile) -> Iterable[DamagedCheckpointError]:
+    """What the masters in ``file`` say against the weights; if allowed, these have their values."""
+    if masters.unlike:
+        more = f" and {count} more" if (count := len(masters.unlike) - _SHOWN) > 0 else ""
+        yield DamagedCheckpointError(
+            "holds fp32 masters that no weight of the module is, rounded",
+            path=file.path,
+            found=f"no master like {', '.join(masters.unlike[:_SHOWN])}{more}",
+            expected="each weight to be its master, rounded",
+            hint="The files of the weights and this one seem to be of different saves. Copy all "
+            "files of one save again",
+            finding=FindingKind.CAST_MISMATCH,
+        )
 
 
 def stored_weights(weights: Iterable[Weight], masters: Masters) -> Iterable[StoredTensor]:

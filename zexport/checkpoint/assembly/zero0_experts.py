@@ -19,6 +19,7 @@ from zexport.checkpoint.assembly.expert_layers import ExpertLayers
 from zexport.checkpoint.assembly.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.assembly.zero0 import (
     casts,
+    contradictions,
     masters_of,
     notes,
     stored_buffers,
@@ -72,10 +73,11 @@ def take_unsharded_experts(
     own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
     weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
     experts = [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
-    _check_files(dense, layers, optimizers, [*weights, *experts])
-    shares = _shares(dense, layers, optimizers, weights, experts)
-    found = {**(shares[0].masters.found if shares else {}), **_by_whole_name(shares, layers)}
-    found = {one.name: found[one.name] for one in (*weights, *experts) if one.name in found}
+    shares: list[_Share] = []
+    if any(weight.dtype in (DType.BF16, DType.F16) for weight in (*weights, *experts)):
+        _check_files(dense, layers, optimizers)
+        shares = _shares(dense, layers, optimizers, weights, experts)
+    found = {**_of_dense(shares, weights), **_by_whole_name(shares, layers)}
     _check_evenly_trained(dense, layers, optimizers, experts, found)
     tied, twins = _tied(weights, found, dense.file)
     equal = tuple(_ties([one for one in weights if one.name in tied], tied, found, dense.file))
@@ -95,6 +97,7 @@ def take_unsharded_experts(
         left_out=tuple(name for name in dense.buffer_names if name not in dense.module),
         replicas=(*equal, *_dense_copies(weights, shares), *_casts(weights, shares)),
         notes=notes([*weights, *experts], [masters]),
+        problems=tuple(found for one in shares for found in contradictions(one.masters, one.file)),
     )
 
 
@@ -105,14 +108,9 @@ def _as_weight(stored: StoredTensor) -> Weight:
 
 
 def _check_files(
-    dense: ModelStates,
-    layers: ExpertLayers,
-    optimizers: Mapping[int, TorchFile],
-    weights: Iterable[Weight],
+    dense: ModelStates, layers: ExpertLayers, optimizers: Mapping[int, TorchFile]
 ) -> None:
-    """As many files as expert-parallel ranks; none are needed where the weights are the masters."""
-    if not any(weight.dtype in (DType.BF16, DType.F16) for weight in weights):
-        return
+    """As many files as expert-parallel ranks."""
     sizes = _known_sizes(layers, optimizers)
     if len(sizes) > 1:
         raise UnsupportedError(
@@ -210,6 +208,12 @@ def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> lis
         layer = weight.name.rpartition(mark)[0]
         keyed.append(((gates.get(layer, len(dense)), 1 + place), weight))
     return [weight for _, weight in sorted(keyed, key=lambda item: item[0])]
+
+
+def _of_dense(shares: Sequence[_Share], weights: Iterable[Weight]) -> dict[str, Master]:
+    """The dense masters: the first rank's, which the others' must equal."""
+    first = shares[0].masters.found if shares else {}
+    return {one.name: first[one.name] for one in weights if one.name in first}
 
 
 def _by_whole_name(shares: Sequence[_Share], layers: ExpertLayers) -> dict[str, Master]:

@@ -13,13 +13,15 @@ from zexport.checkpoint.untrusted import Shape, Value
 from zexport.dtypes import DType
 from zexport.extents import ByteSource, Chain, Window
 from zexport.layouts import LayoutError
-from zexport.layouts.zero0 import Span, is_tiled, match_in_order, match_unique
+from zexport.layouts.zero0 import Span, is_tiled, match_in_order, match_unique, unlike_any
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import FragmentAddress, StorageRef, TensorRef
 
 _Item = TypeVar("_Item")
 _Fingerprint = Callable[[ByteSource, DType], bytes]
+_Look = tuple[Hashable, Hashable]
+"""What is known of a tensor from metadata, and a digest of samples of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,14 @@ class Masters:
         found: by the weight's name.
         doubt: why others could not be told apart; empty where every master has found its weight.
         all_fit: whether there may be a weight for every master.
+        unlike: weights that no master is like, where there are masters like no weight: one of the
+            two is not of this save.
     """
 
     found: Mapping[str, Master]
     doubt: str = ""
     all_fit: bool = True
+    unlike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,23 +211,50 @@ def _match(
         return Masters(_pair(units, masters, _flat(spans)))
     with SourceReader(files) as reader:
         sampled, samples = _with_samples(units, groups, partial(fingerprint, reader))
-    chosen: Sequence[Span | None]
-    if misfit is None:
-        chosen = _flat(match_in_order(sampled, samples))
-        doubt = _alike(units, chosen)
-    else:
-        chosen = match_unique(sampled, _flat(samples))
-        doubt = f"{misfit.problem} ({misfit.found})"
-    found = _pair(units, masters, chosen)
+    if misfit is not None:
+        return _match_unordered(units, masters, (sampled, _flat(samples)), misfit)
+    spans = match_in_order(sampled, samples)
+    doubt = _ambiguity(units, _flat(spans))
+    found = _pair(units, masters, _flat(spans))
     if not found and masters:
-        raise misfit or LayoutError(doubt, "weights that are alike", "weights that differ")
-    return Masters(found, doubt, all_fit=misfit is None)
+        raise LayoutError(doubt, "weights that are alike", "weights that differ")
+    return Masters(found, doubt)
 
 
-def _alike(units: Sequence[_Unit], spans: Iterable[Span | None]) -> str:
+def _match_unordered(
+    units: Sequence[_Unit],
+    masters: Sequence[_Unnamed],
+    looks: tuple[Sequence[_Look], Sequence[_Look]],
+    misfit: LayoutError,
+) -> Masters:
+    """By samples alone; a weight and a master of one kind, each like nothing, are a contradiction.
+
+    Args:
+        units: what masters may stand for.
+        masters: all of them.
+        looks: the kinds and samples of both.
+        misfit: why their order does not help.
+    """
+    spans = match_unique(*looks)
+    found = _pair(units, masters, spans)
+    if not found and masters:
+        raise misfit
+    if None not in spans:
+        return Masters(found, all_fit=False)
+    places: dict[_Look, list[int]] = {}
+    for at, look in enumerate(looks[0]):
+        places.setdefault(look, []).append(at)
+    like = [Span(places[look][0], places[look][-1]) for look in looks[1] if look in places]
+    alike = _ambiguity(units, like) if len(like) == len(masters) else ""
+    doubt = alike or f"{misfit.problem} ({misfit.found})"
+    unlike = tuple(weight.name for at in unlike_any(*looks) for weight, _ in units[at].parts)
+    return Masters(found, doubt, all_fit=False, unlike=unlike)
+
+
+def _ambiguity(units: Sequence[_Unit], spans: Iterable[Span]) -> str:
     """Which weights look like one master, where some do."""
     for span in spans:
-        if span is not None and not span.is_certain:
+        if not span.is_certain:
             one, other = (units[at].parts[0][0].name for at in (span.first, span.last))
             return f"several weights look like one fp32 master ({one!r} and {other!r} alike)"
     return ""
@@ -246,7 +278,7 @@ def _pair(
 
 def _with_samples(
     units: Sequence[_Unit], groups: Sequence[Sequence[_Unnamed]], read: Callable[..., bytes]
-) -> tuple[list[Hashable], list[list[Hashable]]]:
+) -> tuple[list[_Look], list[list[_Look]]]:
     """The kinds with samples of the values in them: a few kilobytes of each tensor."""
     dtypes = {unit.dtype for unit in units}
     if len(dtypes) > 1:
