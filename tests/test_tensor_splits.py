@@ -100,6 +100,12 @@ def test_a_view_that_is_no_box_is_known(
     assert box_start(box, (3, 4), offset, strides) is None
 
 
+def test_a_box_without_elements_may_begin_at_the_end_of_a_row() -> None:
+    """As DeepSpeed 0.19 records a rank's shard where there are fewer heads than ranks."""
+    assert box_start((3, 0), (3, 4), 4, (4, 1)) == (0, 0)
+    assert box_start((3, 0), (3, 4), 4, (1,)) is None
+
+
 def test_copies_are_kept_once_and_named_in_pairs() -> None:
     joined = replicated([(2, 3)] * 3)
     assert [piece.rank for piece in joined.pieces] == [0]

@@ -112,6 +112,48 @@ def test_weights_without_an_element_are_not_tied_though_deepspeed_says_so(
     ]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_without_an_element_that_no_table_names_are_there_and_trained(
+    stage: int, tmp_path: Path
+) -> None:
+    """DeepSpeed 0.19 holds them in no group, and says that they are tied to one another."""
+    run = Run(stage=stage, client_state={"shared_params": {"wide": "none"}})
+    root = save(small_model(), run, tmp_path)
+
+    def add(state: dict[str, Any]) -> None:
+        state["module"]["none"] = torch.empty(0, dtype=torch.bfloat16)
+        state["module"]["wide"] = torch.empty(3, 0, dtype=torch.bfloat16)
+
+    edit(model_file(root / "global_step2", run, 0), add)
+    checkpoint = open_checkpoint(root)
+    raise_problems(checkpoint)
+    named = {tensor.name: tensor for tensor in checkpoint.tensors}
+    assert (named["none"].shape, named["wide"].shape) == ((0,), (3, 0))
+    assert {(named[name].role, named[name].dtype) for name in ("none", "wide")} == {
+        (Role.TRAINABLE, DType.F32)
+    }
+
+
+@pytest.mark.parametrize("owners", [1, 2])
+def test_a_placeholder_of_one_parameters_storage_is_a_name_of_it(
+    owners: int, tmp_path: Path
+) -> None:
+    """DeepSpeed does not record the second name of a module that has two within one parent."""
+    run = Run(stage=3)
+    root = save(small_model(), run, tmp_path)
+
+    def name_again(state: dict[str, Any]) -> None:
+        shared = torch.empty(0, dtype=torch.bfloat16)
+        names = [*state["param_shapes"][0]][:owners]
+        state["module"] |= dict.fromkeys([*names, "again.weight"], shared)
+
+    edit(model_file(root / "global_step2", run, 0), name_again)
+    checkpoint = open_checkpoint(root)
+    first = next(iter(small_model().groups[0]))
+    assert checkpoint.aliases.get("again.weight") == (first if owners == 1 else None)
+    assert checkpoint.left_out == (() if owners == 1 else ("again.weight",))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_weights_that_a_save_excluded_are_noticed(stage: int, tmp_path: Path) -> None:
     checkpoint = _opened(small_model(), Run(stage=stage, exclude_frozen=True), tmp_path)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import CastReplica, FlatData, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.checkpoint.tied_names import find_aliases, has_value
 from zexport.checkpoint.wrapped import with_parameter_names
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
@@ -55,12 +56,10 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         tensors = [*_trainable(ranks, model, flats), *_frozen(ranks, model), *_buffers(model)]
         _check_names(tensors)
         known = {tensor.name for tensor in tensors}
-        aliases = _resolve_aliases(ranks, model, known)
-        if not ranks.is_zero3:
-            aliases |= _same_views(model, [tensor.name for tensor in tensors], aliases)
+        aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
         rest = [name for name in model.module if name not in known and name not in aliases]
-        whole = [name for name in rest if _has_value(ranks, model, name)]
-        tensors += [_whole(model, name, Role.FROZEN) for name in whole]
+        whole = [name for name in rest if has_value(model.module[name], is_zero3=ranks.is_zero3)]
+        tensors += [_unlisted(ranks, model, name) for name in whole]
         copies = [] if ranks.is_zero3 else list(_copies(model, tensors))
     except LayoutError as error:
         raise damage_of(
@@ -277,9 +276,16 @@ def _whole(model: ModelStates, name: str, role: Role) -> StoredTensor:
     return StoredTensor(name, tensor.shape, tensor.dtype, role, model.file.source(tensor))
 
 
-def _has_value(ranks: RankStates, model: ModelStates, name: str) -> bool:
-    """Whether the module holds the value itself, not ZeRO-3's placeholder of shape ``(0,)``."""
-    return not ranks.is_zero3 or model.module[name].shape != (0,)
+def _unlisted(ranks: RankStates, model: ModelStates, name: str) -> StoredTensor:
+    """What no table names under ZeRO-1: frozen, or trained and without an element.
+
+    Source: DeepSpeed 0.19, ``runtime/utils.py``, ``is_optimized_parameter``: a parameter without
+    elements is in no group. A tensor-parallel rank has such where there are fewer heads than ranks.
+    """
+    whole = _whole(model, name, Role.FROZEN)
+    if whole.numel or not whole.dtype.is_floating:
+        return whole
+    return replace(whole, role=Role.TRAINABLE, dtype=_master_dtype(ranks), module_dtype=whole.dtype)
 
 
 def _check_names(tensors: list[StoredTensor]) -> None:
@@ -288,46 +294,6 @@ def _check_names(tensors: list[StoredTensor]) -> None:
         if tensor.name in seen:
             raise LayoutError(f"the name {tensor.name!r} stands for two tensors", "two", "one")
         seen.add(tensor.name)
-
-
-def _resolve_aliases(ranks: RankStates, model: ModelStates, known: set[str]) -> dict[str, str]:
-    """Tied name to stored name, through chains of aliases.
-
-    Names that are stored themselves are no aliases: DeepSpeed reports all parameters without
-    elements as tied to one another (``runtime/engine.py``, ``_get_shared_params``: ``data_ptr``).
-    Nor are names tied to what was left out of the save, such as frozen embeddings under an adapter.
-    """
-    aliases: dict[str, str] = {}
-    for alias in model.shared_params:
-        if alias in known:
-            continue
-        target, seen = model.shared_params[alias], {alias}
-        while target not in known and target in model.shared_params and target not in seen:
-            seen.add(target)
-            target = model.shared_params[target]
-        is_whole = target in model.module and _has_value(ranks, model, target)
-        if target in known or (is_whole and target not in model.shared_params):
-            aliases[alias] = target
-    return aliases
-
-
-def _same_views(
-    model: ModelStates, stored: Sequence[str], aliases: Mapping[str, str]
-) -> dict[str, str]:
-    """Further names in the module of what an earlier name is: the same elements of one storage.
-
-    So ties show without ``shared_params``, which old files lack: torch saves a storage once.
-    """
-    first: dict[TensorRef, str] = {}
-    found: dict[str, str] = {}
-    for name in (*stored, *model.module):
-        tensor = model.module.get(name)
-        if tensor is None or not tensor.numel or name in aliases:
-            continue
-        kept = first.setdefault(tensor, name)
-        if kept != name:
-            found[name] = kept
-    return {name: kept for name, kept in found.items() if name not in set(stored)}
 
 
 def _flat_dtype(optimizers: list[OptimizerStates]) -> DType:

@@ -130,6 +130,9 @@ def placed(shape: Shape, shards: Sequence[Shape], pieces: Iterable[Piece]) -> Jo
 def box_start(box: Shape, whole: Shape, offset: int, strides: Sequence[int]) -> Shape | None:
     """Where a strided block begins in a dense tensor, or ``None`` if it is no box of it.
 
+    A block without elements, as a rank has where there are fewer heads than ranks, begins at 0:
+    its recorded offset is the end of the ranks before it, which need not be in the tensor.
+
     Args:
         box: size of the block.
         whole: shape of the tensor, stored in row-major order.
@@ -139,6 +142,8 @@ def box_start(box: Shape, whole: Shape, offset: int, strides: Sequence[int]) -> 
     dense = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
     if not len(box) == len(whole) == len(strides) or offset < 0:
         return None
+    if not prod(box):
+        return (0,) * len(box)
     if any(n > 1 and a != b for n, a, b in zip(box, strides, dense, strict=True)):
         return None
     start = []

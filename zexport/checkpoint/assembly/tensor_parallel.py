@@ -98,9 +98,13 @@ def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
 def _join_one(
     ranks: Sequence[StoredTensor], shards: Mapping[str, Sequence[Shape]], splits: Splits
 ) -> tuple[StoredTensor, list[Replica]]:
-    """One tensor from every rank's shard, and the second copies of what it is made of."""
-    first = ranks[0]
-    if any((t.role, t.dtype) != (first.role, first.dtype) for t in ranks):
+    """One tensor from every rank's shard, and the second copies of what it is made of.
+
+    A shard without elements says nothing of role and type: no optimizer holds it, trained or not.
+    """
+    holders = [tensor for tensor in ranks if tensor.numel] or ranks
+    first = holders[0]
+    if any((t.role, t.dtype) != (first.role, first.dtype) for t in holders):
         raise LayoutError(
             f"the tensor ranks do not hold {first.name!r} alike",
             ", ".join(f"{t.role.value} {t.dtype.torch_name}" for t in ranks),
