@@ -37,6 +37,7 @@ from zexport.errors import (
 )
 from zexport.inspection.inspect import inspect_checkpoint
 from zexport.layouts import LayoutError
+from zexport.model import json_files
 from zexport.model.config import ConfigFile
 from zexport.model.mending import mend_sizes
 from zexport.options import ExportOptions, NameLayout
@@ -475,3 +476,42 @@ def test_a_config_gets_no_absurd_number_of_classes() -> None:
 
     config = ConfigFile(Path("config.json"), {"num_labels": 2})
     assert mend_sizes(config, stored, shapes_for).content == {"num_labels": 2}
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize(
+    "piece", [b"[],", b"{},", b'{"a":1},', b"1.5,", b'"\xf0\x9f\x98\x80' + b"a" * 1000 + b'",']
+)
+def test_a_json_file_takes_no_more_memory_than_it_may(
+    piece: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as long until it is refused, and what is read before that takes less than the bound."""
+    bound = 4 << 20
+    monkeypatch.setattr(json_files, "_MEMORY_NBYTES_MAX", bound)
+    path = tmp_path / "config.json"
+    for length in (2**n for n in range(16, 24)):
+        path.write_bytes(b'{"a":[' + piece * (length // len(piece)) + b"0]}")
+        tracemalloc.start()
+        try:
+            kept = json_files.read_json_object(path)
+        except DamagedCheckpointError as error:
+            assert "MiB of memory" in str(error)  # noqa: PT017 - it comes once, at some length
+            return
+        finally:
+            taken, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert kept
+        assert taken < bound
+    pytest.fail("never refused")
+
+
+def test_an_index_of_very_many_weights_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    names = {
+        f"model.layers.{n}.mlp.experts.255.gate_proj.weight": "a.safetensors"
+        for n in range(100_000)
+    }
+    path.write_text(json.dumps({"weight_map": names}))
+    assert len(json_files.read_json_object(path)["weight_map"]) == 100_000

@@ -24,6 +24,9 @@ _CASES = (
     "z1_w2_bf16opt",
     "moe_z2_w2_ep2_frozen",
     "z0_w2_bf16",
+    "uni_z3_w2_bf16_frozen",
+    "tp2_z1_w2_bf16_fused",
+    "pp2_z1_w4_bf16_tied",
 )
 _OPTIONS = ExportOptions(layout=NameLayout.MEMORY)
 _HEAD = 2  # the first bytes of an input choose the checkpoint and the file

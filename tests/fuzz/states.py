@@ -21,6 +21,7 @@ from zexport.inspection.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout
 from zexport.report.inspect_json import inspection_json
 
+_DEEPEST = 8
 _OPTIONS = ExportOptions(layout=NameLayout.MEMORY)
 _RUNS = (Run(stage=3), Run(stage=2), Run(stage=1), Run(stage=1, bf16_optimizer=True))
 
@@ -121,8 +122,10 @@ def exchange(draw: random.Random, state: dict[str, Any]) -> None:
         holder[key] = draw.choice(junk())
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in a nested value that something can be put into."""
+def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Every place in a nested value that something can be put into; it may contain itself."""
+    if depth > _DEEPEST:
+        return
     if isinstance(value, dict):
         children: list[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, list):
@@ -131,7 +134,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         return
     for key, child in children:
         yield value, key
-        yield from _places(child)
+        yield from _places(child, depth + 1)
 
 
 TARGET = Target("states", seeds, read)
