@@ -145,6 +145,15 @@ def test_all_tags_come_newest_first(tmp_path: Path) -> None:
     assert [location.tag_dir for location in locate_all(only)] == [only]
 
 
+def test_checkpoints_of_several_models_are_no_ages_of_one_run(tmp_path: Path) -> None:
+    for model in ("_actor", "_critic"):
+        _tag(tmp_path / model, "global_step2")
+    for choose in (locate_all, locate):
+        with pytest.raises(AmbiguousTagError, match=r"Choose one with --tag\.$") as caught:
+            choose(tmp_path)
+        assert caught.value.found == "_actor, _critic"
+
+
 def test_latest_that_names_nothing_names_what_there_is(tmp_path: Path) -> None:
     _tag(tmp_path, "global_step2")
     (tmp_path / "latest").write_text("global_step4")

@@ -6,13 +6,13 @@ The levels, from the top: a run's ``output_dir`` (holding ``checkpoint-N`` folde
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zexport.checkpoint.ages import are_of_one_run, by_age, by_number
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import (
@@ -59,7 +59,7 @@ class Location:
         tag: name of the tag folder.
         chosen: how the tag was chosen.
         framework: who arranged the folders.
-        tags: names of all tag folders in ``root``, newest last.
+        tags: names of all tag folders in ``root``, by the numbers in them.
         boundary: where its files, and those of the other tags, may lie.
     """
 
@@ -82,12 +82,12 @@ def is_tag_dir(path: Path) -> bool:
 
 
 def list_tags(root: Path) -> tuple[str, ...]:
-    """Names of the tag folders in ``root``, ordered by the numbers in them (newest last)."""
+    """Names of the tag folders in ``root``, ordered by the numbers in them."""
     return _children(root, is_tag_dir)
 
 
 def list_run_checkpoints(path: Path) -> tuple[str, ...]:
-    """Names of the folders in a run's ``output_dir`` that hold tags of their own, newest last."""
+    """Names of the folders in a run's ``output_dir`` that hold tags, by the numbers in them."""
     return _children(path, lambda child: child.is_dir() and bool(list_tags(child)))
 
 
@@ -101,7 +101,7 @@ def _children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...
             return False
 
     names = (child.name for child in folder.iterdir() if is_readable_and_wanted(child))
-    return tuple(sorted(names, key=_by_number))
+    return tuple(sorted(names, key=by_number))
 
 
 def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
@@ -128,10 +128,11 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
 
 
 def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
-    """Every tag folder at or below ``path``, newest first.
+    """Every tag folder at or below ``path``, newest first, as far as steps and names tell.
 
     Raises:
         NotACheckpointError: there is no rank file at or below ``path``.
+        AmbiguousTagError: it holds checkpoints of several models.
         CheckpointError: a folder cannot be read.
     """
     with _reading(path):
@@ -139,11 +140,11 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
             return (_handed_over(path, None, boundary),)
-        roots = [path] if list_tags(path) else [path / run for run in _runs(path)]
+        roots = [path] if list_tags(path) else [path / run for run in _ages_of_one_run(path)]
         return tuple(
             _location(root, tag, TagChoice.NEWEST, boundary)
             for root in reversed(roots)
-            for tag in reversed(list_tags(root))
+            for tag in reversed(by_age(root, list_tags(root), boundary))
         )
 
 
@@ -187,7 +188,9 @@ def _locate_in_run(path: Path, tag: str | None, boundary: Boundary) -> Location:
             "holds several checkpoints",
             path=path,
             found=", ".join(runs),
-            hint=f"Choose one with --tag, for example --tag {runs[-1]}",
+            hint=f"Choose one with --tag, for example --tag {runs[-1]}"
+            if are_of_one_run(runs)
+            else "Choose one with --tag",
         )
     if tag is None:
         return _locate_in_root(path / runs[0], None, boundary)
@@ -198,8 +201,22 @@ def _locate_in_run(path: Path, tag: str | None, boundary: Boundary) -> Location:
     )
 
 
+def _ages_of_one_run(path: Path) -> tuple[str, ...]:
+    """The checkpoints of a run, newest last; those of several models are not ordered."""
+    runs = _runs(path)
+    if not are_of_one_run(runs):
+        raise AmbiguousTagError(
+            "holds several checkpoints, none of which is the newest by its name",
+            path=path,
+            found=", ".join(runs),
+            expected="names that differ in a number alone, such as checkpoint-100",
+            hint="Choose one with --tag",
+        )
+    return runs
+
+
 def _runs(path: Path) -> tuple[str, ...]:
-    """The checkpoints of a run, newest last; at least one."""
+    """The checkpoints below a folder, by the numbers in their names; at least one."""
     runs = list_run_checkpoints(path)
     if not runs:
         raise NotACheckpointError(
@@ -224,9 +241,10 @@ def _locate_in_root(root: Path, tag: str | None, boundary: Boundary) -> Location
     for name in _LATEST:
         boundary.check(root / name)
     latest = next(filter(None, (read_latest(root, name) for name in _LATEST)), None)
+    if latest is not None and is_tag_dir(root / latest):
+        return _location(root, latest, TagChoice.LATEST, boundary)
+    tags = by_age(root, tags, boundary)
     if latest is not None:
-        if is_tag_dir(root / latest):
-            return _location(root, latest, TagChoice.LATEST, boundary)
         raise CheckpointError(
             f"names the tag {latest!r}, which is not there",
             path=root / "latest",
@@ -303,7 +321,3 @@ def _framework(root: Path, tag: str) -> Framework:
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names) if names else "no tag folder"
-
-
-def _by_number(name: str) -> tuple[list[int], str]:
-    return [int(digits) for digits in re.findall(r"\d{1,18}", name)], name

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zexport.checkpoint.contents import CastReplica, Role, ZeroCheckpoint
-from zexport.checkpoint.location import locate_all
+from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.states import ZERO3
 from zexport.safetensors_file import SafetensorsHeader
 
@@ -18,7 +18,7 @@ from zexport.safetensors_file import SafetensorsHeader
 def may_be_gathered(checkpoint: ZeroCheckpoint) -> bool:
     """Whether weights beside the checkpoint can only be of its own step: there is no other tag."""
     root = checkpoint.location.root
-    return checkpoint.stage == ZERO3 and len(locate_all(root)) == 1
+    return checkpoint.stage == ZERO3 and len(list_tags(root)) == 1
 
 
 def gathered_copies(

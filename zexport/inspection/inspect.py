@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zexport.checkpoint.ages import are_of_one_run
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.location import list_tags
+from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.inspection.adapters import AdapterSummary, summarize_adapters
@@ -120,12 +122,15 @@ def inspect_checkpoint(
 
     Raises:
         CheckpointError: there is no checkpoint, or the tag is not there.
+        AmbiguousTagError: ``newest`` of folders that are not the ages of one run.
         UnsafeError: ``latest`` or a link leads outside its folder.
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     try:
         checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
     except AmbiguousTagError:
+        if tag == NEWEST:
+            raise
         return _choice(paths[0], follow_symlinks=follow_symlinks)
     boundary = checkpoint.location.boundary
     root = checkpoint.location.root
@@ -153,11 +158,14 @@ def inspect_checkpoint(
 def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
     """Several checkpoints: what each is, so that one can be chosen."""
     tags = summarize_choice(path, follow_symlinks=follow_symlinks)
-    newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
+    name = "NAME"
+    if list_tags(path) or are_of_one_run(tag.name for tag in tags):
+        newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
+        name = shlex.quote(newest.name)
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
         f"{len(tags)} checkpoints, and no `latest` says which one is meant",
-        f"zexport inspect {shlex.quote(str(path))} --tag {shlex.quote(newest.name)}",
+        f"zexport inspect {shlex.quote(str(path))} --tag {name}",
     )
     return Inspection(path, tags, None, (), (), (), verdict)
 

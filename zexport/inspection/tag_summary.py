@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zexport.checkpoint.ages import newest_last, recorded_step, recorded_steps
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import list_run_checkpoints, list_tags, locate
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
-from zexport.checkpoint.states import read_model_states, read_optimizer_states
+from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import ZexportError
 from zexport.torchfile.archive import read_torch_file
 
 _TAGS_READ_MAX = 16
-"""So many of the newest tags are looked into; the others are named only."""
-
-_STEP_NAME = re.compile(r"global_step(\d{1,18})", re.ASCII)
+"""So many of a run's newest checkpoints are looked into; the others are named only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +43,38 @@ class TagSummary:
 def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
     """The tags around an opened checkpoint, newest last; it itself as it was opened."""
     location = checkpoint.location
-    first_read = len(location.tags) - _TAGS_READ_MAX
     return tuple(
-        _of_opened(checkpoint)
-        if tag == location.tag
-        else _summarize(tag, location.root / tag, location.boundary, is_read=index >= first_read)
-        for index, tag in enumerate(location.tags)
+        _of_opened(checkpoint) if one.name == location.tag else one
+        for one in _summarize_tags(location.root, location.tags, location.boundary)
     )
 
 
 def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
     """The tags in ``path``, or the checkpoints in a run's folder, newest last."""
     boundary = Boundary.of(path, follow=follow_symlinks)
-    tags = list_tags(path)
-    names = tags or list_run_checkpoints(path)
+    if tags := list_tags(path):
+        return _summarize_tags(path, tags, boundary)
+    names = list_run_checkpoints(path)
     first_read = len(names) - _TAGS_READ_MAX
     summaries = []
     for index, name in enumerate(names):
         try:
-            folder = (
-                path / name
-                if tags
-                else locate(path / name, follow_symlinks=follow_symlinks).tag_dir
-            )
+            folder = locate(path / name, follow_symlinks=follow_symlinks).tag_dir
         except ZexportError:  # this one cannot be opened without a tag of its own, or at all
             summaries.append(TagSummary(name, None, 0, None, None, is_chosen=False))
         else:
-            summaries.append(_summarize(name, folder, boundary, is_read=index >= first_read))
+            is_read = index >= first_read
+            step = recorded_step(folder, boundary) if is_read else None
+            summaries.append(_summarize(name, folder, boundary, step, is_read=is_read))
     return tuple(summaries)
+
+
+def _summarize_tags(root: Path, tags: Sequence[str], boundary: Boundary) -> tuple[TagSummary, ...]:
+    steps = recorded_steps(root, tags, boundary)
+    return tuple(
+        _summarize(tag, root / tag, boundary, steps.get(tag), is_read=tag in steps)
+        for tag in newest_last(tags, steps)
+    )
 
 
 def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
@@ -88,7 +90,9 @@ def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
     )
 
 
-def _summarize(name: str, folder: Path, boundary: Boundary, *, is_read: bool) -> TagSummary:
+def _summarize(
+    name: str, folder: Path, boundary: Boundary, step: int | None, *, is_read: bool
+) -> TagSummary:
     """One tag that is not opened; of files that lie outside, only the names are told."""
     files = [file for file in list_rank_files(folder) if file.mp_rank == 0]
     optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
@@ -96,7 +100,7 @@ def _summarize(name: str, folder: Path, boundary: Boundary, *, is_read: bool) ->
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
     return TagSummary(
         name=name,
-        step=_step(folder, files) if is_read else None,
+        step=step,
         optimizer_files=len(optimizers),
         world_size=world_size,
         is_complete=None if world_size is None else _is_complete(files, world_size),
@@ -120,15 +124,3 @@ def _world_size(path: Path) -> int | None:
     except ZexportError:  # a summary says what it can; opening this tag tells what is wrong
         return None
     return max(counts, default=None)
-
-
-def _step(folder: Path, files: Iterable[RankFile]) -> int | None:
-    """The step in the folder's name, DeepSpeed's default one; else what a model file says."""
-    if match := _STEP_NAME.fullmatch(folder.name):
-        return int(match[1])
-    kinds = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
-    models = [file.path for file in files if file.kind in kinds]
-    try:
-        return read_model_states(read_torch_file(models[0])).global_steps if models else None
-    except ZexportError:
-        return None

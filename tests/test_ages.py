@@ -1,0 +1,124 @@
+"""Which checkpoint is the newest: what it records counts, its name only where that is all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import zexport
+from tests.expert_checkpoints import rewrite
+from zexport.checkpoint import ages
+from zexport.checkpoint.ages import are_of_one_run, by_age, newest_last, recorded_step
+from zexport.checkpoint.boundary import Boundary
+from zexport.checkpoint.opening import NEWEST
+from zexport.errors import AmbiguousTagError
+from zexport.inspection.inspect import inspect_checkpoint
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def add_tag(root: Path, tag: str, step: int) -> None:
+    """A real tag under another name, of another step."""
+    folder = Path(
+        shutil.copytree(FIXTURES / "z2_w3_bf16_odd" / "ckpt" / "global_step2", root / tag)
+    )
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda s: s.update(global_steps=step))
+
+
+def add_bare_tag(root: Path, tag: str, step: int) -> None:
+    (root / tag).mkdir(parents=True)
+    state = {"module": {}, "global_steps": step}
+    torch.save(state, root / tag / "mp_rank_00_model_states.pt")
+
+
+def test_the_newest_is_the_one_of_the_highest_step_whatever_its_name(tmp_path: Path) -> None:
+    add_tag(tmp_path, "global_step2", 2)
+    add_tag(tmp_path, "final", 4)
+    add_tag(tmp_path, "best", 1)
+    assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.tag == "final"
+    for tag in (None, "best"):
+        told = [(one.name, one.step) for one in inspect_checkpoint(tmp_path, tag=tag).tags]
+        assert told == [("best", 1), ("global_step2", 2), ("final", 4)]
+    assert inspect_checkpoint(tmp_path).verdict.next_step.endswith("--tag final")
+    with pytest.raises(AmbiguousTagError, match="for example --tag final"):
+        zexport.open_checkpoint(tmp_path)
+
+
+def test_the_newest_complete_one_is_taken_where_the_newest_is_not(tmp_path: Path) -> None:
+    add_tag(tmp_path, "global_step2", 2)
+    add_tag(tmp_path, "global_step3", 3)
+    add_tag(tmp_path, "final", 4)
+    next((tmp_path / "final").glob("*rank_1*optim*")).unlink()
+    assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.tag == "global_step3"
+
+
+def test_tags_of_unknown_steps_follow_those_of_their_own_kind() -> None:
+    tags = ("final", "global_step2", "global_step10", "global_step9", "x1")
+    steps = {"final": 5, "global_step2": 2, "global_step9": 9}
+    assert newest_last(tags, steps) == (
+        "x1",
+        "global_step2",
+        "final",
+        "global_step9",
+        "global_step10",
+    )
+
+
+def test_of_very_many_tags_only_some_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"tokens_{n}000000" for n in range(1, 41)]
+    for step, name in enumerate(names, start=1):
+        add_bare_tag(tmp_path, name, step)
+    add_bare_tag(tmp_path, "final", 99)
+    read: list[str] = []
+
+    def counted(tag_dir: Path, boundary: Boundary) -> int | None:
+        read.append(tag_dir.name)
+        return recorded_step(tag_dir, boundary)
+
+    monkeypatch.setattr(ages, "recorded_step", counted)
+    within = Boundary.of(tmp_path, follow=False)
+    assert by_age(tmp_path, [*names, "final"], within) == (*names, "final")
+    assert sorted(read) == sorted(["final", *names[-15:]])
+
+
+def test_the_step_of_a_file_that_lies_outside_or_is_broken_is_not_known(tmp_path: Path) -> None:
+    add_bare_tag(tmp_path / "run", "inside", 3)
+    add_bare_tag(tmp_path, "outside", 4)
+    (tmp_path / "run" / "linked").symlink_to(tmp_path / "outside")
+    within = Boundary.of(tmp_path / "run", follow=False)
+    assert recorded_step(tmp_path / "run" / "inside", within) == 3
+    assert recorded_step(tmp_path / "run" / "linked", within) is None
+    (tmp_path / "run" / "inside" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
+    assert recorded_step(tmp_path / "run" / "inside", within) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["checkpoint-5", "checkpoint-100"], True),
+        (["epoch=1-step=20.ckpt", "epoch=2-step=40.ckpt"], True),
+        (["_actor"], True),
+        (["_actor", "_critic"], False),
+        (["checkpoint-5", "checkpoint-best"], False),
+    ],
+)
+def test_folders_that_differ_in_a_number_alone_are_of_one_run(
+    names: list[str], expected: bool
+) -> None:
+    assert are_of_one_run(names) is expected
+
+
+def test_nothing_says_which_of_several_models_is_the_newest(tmp_path: Path) -> None:
+    for model in ("_actor", "_critic"):
+        add_tag(tmp_path / model, "global_step2", 2)
+    for ask in (zexport.open_checkpoint, inspect_checkpoint):
+        with pytest.raises(AmbiguousTagError, match="_actor, _critic"):
+            ask(tmp_path, tag=NEWEST)
+    shown = inspect_checkpoint(tmp_path)
+    assert [one.name for one in shown.tags] == ["_actor", "_critic"]
+    assert shown.verdict.next_step.endswith("--tag NAME")
