@@ -22,6 +22,7 @@ from zexport.checkpoint.assembly.experts import take_expert_inventory
 from zexport.checkpoint.assembly.fused_experts import fuse_experts, with_original_names
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
 from zexport.checkpoint.location import locate
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import read_ranks
 from zexport.checkpoint.tensors import Inventory
@@ -538,6 +539,19 @@ def test_without_a_rank_file_names_and_shapes_are_still_known(tmp_path: Path) ->
         shapes = {name: tuple(value.shape) for name, value in truth(run).items()}
         assert {tensor.name: tensor.shape for tensor in inventory.tensors} == shapes
         assert all(tensor.source is None for tensor in inventory.tensors)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_missed_where_experts_alone_are_trained(
+    rank: int, tmp_path: Path
+) -> None:
+    """No group has a part on every rank, and the experts' files have their 16-bit values."""
+    root = Path(shutil.copytree(_FIXTURES / "moe_z2_w2_ep2_dense_frozen" / "ckpt", tmp_path / "x"))
+    assert open_checkpoint(root).problems == ()
+    next(root.glob(f"*/*zero_pp_rank_{rank}_*_optim_states.pt")).unlink()
+    (problem,) = open_checkpoint(root).problems
+    assert isinstance(problem, IncompleteCheckpointError)
+    assert f"zero_pp_rank_{rank}_" in str(problem.expected)
 
 
 # --- what is refused ---

@@ -183,15 +183,18 @@ def _world_size(
     """The number of ranks that the weights are cut into.
 
     It is the most common partition count among the ranks, the largest of a rank's groups counting,
-    but for ZeRO-1/2 with as many files as data-parallel ranks: where only experts are trained, no
-    group has a part on all of them. Under ZeRO-3 the count always is what matters: with MiCS it is
-    smaller, and only the first group of ranks saves (DeepSpeed 0.9 to 0.18, ``runtime/engine.py``,
-    ``_configure_checkpointing``, and ``runtime/zero/mics.py``, ``MiCS_Optimizer``).
+    but for ZeRO-1/2 with experts, or with as many files as data-parallel ranks: where only experts
+    are trained, no group has a part on all of them, and ranks that are missing would not be missed
+    (the experts' own files hold the rest in 16 bits). Under ZeRO-3 the count always is what
+    matters: with MiCS it is smaller, and only the first group of ranks saves (DeepSpeed 0.9 to
+    0.18, ``runtime/engine.py``, ``_configure_checkpointing``, and ``runtime/zero/mics.py``,
+    ``MiCS_Optimizer``).
     """
     first = model[min(model)] if model else None
     is_zero3 = any(states.stage == ZERO3 for states in optimizer.values())
-    if first is not None and not is_zero3 and optimizer and first.dp_world_size == len(optimizer):
-        return first.dp_world_size
+    due = first.dp_world_size if first is not None and optimizer and not is_zero3 else None
+    if first is not None and due and (first.has_experts or due == len(optimizer)):
+        return due
     counts = Counter(max(s.partition_counts) for s in optimizer.values() if s.partition_counts)
     if counts:
         return counts.most_common(1)[0][0]
