@@ -561,3 +561,24 @@ def test_memory_stays_bounded_on_files_of_four_gigabytes(tmp_path: Path) -> None
         text=True,
     )
     assert int(done.stdout) < 150 * 1024
+
+
+def test_what_is_no_model_is_told_for_what_it_is(tmp_path: Path) -> None:
+    for path, words in (
+        (Path("/dev/null"), "is neither a folder nor a regular file"),
+        (tmp_path / "nope", "does not exist"),
+        (tmp_path, "holds no safetensors weights"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            diff_models(path, path)
+
+
+def test_a_model_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_file(path: Path) -> bool:  # root may read anywhere
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        diff_models(tmp_path, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.plans import Wanted, digest_on_disk, export_plan, save, source_file
+from zexport import api
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, VerificationError
 from zexport.export.execute import Progress, run_plan
 from zexport.export.manifest import MANIFEST_NAME
 from zexport.export.plan import ExportPlan, SideFile
@@ -230,3 +232,37 @@ def test_a_model_of_one_shard_needs_no_index(tmp_path: Path) -> None:
     plan = export_plan(tmp_path / "out", {"model.safetensors": wanted}, [file])
     run_plan(plan)
     assert verify_export(plan.out_dir, plan=plan).ok
+
+
+def test_what_is_no_folder_is_told_for_what_it_is(plan: ExportPlan, tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "nope", "does not exist"),
+        (plan.out_dir / MANIFEST_NAME, "is not a folder"),
+    ):
+        with pytest.raises(VerificationError, match=words):
+            api.verify_export(path)
+
+
+@pytest.mark.parametrize("refusal", [PermissionError, FileNotFoundError])
+def test_a_part_that_may_not_be_read_or_vanishes_is_told(
+    plan: ExportPlan, monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]
+) -> None:
+    (part := plan.out_dir / "part").mkdir()
+    whole = os.scandir
+
+    def scandir(path: Path | str) -> object:  # root may read anywhere
+        if str(path) == str(part):
+            raise refusal(13, "Permission denied", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(VerificationError, match="cannot be read: Permission denied") as caught:
+        api.verify_export(plan.out_dir)
+    assert caught.value.path == part
+
+
+def test_a_folder_without_a_manifest_is_not_gone_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"went into {path}"))
+    assert [problem.file for problem in api.verify_export(tmp_path).problems] == [MANIFEST_NAME]

@@ -75,13 +75,13 @@ def verify_export(
         progress: told of every step.
 
     Raises:
-        VerificationError: the folder has no readable manifest.
+        VerificationError: there is no such folder, it cannot be read, or it has no readable
+            manifest to hold ``against`` against.
         CheckpointError: ``against`` cannot be opened or read, or is damaged.
         UnsafeError: a link leads outside the folder that it lies in.
     """
     out_dir = Path(out_dir)
-    if out_dir.is_dir():
-        Boundary.of(out_dir, follow=follow_symlinks).check_tree(out_dir)
+    _check_folder(out_dir, follow_symlinks=follow_symlinks)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
@@ -91,6 +91,32 @@ def verify_export(
     checkpoint = open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
+    """Refuse what is no folder that can be read whole; without a manifest, it is not gone into.
+
+    Raises:
+        VerificationError: it is not there, is no folder, or something in it cannot be looked at.
+        UnsafeError: it is an export in which a link leads outside.
+    """
+    try:
+        if not out_dir.is_dir():
+            raise VerificationError(
+                "is not a folder" if out_dir.exists() else "does not exist",
+                path=out_dir,
+                hint="Name a folder that zexport consolidate has written",
+            )
+        boundary = Boundary.of(out_dir, follow=follow_symlinks)
+        boundary.check(out_dir / MANIFEST_NAME)
+        if (out_dir / MANIFEST_NAME).exists():
+            boundary.check_tree(out_dir)
+    except OSError as cause:
+        raise VerificationError(
+            f"cannot be read: {cause.strerror}",
+            path=Path(cause.filename or out_dir),
+            hint="Check its permissions, and that nothing is writing there",
+        ) from cause
 
 
 def diff_models(

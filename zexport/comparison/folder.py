@@ -80,6 +80,17 @@ def open_weights(path: Path) -> ModelWeights:
         UnsafeError: the index leads outside its folder.
         UnsupportedError: an element type that zexport does not know.
     """
+    try:
+        return _open_weights(path)
+    except OSError as cause:
+        raise CheckpointError(
+            f"cannot be read: {cause.strerror}",
+            path=Path(cause.filename or path),
+            hint="Check its permissions, and that nothing is writing there",
+        ) from cause
+
+
+def _open_weights(path: Path) -> ModelWeights:
     tensors: dict[str, PlacedTensor] = {}
     files = []
     listed = _weight_files(path)
@@ -114,9 +125,15 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
         return _weight_files(indexes[0])
     files = sorted(path.glob(_WEIGHTS_PATTERN))
     if not files:
-        problem = "holds no safetensors weights" if path.is_dir() else "does not exist"
-        raise CheckpointError(problem, path=path, hint=_NO_WEIGHTS_HINT)
+        raise CheckpointError(_lack(path), path=path, hint=_NO_WEIGHTS_HINT)
     return {file: set() for file in files}
+
+
+def _lack(path: Path) -> str:
+    if path.is_dir():
+        next(path.iterdir(), None)  # which says so where the folder may not be read
+        return "holds no safetensors weights"
+    return "is neither a folder nor a regular file" if path.exists() else "does not exist"
 
 
 def _indexed(path: Path) -> dict[Path, set[str]]:
