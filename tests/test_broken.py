@@ -295,6 +295,14 @@ def test_a_pattern_beyond_what_python_compiles_is_named(
         zexport.consolidate(zero3, tmp_path / "out", ExportOptions(renames=((pattern, "x"),)))
 
 
+@pytest.mark.parametrize("new", ["\x1b[31m", "../", "/etc/", "a\n"])
+def test_a_name_that_is_none_is_refused(new: str, zero3: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="makes a name that no tensor should have"):
+        zexport.consolidate(zero3, tmp_path / "model", ExportOptions(renames=(("^", new),)))
+    with pytest.raises(UsageError, match="becomes ''"):
+        zexport.consolidate(zero3, tmp_path / "model", ExportOptions(renames=((".*", ""),)))
+
+
 def test_text_that_utf8_cannot_hold_stays_an_escape(zero3: Path, tmp_path: Path) -> None:
     (zero3 / "config.json").write_text('{"model_type": "odd", "x": "\\ud800"}')
     (zero3 / "global_step2").rename(zero3 / os.fsdecode(b"step\xff2"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.printable import printable, shown
+from zexport.printable import printable, shell_word, shown
 from zexport.report.failure import error_json
 
 HOSTILE = "a\x1b[2J\r\n\u202e\u200b\udc80ü\x00\x9b"
@@ -46,3 +48,13 @@ def test_every_kind_of_error_makes_its_sentence_in_the_one_place() -> None:
         waiting += kind.__subclasses__()
         assert kind.sentence is ZexportError.sentence
         assert kind.__init__ is ZexportError.__init__
+
+
+@pytest.mark.parametrize(
+    "name", [b"plain", b"two words", b"it's", b"b\\s", b"\n\x1b[2J", b"m\xe9", b"\xff'\\0017 \""]
+)
+def test_a_word_of_a_command_is_the_same_word_when_it_is_pasted(name: bytes) -> None:
+    word = shell_word(Path(os.fsdecode(name)))
+    assert printable(word) == word
+    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
+    assert done.stdout == name

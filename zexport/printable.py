@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 _SHOWN_MAX = 2000
 _END = 400
 """Characters of one fact in a message; a name in a hostile file may have ten million. The end is
@@ -26,3 +30,22 @@ def shown(value: object) -> str:
         return printable(text)
     begin, end = text[: _SHOWN_MAX - _END], text[-_END:]
     return f"{printable(begin)}... ({len(text)} characters) ...{printable(end)}"
+
+
+def shell_word(word: str | Path) -> str:
+    """A word of a command that can be pasted into a shell, whatever is in it.
+
+    What is not visible, or not in this locale, is given by its bytes (``$'...'``, which bash, zsh
+    and POSIX 2024 know).
+    """
+    text = str(word)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, os.fsencode(text))) + "'"
+
+
+def _escaped(byte: int) -> str:
+    char = chr(byte)
+    if char in "\\'":
+        return f"\\{char}"
+    return char if " " <= char <= "~" else f"\\{byte:03o}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -19,8 +20,27 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
-# A missing path is reported by the library, in the words and with the exit code of its errors.
-PATH = click.Path(path_type=Path)
+
+class GivenPath(click.Path):
+    """A path that is not empty: as a path, nothing at all would be the working directory."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        """The path, as ``click.Path`` has it."""
+        if not os.fspath(value):
+            self.fail("a path may not be empty", param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except OSError as error:
+            self.fail(f"{value!r} leads nowhere: {error.strerror}", param, ctx)
+
+
+# What is missing or may not be read is reported by the library, with the exit code of its errors.
+PATH = GivenPath(path_type=Path, readable=False)
 
 
 class ByteSize(click.ParamType[int]):

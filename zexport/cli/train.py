@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from zexport.cli.options import GivenPath
 from zexport.train.launch import train as run_training
 from zexport.train.options import TrainOptions, read_ds_config, resumed
 
@@ -16,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
+_OUT = GivenPath(file_okay=False, path_type=Path, resolve_path=True)
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
 
@@ -107,7 +109,7 @@ def _with_options(command: F) -> F:
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path, resolve_path=True))
+@click.argument("out", type=_OUT)
 @_with_options
 @click.option("--json", is_flag=True, help="Print one JSON object.")
 @click.option("--local_rank", hidden=True, expose_value=False)  # the deepspeed launcher appends it

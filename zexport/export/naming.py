@@ -85,7 +85,7 @@ def name_tensors(
     """The checkpoint's tensors by name.
 
     Raises:
-        UsageError: a rename is no pattern, or makes two names one.
+        UsageError: a rename is no pattern, makes two names one, or makes what is no name.
     """
     own = [tensor.name for tensor in checkpoint.tensors]
     renamed = _rename([*own, *checkpoint.aliases, *checkpoint.left_out], renames)
@@ -234,6 +234,8 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
                 new = re.sub(pattern, replacement, new)
             except (re.error, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
+        if new != name:
+            _check_name(name, new)
         if new in taken:
             raise UsageError(
                 "--rename gives two tensors one name",
@@ -243,3 +245,14 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
         renamed[name] = new
         taken[new] = name
     return renamed
+
+
+def _check_name(name: str, new: str) -> None:
+    """Refuse a new name that tools might stumble over, as over a path or a terminal's command."""
+    if not new or not new.isprintable() or ("/" in new and "/" not in name):
+        raise UsageError(
+            "--rename makes a name that no tensor should have",
+            found=f"{name} becomes {new!r}",
+            expected="a printable name without slashes",
+            hint="Mend the replacement",
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from zexport.inspection.adapters import AdapterSummary, summarize_adapters
 from zexport.inspection.tag_summary import TagSummary, summarize_choice, summarize_tags
 from zexport.inspection.weight_files import WeightFile, list_weight_files
 from zexport.model.sidecars import find_sidecars
+from zexport.printable import shell_word
 
 __all__ = ["Count", "Inspection", "Outcome", "Verdict", "inspect_checkpoint"]
 
@@ -161,11 +161,11 @@ def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
     name = "NAME"
     if list_tags(path) or are_of_one_run(tag.name for tag in tags):
         newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
-        name = shlex.quote(newest.name)
+        name = shell_word(newest.name)
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
         f"{len(tags)} checkpoints, and no `latest` says which one is meant",
-        f"zexport inspect {shlex.quote(str(path))} --tag {name}",
+        f"zexport inspect {shell_word(path)} --tag {name}",
     )
     return Inspection(path, tags, None, (), (), (), verdict)
 
@@ -183,8 +183,8 @@ def _verdict(
         return Verdict(
             Outcome.NOT_EXPORTABLE, f"not exportable: {_fault(first)}{more}", _remedy(first)
         )
-    command = f"zexport consolidate {shlex.join(map(str, paths))} OUT"
-    command += f" --tag {shlex.quote(tag)}" if tag is not None else ""
+    command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
+    command += f" --tag {shell_word(tag)}" if tag is not None else ""
     if any(adapter.config is not None for adapter in adapters):
         base = "" if adapters[0].has_base else " --base DIR"
         return Verdict(
