@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 import click
 
-from zexport.errors import UsageError, ZexportError
+from zexport.cli.streams import prepare_streams
+from zexport.errors import OutputError, UsageError, ZexportError
 from zexport.version import __version__
 
 _INTERRUPTED = 130
@@ -69,6 +71,7 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line and end the process with its exit code."""
+    prepare_streams()
     _answer_signals()
     as_json = _wants_json(sys.argv[1:])
     try:
@@ -81,9 +84,7 @@ def main() -> NoReturn:
     except (click.Abort, KeyboardInterrupt) as error:
         code = _tell_interrupt(error)
     except BrokenPipeError:
-        # The reader of our output has gone, as in `zexport inspect run | head -1`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = _BUG
+        code = _BUG  # the reader of our output has gone, as in `zexport inspect run | head -1`
     sys.exit(code)
 
 
@@ -109,7 +110,8 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os.write(sys.stderr.fileno(), b"Interrupted.\n")
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), b"Interrupted.\n")
             os._exit(_INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt
@@ -128,7 +130,8 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
     if as_json:
         from zexport.report.failure import error_json
 
-        click.echo(json.dumps(error_json(error), indent=2))
+        with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
+            click.echo(json.dumps(error_json(error), indent=2))
     return error.exit_code
 
 
