@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from tests.cell_cases import cases_named, facts_of, read_bytes, read_cells, tag_
 from tests.checkpoints import edit
 from tests.model_parallel import unequal
 from zexport.checkpoint.assembly.universal import UniversalInventory, take_universal_inventory
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.tensors import Inventory
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -258,3 +262,22 @@ def test_shards_that_cannot_make_up_the_whole_are_a_contradiction(
 def test_a_flat_weight_of_two_shapes_is_a_contradiction() -> None:
     with pytest.raises(LayoutError, match="another length"):
         shape_of_flat("a", 6, [(2, 3), (3, 2)])
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", ["pp2_tp2_z1_w8_bf16_tied", "pp2_z1_w4_bf16_tied"])
+def test_a_converted_pipeline_has_the_live_weights_and_says_what_may_be_lost(
+    name: str, tmp_path: Path
+) -> None:
+    tag = tmp_path / "global_step2_universal"
+    source = FIXTURES / name / "ckpt" / "global_step2"
+    words = ("--input_folder", source, "--output_folder", tag, "--inject_missing_state")
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    checkpoint = open_checkpoint(tag)
+    live = truth_of(FIXTURES / name)
+    trained = {name: facts for name, facts in live.items() if not name.endswith(".seen")}
+    frozen = {name for name in trained if name.startswith("2.fc")} if "tp2" not in name else set()
+    inventory = Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out)
+    assert facts_of(inventory) == {n: facts for n, facts in trained.items() if n not in frozen}
+    assert [note for note in checkpoint.warnings if note.startswith("frozen weights, if")]

@@ -33,6 +33,10 @@ from zexport.torchfile.archive import TorchFile, read_torch_file
 from zexport.torchfile.pickles import TensorRef
 
 _FOLDER = "zero"
+_FROZEN_LOST = (
+    "frozen weights, if there were any, are in no file: a pipeline keeps them in layer files, "
+    "which the conversion to universal leaves behind"
+)
 _COPY_AGAIN = "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export its source"
 
 
@@ -87,6 +91,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
         aliases={alias: name for alias, name in aliases.items() if alias not in names},
         left_out=tuple(left_out),
         replicas=(*replicas, *copies),
+        notes=(_FROZEN_LOST,) if not any(model.module for model in models.values()) else (),
     )
     return UniversalInventory(inventory, tuple(file for _, file in weights))
 
