@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from zexport.errors import (
 from zexport.extents import Extent
 from zexport.mosaic import Mosaic, Tile
 from zexport.torchfile.archive import Container, Member, TorchFile, read_torch_file
-from zexport.torchfile.pickles import TensorRef
+from zexport.torchfile.pickles import Pickle, TensorRef
 
 VALUE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5, dtype=torch.int16), "n": 7}
 
@@ -100,6 +101,22 @@ def test_members_leave_out_empty_and_compressed_records(tmp_path: Path) -> None:
     assert [member.nbytes for member in read_torch_file(path).members] == [12]
     rewrite(path, compression=zipfile.ZIP_DEFLATED)
     assert read_torch_file(path).members == ()
+
+
+def test_the_empty_tensors_of_one_more_rank_take_no_memory(tmp_path: Path) -> None:
+    """Under ZeRO-3 each rank's model file has as many of them as the model has parameters."""
+    for rank in range(2):
+        torch.save([torch.empty(0) for _ in range(1000)], tmp_path / f"{rank}.pt")
+    known: dict[bytes, Pickle] = {}
+    files = [read_torch_file(tmp_path / "0.pt", known)]
+    tracemalloc.start()
+    try:
+        files.append(read_torch_file(tmp_path / "1.pt", known))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert files[0].value is files[1].value
+    assert held < 50_000
 
 
 def test_the_old_container_has_no_root_and_its_storages_no_crc(legacy: Path) -> None:

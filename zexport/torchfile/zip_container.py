@@ -10,7 +10,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -70,23 +70,31 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What the central directory says of a record, and the first byte that is not its own."""
+    """What the central directory says of a record, and the first byte that is not its own.
 
-    info: zipfile.ZipInfo
+    A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
+    """
+
+    name: str
+    raw_name: str
+    encoding: str
+    header_offset: int
+    nbytes: int
+    compressed_nbytes: int
+    crc32: int
+    is_stored: bool
     limit: int
 
     @property
-    def raw_name(self) -> bytes:
-        utf8 = self.info.flag_bits & _UTF8
-        return self.info.orig_filename.encode("utf-8" if utf8 else "cp437")
-
-    @property
-    def is_stored(self) -> bool:
-        return self.info.compress_type == zipfile.ZIP_STORED
+    def header_nbytes(self) -> int:
+        """Bytes of the record's own header at the least."""
+        return _LOCAL_HEADER.size + len(self.raw_name.encode(self.encoding))
 
 
 class ZipRecords:
     """The records of one zip file that hold tensor bytes.
+
+    Empty ones are not kept: under ZeRO-3 each rank's model file has one for every parameter.
 
     Attributes:
         root: the folder that all records are in: the file's name when it was written, without
@@ -103,9 +111,7 @@ class ZipRecords:
 
     def members(self) -> tuple[Member, ...]:
         """The stored records that are not empty, by ascending offset."""
-        wanted = [
-            key for key, entry in self._entries.items() if entry.is_stored and entry.info.file_size
-        ]
+        wanted = [key for key, entry in self._entries.items() if entry.is_stored and entry.nbytes]
         with opened(self._path) as file:
             found = [self._member(file.fileno(), key) for key in wanted]
         return tuple(sorted(found, key=lambda member: member.offset))
@@ -113,76 +119,87 @@ class ZipRecords:
     def place(self, storage: StorageRef) -> int:
         """Byte of the file where the storage begins."""
         entry = self._entries.get(storage.key)
-        if entry is None or entry.info.file_size != storage.nbytes:
+        if (0 if entry is None else entry.nbytes) != storage.nbytes:
             raise DamagedCheckpointError(
                 f"the record of storage {storage.key!r} is not of the size the tensors claim",
                 path=self._path,
-                found="no record" if entry is None else f"{entry.info.file_size} bytes",
+                found="no record, or an empty one" if entry is None else f"{entry.nbytes} bytes",
                 expected=f"{storage.nbytes} bytes",
                 hint=COPY_AGAIN,
             )
+        if entry is None:
+            return 0
         if not entry.is_stored:
             raise UnsupportedError(
-                f"the record {entry.info.filename} is compressed: no part of it can be read alone",
+                f"the record {entry.name} is compressed: no part of it can be read alone",
                 path=self._path,
-                found=f"{entry.info.compress_size} bytes for {entry.info.file_size}",
+                found=f"{entry.compressed_nbytes} bytes for {entry.nbytes}",
                 expected="a stored record, as torch.save writes it",
                 hint=f"In an empty folder: `unzip FILE`, then `zip -0 -r NEW {self.root}`; put NEW "
                 "in its place",
             )
-        if not storage.numel:
-            return 0
         with opened(self._path) as file:
             return self._member(file.fileno(), storage.key).offset
 
     def _member(self, descriptor: int, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
-            info = entry.info
             offset = _data_offset(descriptor, entry)
             if offset is None:
-                problem = f"the record {info.filename} is not where the zip's directory puts it"
+                problem = f"the record {entry.name} is not where the zip's directory puts it"
                 raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
-            self._members[key] = Member(info.filename, offset, info.file_size, info.CRC)
+            self._members[key] = Member(entry.name, offset, entry.nbytes, entry.crc32)
         return self._members[key]
 
 
 def _data_offset(descriptor: int, entry: _Entry) -> int | None:
     """The record's first data byte, or None if its own header contradicts the central directory."""
-    name, begin = entry.raw_name, entry.info.header_offset
+    name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
     raw = os.pread(descriptor, _LOCAL_HEADER.size + len(name), begin)
     if len(raw) < _LOCAL_HEADER.size + len(name):
         return None
     signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
     offset: int = begin + len(raw) + extra_nbytes
     agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
-    return offset if agrees and offset + entry.info.file_size <= entry.limit else None
+    return offset if agrees and offset + entry.nbytes <= entry.limit else None
 
 
 def _damaged(path: Path, problem: str, found: object = None) -> DamagedCheckpointError:
     return DamagedCheckpointError(problem, path=path, found=found, hint=COPY_AGAIN)
 
 
-def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, _Entry]:
-    """Every record by name, none twice, and none reaching into another or out of the file."""
+def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[_Entry]:
+    """Every record, none of another's name, and none reaching into another or out of the file."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     limits = [*(info.header_offset for info in infos[1:]), archive.start_dir]
-    entries: dict[str, _Entry] = {}
     for info, limit in zip(infos, limits, strict=False):
-        entry = _Entry(info, limit)
-        least = info.header_offset + _LOCAL_HEADER.size + len(entry.raw_name) + info.compress_size
+        entry = _entry(info, limit)
+        least = entry.header_offset + entry.header_nbytes + entry.compressed_nbytes
         if info.flag_bits & _ENCRYPTED:
             raise UnsupportedError("the zip archive is encrypted", path=path, hint=_SAVE_AGAIN)
-        if info.filename in entries:
-            raise _damaged(path, "the zip archive has two records of one name", info.filename)
-        if least > limit or (entry.is_stored and info.compress_size != info.file_size):
-            raise _damaged(path, "a record reaches into the next one", info.filename)
-        entries[info.filename] = entry
-    return entries
+        if archive.NameToInfo[entry.name] is not info:
+            raise _damaged(path, "the zip archive has two records of one name", entry.name)
+        if least > limit or (entry.is_stored and entry.compressed_nbytes != entry.nbytes):
+            raise _damaged(path, "a record reaches into the next one", entry.name)
+        yield entry
 
 
-def _root(entries: dict[str, _Entry], path: Path) -> str:
-    roots = {name.partition("/")[0] for name in entries}
+def _entry(info: zipfile.ZipInfo, limit: int) -> _Entry:
+    return _Entry(
+        name=info.filename,
+        raw_name=info.orig_filename,
+        encoding="utf-8" if info.flag_bits & _UTF8 else "cp437",
+        header_offset=info.header_offset,
+        nbytes=info.file_size,
+        compressed_nbytes=info.compress_size,
+        crc32=info.CRC,
+        is_stored=info.compress_type == zipfile.ZIP_STORED,
+        limit=limit,
+    )
+
+
+def _root(names: Iterable[str], path: Path) -> str:
+    roots = {name.partition("/")[0] for name in names}
     if len(roots) != 1:
         raise _damaged(path, "the zip archive does not have one folder at its top", len(roots))
     return roots.pop()
@@ -238,26 +255,28 @@ def read_zip(
 ) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:
-        bounded = _Bounded(file.fileno(), closefd=False)
-        with zipfile.ZipFile(bounded) as archive:
-            bounded.limit = MAX_PICKLE_NBYTES + 1
-            entries = _entries(archive, path)
-            root = _root(entries, path)
-            _check_byte_order(archive, root, path)
-            data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
+        data, records = _read_archive(file, path)
     except ExcessError as error:
         hint = "Save fewer tensors in one file"
         raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
     except _ZIP_ERRORS as error:
         problem = "is not a whole zip archive: it ends early, or its bytes were changed"
         raise _damaged(path, problem, error) from error
-    prefix = f"{root}/data/"
-    records = {
-        name.removeprefix(prefix): entry
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
     known = {} if known is None else known
     if data not in known:
         known[data] = load(data, path=path)
-    return known[data], ZipRecords(path, root, records)
+    return known[data], records
+
+
+def _read_archive(file: FileIO, path: Path) -> tuple[bytes, ZipRecords]:
+    """The bytes of ``data.pkl``, and where the storages lie; what ``zipfile`` holds is let go."""
+    bounded = _Bounded(file.fileno(), closefd=False)
+    with zipfile.ZipFile(bounded) as archive:
+        bounded.limit = MAX_PICKLE_NBYTES + 1
+        entries = [e for e in _entries(archive, path) if e.nbytes or not e.is_stored]
+        root = _root(archive.namelist(), path)
+        _check_byte_order(archive, root, path)
+        data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
+    prefix = f"{root}/data/"
+    storages = {e.name.removeprefix(prefix): e for e in entries if e.name.startswith(prefix)}
+    return data, ZipRecords(path, root, storages)
