@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_frameworks_are_known_by_how_they_name_folders(
     assert [(location.tag_dir, location.framework) for location in found] == [
         (folder, framework)
     ] * 2
+
+
+@pytest.mark.parametrize("find", [locate, locate_all])
+def test_none_of_several_models_of_accelerate_is_chosen(
+    find: Callable[[Path], object], tmp_path: Path
+) -> None:
+    for tag in ("pytorch_model", "pytorch_model_1"):
+        _tag(tmp_path, tag)
+    (tmp_path / "latest").write_text("pytorch_model_1")
+    with pytest.raises(AmbiguousTagError, match=r"several models.*pytorch_model, pytorch_model_1"):
+        find(tmp_path)
+    location = locate(tmp_path, "pytorch_model_1")
+    assert (location.tag, location.framework) == ("pytorch_model_1", Framework.ACCELERATE)
 
 
 def test_the_folder_above_an_actor_is_enough(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ _TAGS_READ_MAX = 16
 """So many tags are looked into for their step; among the others, names decide."""
 
 _DIGITS = re.compile(r"\d{1,18}", re.ASCII)
+_ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
 _MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
 
@@ -30,6 +31,15 @@ def are_of_one_run(names: Iterable[str]) -> bool:
     Others (an actor and a critic, say) are models beside one another, none of them the newer.
     """
     return len({_without_numbers(name) for name in names}) <= 1
+
+
+def models_of_accelerate(tags: Iterable[str]) -> tuple[str, ...]:
+    """The tags that hold one of several models each, all of one save.
+
+    Source: Accelerate 1.15, ``accelerator.py`` (``save_state``: ``pytorch_model``, and
+    ``pytorch_model_1`` and on for further models; ``latest`` names whichever was saved last).
+    """
+    return tuple(tag for tag in tags if _ACCELERATE.fullmatch(tag))
 
 
 def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:

@@ -6,13 +6,13 @@ The levels, from the top: a run's ``output_dir`` (holding ``checkpoint-N`` folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zexport.checkpoint.ages import are_of_one_run, by_age, by_number
+from zexport.checkpoint.ages import are_of_one_run, by_age, by_number, models_of_accelerate
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import (
@@ -140,6 +140,7 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
             return (_handed_over(path, None, boundary),)
+        _check_one_model(path, list_tags(path))
         roots = [path] if list_tags(path) else [path / run for run in _ages_of_one_run(path)]
         return tuple(
             _location(root, tag, TagChoice.NEWEST, boundary)
@@ -238,6 +239,7 @@ def _locate_in_root(root: Path, tag: str | None, boundary: Boundary) -> Location
         raise CheckpointError(
             f"has no tag {tag!r}", path=root, found=_listed(tags), hint="Choose one of these tags"
         )
+    _check_one_model(root, tags)
     for name in _LATEST:
         boundary.check(root / name)
     latest = next(filter(None, (read_latest(root, name) for name in _LATEST)), None)
@@ -259,6 +261,18 @@ def _locate_in_root(root: Path, tag: str | None, boundary: Boundary) -> Location
             hint=f"Choose one with --tag, for example --tag {tags[-1]}",
         )
     return _location(root, tags[0], TagChoice.ONLY, boundary)
+
+
+def _check_one_model(root: Path, tags: Sequence[str]) -> None:
+    """Refuse to choose between models that were saved together: none of them is the newer."""
+    models = models_of_accelerate(tags)
+    if len(models) > 1:
+        raise AmbiguousTagError(
+            "holds several models, which Accelerate saved together",
+            path=root,
+            found=_listed(models),
+            hint="Choose one with --tag",
+        )
 
 
 def read_latest(root: Path, name: str = "latest") -> str | None:
@@ -310,7 +324,7 @@ def _framework(root: Path, tag: str) -> Framework:
         return Framework.ZEXPORT
     if (root / "trainer_state.json").is_file():
         return Framework.HF_TRAINER
-    if tag == "pytorch_model":
+    if models_of_accelerate([tag]):
         return Framework.ACCELERATE
     if root.suffix == ".ckpt" and tag == "checkpoint":
         return Framework.LIGHTNING
@@ -319,5 +333,5 @@ def _framework(root: Path, tag: str) -> Framework:
     return Framework.DEEPSPEED
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if names else "no tag folder"

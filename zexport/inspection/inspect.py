@@ -164,7 +164,7 @@ def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
         name = shell_word(newest.name)
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
-        f"{len(tags)} checkpoints, and no `latest` says which one is meant",
+        f"{len(tags)} checkpoints, and nothing says which one is meant",
         f"zexport inspect {shell_word(path)} --tag {name}",
     )
     return Inspection(path, tags, None, (), (), (), verdict)
