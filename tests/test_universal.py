@@ -281,3 +281,35 @@ def test_a_converted_pipeline_has_the_live_weights_and_says_what_may_be_lost(
     inventory = Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out)
     assert facts_of(inventory) == {n: facts for n, facts in trained.items() if n not in frozen}
     assert [note for note in checkpoint.warnings if note.startswith("frozen weights, if")]
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+@pytest.mark.parametrize("numel", range(25))
+def test_padding_that_older_converters_left_behind_a_weight_is_known(
+    numel: int, world_size: int
+) -> None:
+    """DeepSpeed 0.15 to 0.19.2: ``min(stripe, abs(numel - rank * stripe))`` of every rank."""
+    stripe = -(-numel // world_size)
+    stored = sum(min(stripe, abs(numel - rank * stripe)) for rank in range(world_size))
+    assert shape_of_flat("a", stored, [(numel,)], world_size) == (numel,)
+    with pytest.raises(LayoutError, match="another length"):
+        shape_of_flat("a", stored + 1, [(numel,)], world_size)
+
+
+def test_padding_behind_a_weight_is_not_exported(from_zero3: Path) -> None:
+    def of_15_ranks(states: dict[str, Any]) -> dict[str, Any]:
+        module = {
+            n: t for n, t in states["module"].items() if n not in states["frozen_param_shapes"]
+        }
+        nothing = {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        return states | nothing | {"module": module, "dp_world_size": 15}
+
+    for file in from_zero3.glob("*model_states.pt"):
+        resave(file, of_15_ranks)
+    expected = facts_of(take(from_zero3).inventory)
+    stored = from_zero3 / "zero" / WEIGHT / "fp32.pt"
+    numel = torch.load(stored).numel()
+    padding = torch.full((max(0, 14 * -(-numel // 15) - numel),), 1e21)
+    assert padding.numel()
+    resave(stored, lambda flat: torch.cat([flat, padding]))
+    assert facts_of(take(from_zero3).inventory) == expected

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from zexport.layouts import LayoutError
+from zexport.layouts.zero3 import stripe_numel
 
 Shape = tuple[int, ...]
 
@@ -54,16 +55,37 @@ def _is_split(whole: Shape, shards: Sequence[Shape]) -> bool:
     )
 
 
-def shape_of_flat(name: str, numel: int, shards: Sequence[Shape]) -> Shape:
+def shape_of_flat(
+    name: str, numel: int, shards: Sequence[Shape], world_size: int | None = None
+) -> Shape:
     """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism.
 
+    Args:
+        name: the weight, for the message.
+        numel: number of elements that are stored; the weight's own are the first.
+        shards: the shape that each model-parallel rank had, at least one.
+        world_size: number of ranks that it was striped over, where that is known.
+
     Raises:
-        LayoutError: its length is not that of the one shape there is.
+        LayoutError: its length is not that of the one shape there is, nor what converters before
+            DeepSpeed 0.19.8 make of it.
     """
-    if len(set(shards)) != 1 or prod(shards[0]) != numel:
+    whole = prod(shards[0])
+    lengths = {whole, _with_padding(whole, world_size)} if world_size else {whole}
+    if len(set(shards)) != 1 or numel not in lengths:
         raise LayoutError(
             f"the weight {name!r} has another length than the model files say",
             f"{numel} elements",
             " and ".join(str(list(shard)) for shard in shards),
         )
     return shards[0]
+
+
+def _with_padding(numel: int, world_size: int) -> int:
+    """The length that a converter gives a weight some of whose stripes are padding alone.
+
+    It leaves behind the weight all stripes of padding but one, as it strips the absolute number of
+    elements by which a stripe is beyond the end. Source: DeepSpeed 0.15 to 0.19.2,
+    ``checkpoint/ds_to_universal.py`` (``extract_zero_shards_stage3``); 0.19.8 leaves none.
+    """
+    return max(numel, (world_size - 1) * stripe_numel(numel, world_size))

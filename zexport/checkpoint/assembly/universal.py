@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
@@ -27,6 +28,7 @@ from zexport.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from zexport.extents import Window
 from zexport.layouts import LayoutError
 from zexport.layouts.universal import check_whole, shape_of_flat
 from zexport.torchfile.archive import TorchFile, read_torch_file
@@ -221,7 +223,8 @@ def _read_weight(
     content = Value(file.path, "the file", file.value)
     if isinstance(file.value, TensorRef):
         tensor = file.value
-        shape = shape_of_flat(name, tensor.numel, shards)
+        world_size = models[min(models)].dp_world_size
+        shape = shape_of_flat(name, tensor.numel, shards, world_size)
     else:
         tensor = content.need("param").tensor()
         shape = tensor.shape
@@ -230,7 +233,8 @@ def _read_weight(
         _refuse_rounded(content, name, models)
     if not tensor.dtype.is_floating:
         content.fail("does not hold a floating-point weight", tensor.dtype.torch_name)
-    return StoredTensor(name, shape, tensor.dtype, Role.TRAINABLE, file.source(tensor)), file
+    source = Window(file.source(tensor), 0, prod(shape) * tensor.dtype.itemsize)
+    return StoredTensor(name, shape, tensor.dtype, Role.TRAINABLE, source), file
 
 
 def _refuse_rounded(content: Value, name: str, models: Mapping[int, ModelStates]) -> None:
