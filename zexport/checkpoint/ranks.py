@@ -1,16 +1,14 @@
-"""The rank files of one tag, held against each other: are they all here, and of one save?"""
+"""The states of all ranks of one model-parallel index, and whether a file of each is here."""
 
 from __future__ import annotations
 
-import os
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
+from zexport.checkpoint.agreement import disagreements
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, parse_rank_file
 from zexport.checkpoint.states import (
     ZERO3,
@@ -19,7 +17,6 @@ from zexport.checkpoint.states import (
     read_model_states,
     read_optimizer_states,
 )
-from zexport.dtypes import DType
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -31,8 +28,6 @@ from zexport.torchfile.pickles import Pickle
 
 WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
-
-_STEP_BITS = 64
 
 _States = TypeVar("_States", ModelStates, OptimizerStates)
 
@@ -115,8 +110,7 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
         problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
     problems += _surplus(tag_dir, named, world_size)
     own = {r: s for r, s in optimizer.items() if world_size is None or r < world_size}
-    problems += _disagreements(tag_dir, model, own)
-    problems += _other_shapes(tag_dir, model)
+    problems += disagreements(tag_dir, model, own)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
     )
@@ -253,107 +247,3 @@ def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable
             hint="Remove what another save left here",
             finding=FindingKind.STRAY_FILES,
         )
-
-
-def _disagreements(
-    tag_dir: Path, model: Mapping[int, ModelStates], optimizer: Mapping[int, OptimizerStates]
-) -> Iterable[ZexportError]:
-    """Facts that every rank of one save states alike, and these do not."""
-    steps = {r: step_of(s) for r, s in optimizer.items()}
-    versions = {r: s.ds_version for r, s in optimizer.items()}
-    prefixes = {r: s.file.path.name.partition("zero_")[0] or "no" for r, s in optimizer.items()}
-    facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
-        ("partition count", None, {r: s.partition_counts for r, s in optimizer.items()}),
-        ("prefix of the file names, which tells of bf16", None, prefixes),
-        ("ZeRO stage", None, {r: s.stage for r, s in optimizer.items()}),
-        ("number of flat groups", None, {r: len(s.flat_groups) for r, s in optimizer.items()}),
-        ("optimizer step", FindingKind.MIXED_STEPS, steps),
-        ("global step", FindingKind.MIXED_STEPS, {r: s.global_steps for r, s in model.items()}),
-        ("number of data-parallel ranks", None, {r: s.dp_world_size for r, s in model.items()}),
-        ("DeepSpeed version", FindingKind.MIXED_VERSIONS, versions),
-    ]
-    for what, kind, by_rank in facts:
-        values = Counter(str(value) for value in by_rank.values() if value is not None)
-        if len(values) > 1:
-            yield DamagedCheckpointError(
-                f"mixes files of different saves: the {what} differs",
-                path=tag_dir,
-                found="; ".join(
-                    f"{value} on " + name_ranks(r for r, v in by_rank.items() if str(v) == value)
-                    for value in values
-                ),
-                expected="one save",
-                hint="Copy all rank files of one save again",
-                finding=kind,
-            )
-    yield from _other_steps(tag_dir, model, steps)
-
-
-def _other_steps(
-    tag_dir: Path, model: Mapping[int, ModelStates], steps: Mapping[int, float | None]
-) -> Iterable[ZexportError]:
-    """The optimizer's steps against those of the model files; only told, as it has honest causes.
-
-    The optimizer counts what was not skipped for an overflow, and begins anew where a run was
-    resumed without its state. DeepSpeed 0.10 counts one more (``initialize_optimizer_states`` took
-    a step to allocate it). A save that was cut off over an older one of the same tag looks like it.
-    """
-    first = model[min(model)] if model else None
-    taken = next((step for step in steps.values() if step is not None), None)
-    if first is None or first.global_steps is None or taken is None or not isfinite(taken):
-        return
-    due = first.global_steps - first.skipped_steps
-    if taken not in (due, due + 1):
-        yield DamagedCheckpointError(
-            "the optimizer counts other steps than the model file does",
-            path=tag_dir,
-            found=f"{taken:g} steps of the optimizer",
-            expected=f"{due}, or one more",
-            finding=FindingKind.STEP_MISMATCH,
-        )
-
-
-def _other_shapes(tag_dir: Path, model: Mapping[int, ModelStates]) -> Iterable[ZexportError]:
-    """Model files of several ranks describe the same weights in the same order, but for experts."""
-    first = model[min(model)] if model else None
-    if first is None or first.has_experts:
-        return
-    shapes = [list(group.items()) for group in first.param_shapes]
-    others = [
-        rank
-        for rank, states in model.items()
-        if states.param_shapes is not first.param_shapes
-        and (
-            [list(group.items()) for group in states.param_shapes] != shapes
-            or states.frozen_shapes != first.frozen_shapes
-        )
-    ]
-    if others:
-        yield DamagedCheckpointError(
-            "mixes files of different saves: the model files describe different weights",
-            path=tag_dir,
-            found=f"others in those of {name_ranks(others)}",
-            expected="the weights of rank 0, in the same order",
-            hint="Copy all rank files of one save again",
-        )
-
-
-def step_of(states: OptimizerStates) -> float | None:
-    """The optimizer's step, read from its scalar tensor where it is one (4 or 8 bytes)."""
-    if isinstance(states.step, int):
-        return float(states.step) if states.step.bit_length() < _STEP_BITS else None
-    if states.step is None:
-        return None
-    if states.step.numel != 1 or states.step.dtype not in _SCALAR_FORMATS:
-        return None
-    source = states.file.source(states.step)
-    (extent,) = source.extents(0, source.nbytes)
-    descriptor = os.open(extent.path, os.O_RDONLY)
-    try:
-        raw = os.pread(descriptor, extent.nbytes, extent.offset)
-    finally:
-        os.close(descriptor)
-    return float(struct.unpack(_SCALAR_FORMATS[states.step.dtype], raw)[0])
-
-
-_SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.rank_files import ranges_of
-from zexport.checkpoint.ranks import RankStates, step_of
+from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
