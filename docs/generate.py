@@ -1,10 +1,11 @@
-"""Write what is made from the code: commands, tables of keys, and the README's support table.
+"""Write what is made from the code: commands, rooms, tables of keys, the README's support table.
 
 ``--check`` only says what is stale.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -25,6 +26,13 @@ _CLI_HEAD = """\
 
 Made from the commands by `python docs/generate.py`; do not edit.
 """
+_ROOMS_HEAD = """\
+# Rooms
+
+What each module knows that no other does, in its own words; from the top floor down.
+[architecture.md](architecture.md) tells how they work together.
+Made from the docstrings by `python docs/generate.py`; do not edit.
+"""
 _TYPES = {"boolean": "true or false", "array": "list", "object": "table"}
 
 
@@ -39,6 +47,7 @@ def pages() -> dict[Path, str]:
     return {
         errors: _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
+        DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
         interfaces: text,
         readme: _replaced(readme.read_text(encoding="utf-8"), "support", support_table()),
     }
@@ -103,6 +112,52 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n```text\n{text}\n```\n"
+
+
+# --- rooms ---
+
+
+def _rooms() -> Iterator[str]:
+    """A table for each package, in the order of the floors, and one for the modules beside them."""
+    package = DOCS.parent / "zexport"
+    yield _room_table(
+        "zexport",
+        "The modules that are a floor, or part of one, by themselves.",
+        package,
+        _floors("house"),
+    )
+    for floor in _floors("house"):
+        if (package / floor).is_dir():
+            yield from _package_rooms(package / floor, _floors(floor))
+
+
+def _package_rooms(folder: Path, order: list[str]) -> Iterator[str]:
+    title = folder.relative_to(DOCS.parent).as_posix()
+    yield _room_table(title, _knows(folder / "__init__.py"), folder, order)
+    for inner in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        yield from _package_rooms(inner, [])
+
+
+def _room_table(title: str, knows: str, folder: Path, order: list[str]) -> str:
+    """The modules of one folder: those with a floor from the top down, then the others by name."""
+    modules = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+    place = {name: number for number, name in enumerate(order)}
+    modules.sort(key=lambda path: (place.get(path.stem, len(place)), path.stem))
+    rows = "".join(f"| `{path.stem}` | {_knows(path)} |\n" for path in modules)
+    return f"## {title}\n\n{knows}\n\n| module | what it knows |\n|---|---|\n{rows}"
+
+
+def _floors(contract: str) -> list[str]:
+    """The layers of a contract of ``.importlinter``, top first; none where there is no such one."""
+    text = (DOCS.parent / ".importlinter").read_text(encoding="utf-8")
+    found = re.search(rf"contract:{contract}\].*?\nlayers =\n(.*?)(?=\n\[|\Z)", text, re.S)
+    return re.findall(r"\w+", found[1]) if found else []
+
+
+def _knows(module: Path) -> str:
+    """The first sentence of a module's docstring, on one line."""
+    said = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    return " ".join(said.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
 
 
 # --- schemas ---
