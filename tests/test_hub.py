@@ -225,6 +225,46 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+_ONE_LAYER = {"num_hidden_layers": 1}
+_A_BIAS = {"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}
+_WITHIN = {"model.extra.weight": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [(_ONE_LAYER, {}), ({}, _A_BIAS), ({}, _WITHIN)],
+    ids=["a layer", "a bias", "within"],
+)
+def test_a_config_that_has_fewer_weights_than_the_checkpoint_is_refused(
+    change: dict[str, object], more: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    model = live_model("llama")
+    trained = {**in_training(model).masters, **more}
+    config = {**model.config.to_dict(), **change}
+    root = checkpoint_of(model, tmp_path / "run", config=config, trained=flat_model(trained))
+    with pytest.raises(NamesMismatchError, match="would be loaded without"):
+        consolidate(root, tmp_path / "out")
+
+
+def test_weights_that_transformers_passes_over_are_the_models_files_own(tmp_path: Path) -> None:
+    """Those of a draft head: engines read them from the same files, transformers does not."""
+    import transformers
+
+    model = live_model("deepseek-v3")
+    draft = {"model.layers.61.eh_proj.weight": torch.ones(16, 32)}
+    trained = flat_model({**in_training(model).masters, **draft})
+    trained = replace(trained, buffers=in_training(model).buffers)
+    root = checkpoint_of(model, tmp_path / "run", trained=trained)
+    report = consolidate(root, tmp_path / "out")
+    assert draft.keys() < files_of(tmp_path / "out").keys()
+    assert not (tmp_path / "out" / "value_head.safetensors").exists()
+    assert any("model.layers.61.eh_proj.weight" in warning for warning in report.warnings)
+    _, info = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
 def test_a_class_that_the_config_does_not_name_is_told_by_the_weights(tmp_path: Path) -> None:
     model = live_model("qwen3-moe")
     expected = saved(model, tmp_path / "live")

@@ -13,7 +13,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError
-from zexport.export.naming import name_tensors, settle_names
+from zexport.export.naming import NamedTensors, name_tensors, settle_names
 from zexport.export.selection import Selection, select_tensors
 from zexport.extents import Extent
 from zexport.model.matching import ModelNames
@@ -150,11 +150,52 @@ def test_a_shape_that_transformers_would_not_load_is_said(zero3: Path) -> None:
     assert "[5] for [6]" in selection.warnings[0]
 
 
-def test_weights_that_the_model_does_not_know_are_said(zero3: Path) -> None:
+def test_weights_that_the_model_would_be_loaded_without_are_refused(zero3: Path) -> None:
     names = _names(replace(small_model(), frozen={}))
-    selection = _select(zero3, names)
+    with pytest.raises(NamesMismatchError, match="would be loaded without") as caught:
+        _select(zero3, names)
+    assert caught.value.found == "norm.weight, norm.bias"
+    assert "--layout memory" in caught.value.hint
+    selection = _select(zero3, names, ExportOptions(layout=NameLayout.MEMORY))
+    assert selection.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
-    assert "unexpected: norm.weight, norm.bias" in selection.warnings[0]
+
+
+def test_weights_without_values_that_the_model_does_not_have_are_refused_too() -> None:
+    model = small_model()
+    names = _names(model)
+    lost = NamedTensors(_base(emb_weight=(13, 7)), {}, (*model.tensors, *model.tied, "more.bias"))
+    with pytest.raises(NamesMismatchError, match=r"more\.bias"):
+        settle_names(lost, names, {}, ExportOptions(), Path("run"))
+
+
+def test_frozen_weights_that_the_model_does_not_know_may_be_left_out(zero3: Path) -> None:
+    names = _names(replace(small_model(), frozen={}))
+    selection = _select(zero3, names, ExportOptions(exclude_frozen=True))
+    assert selection.loadable
+    assert selection.tensors.keys() == small_model().tensors.keys() - {"norm.weight", "norm.bias"}
+
+
+def test_buffers_that_the_model_does_not_know_are_written_and_said(zero3: Path) -> None:
+    names = _names(replace(small_model(), buffers={}))
+    selection = _select(zero3, names)
+    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert not selection.loadable
+    assert f"unexpected: {next(iter(small_model().buffers))}" in selection.warnings[0]
+
+
+def test_what_transformers_passes_over_is_written_and_loads(zero3: Path) -> None:
+    names = replace(_names(replace(small_model(), frozen={})), ignored=(r"^norm\.",))
+    selection = _select(zero3, names)
+    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert selection.loadable
+
+
+def test_a_second_name_that_the_model_does_not_know_is_no_weight_of_its_own(zero3: Path) -> None:
+    alias = next(iter(small_model().tied))
+    names = _names(replace(small_model(), tied={}))
+    assert alias not in names.shapes
+    assert _select(zero3, names).tensors.keys() == small_model().tensors.keys()
 
 
 def test_a_rename_comes_before_the_comparison_with_the_model(zero3: Path) -> None:

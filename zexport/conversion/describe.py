@@ -27,6 +27,12 @@ _PREFIX_RULES_MAX = 3
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a conversion raises that does not fit the model after all."""
 
+_BUFFERS_ONCE_SAVED = {
+    "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+    "position_ids": r"(^|\.)position_ids$",
+}
+"""Endings of buffers that older versions saved, to the names that are passed over for them."""
+
 
 def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[str, Any]:
     """The model's state dict and the ways in which it may be saved, as JSON values.
@@ -60,6 +66,19 @@ def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[s
     except (UntraceableError, *_REFUSALS) as error:
         description["refused"] = f"{type(error).__name__}: {error}"
     return description
+
+
+def ignored_names(model: PreTrainedModel) -> list[str]:
+    """Patterns of names that transformers passes over when it loads the model.
+
+    Source: transformers 5.23, ``modeling_utils.py``, ``_adjust_missing_and_unexpected_keys``.
+    """
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = tuple(name for name, _ in model.named_buffers())
+    for ending, pattern in _BUFFERS_ONCE_SAVED.items():
+        if any(name.endswith(ending) for name in buffers):
+            patterns.add(pattern)
+    return sorted(patterns)
 
 
 def _kept_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import NamesMismatchError, UnsupportedError, UsageError
 from zexport.model.hub_layout import HubLayout, Shape
-from zexport.model.matching import Difference, ModelNames, absent, as_it_is, best_fit
+from zexport.model.matching import Difference, Fit, ModelNames, absent, as_it_is, best_fit
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 
@@ -113,7 +113,8 @@ def settle_names(
         path: the checkpoint, for messages.
 
     Raises:
-        NamesMismatchError: the stored names are neither those in memory nor the hub's.
+        NamesMismatchError: the stored names are neither those in memory nor the hub's, or weights
+            are among them that the model does not have.
         UnsupportedError: it is not known how the model is saved.
     """
     if options.layout is NameLayout.MEMORY:
@@ -127,6 +128,8 @@ def settle_names(
     fit = best_fit(names, stored.known_shapes)
     if fit.difference.unexpected and fit.difference.missing:
         raise _mismatch(fit.difference, names, path)
+    if unread := _unread(fit, stored.without(fit.prefix), options):
+        raise _too_many(unread, names, path)
     if names.refused:
         raise UnsupportedError(
             f"how {names.architecture} is saved cannot be told from its conversions",
@@ -135,12 +138,42 @@ def settle_names(
             hint=_KEEP_NAMES.capitalize(),
         )
     chosen, note = _choose_layout(fit.names, base, options.hub_layout)
-    notes = [note]
+    notes = tuple(filter(None, (note, *_notes(fit))))
+    return Settled(stored.without(fit.prefix), fit.names, chosen, notes=notes)
+
+
+def _notes(fit: Fit) -> Iterator[str]:
+    """What the user should know of how the names were understood."""
     if fit.prefix:
-        notes.append(f"the prefix {fit.prefix!r} of every name was left out")
+        yield f"the prefix {fit.prefix!r} of every name was left out"
+    if ignored := tuple(filter(fit.names.ignores, fit.difference.unexpected)):
+        yield f"transformers passes over {some(ignored)} when it loads the model"
     if fit.is_saved_form:
-        notes.append("the checkpoint has the hub's names already; they are kept")
-    return Settled(stored.without(fit.prefix), fit.names, chosen, notes=tuple(filter(None, notes)))
+        yield "the checkpoint has the hub's names already; they are kept"
+
+
+def _unread(fit: Fit, stored: NamedTensors, options: ExportOptions) -> tuple[str, ...]:
+    """Weights that the model would be loaded without, and that nothing says it may be.
+
+    Buffers are none: older versions saved some that are worked out today. Nor are second names of
+    what the model has, what is left out on purpose, and what transformers itself passes over.
+    """
+    has = fit.names.shapes.keys()
+    had = {name for alias, name in stored.aliases.items() if alias in has}
+    return tuple(
+        name
+        for name in fit.difference.unexpected
+        if name not in stored.aliases
+        and name not in had
+        and not fit.names.ignores(name)
+        and not _is_spared(stored.tensors.get(name), options)
+    )
+
+
+def _is_spared(tensor: StoredTensor | None, options: ExportOptions) -> bool:
+    """Whether it is a buffer, or frozen and not written; what has no values is frozen."""
+    role = Role.FROZEN if tensor is None else tensor.role
+    return role is Role.BUFFER or (role is Role.FROZEN and options.exclude_frozen)
 
 
 def _as_stored(stored: NamedTensors, names: ModelNames | NamesUnknown) -> Settled:
@@ -213,6 +246,17 @@ def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatch
         found="; ".join(f"{what}: {some(which)}" for what, which in told if which),
         expected=f"the names of {names.provenance}",
         hint=f"Put the names right with --rename, give the right config.json, or {_KEEP_NAMES}",
+    )
+
+
+def _too_many(unread: tuple[str, ...], names: ModelNames, path: Path) -> NamesMismatchError:
+    return NamesMismatchError(
+        "holds weights that the model of config.json does not have, and would be loaded without",
+        path=path,
+        found=some(unread),
+        expected=f"the names of {names.provenance}",
+        hint="Give the config.json that the model was trained with (its class, the number of its "
+        f"layers, its biases), put the names right with --rename, or {_KEEP_NAMES}",
     )
 
 

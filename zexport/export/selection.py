@@ -133,7 +133,7 @@ def _differences(
     )
     told = (
         ("missing", found.missing),
-        ("unexpected", found.unexpected),
+        ("unexpected", tuple(n for n in found.unexpected if not settled.names.ignores(n))),
         ("of another shape", reshaped),
     )
     return "; ".join(f"{what}: {some(which)}" for what, which in told if which)

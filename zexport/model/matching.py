@@ -5,6 +5,7 @@ Pure: names and shapes in, the difference out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +38,7 @@ class ModelNames:
         keep_fp32: element type to the names that transformers leaves in float32 when it loads the
             model in that type.
         refused: why it is not known how the model is saved; empty where it is.
+        ignored: patterns of names that transformers passes over when it loads the model.
     """
 
     architecture: str | None
@@ -48,6 +50,7 @@ class ModelNames:
     unsaved: frozenset[str] = frozenset()
     keep_fp32: Mapping[DType, frozenset[str]] = field(default_factory=dict)
     refused: str = ""
+    ignored: tuple[str, ...] = ()
 
     @property
     def hub_is_memory(self) -> bool:
@@ -60,6 +63,10 @@ class ModelNames:
     def kept_in_fp32(self, name: str) -> frozenset[DType]:
         """The element types under which a tensor stays in float32."""
         return frozenset(dtype for dtype, kept in self.keep_fp32.items() if name in kept)
+
+    def ignores(self, name: str) -> bool:
+        """Whether transformers passes over a name that the model does not have."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
     def as_saved(self, layout: HubLayout) -> ModelNames:
         """The model as if it had in memory what ``layout`` has in files."""

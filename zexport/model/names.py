@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +28,7 @@ from zexport.model.hub_layout import Shape, read_hub_layout
 from zexport.model.matching import ModelNames, best_fit, choose_class
 from zexport.model.sidecars import Sidecars
 
-_SCHEMA = 3
+_SCHEMA = 4
 _TIMEOUT_SECONDS = 240
 """Importing transformers takes that long on no machine; what comes then is bounded by itself."""
 
@@ -128,7 +128,13 @@ def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
     described = [candidate for candidate in candidates if isinstance(candidate, dict)]
     origin = f"of transformers {version}"
-    return [_model_names(one, f"{one.get('architecture')} {origin}") for one in described]
+    return [
+        replace(
+            _model_names(one, f"{one.get('architecture')} {origin}"),
+            ignored=tuple(sorted(_names(one.get("ignored")))),
+        )
+        for one in described
+    ]
 
 
 def _model_names(described: Mapping[str, Json], provenance: str) -> ModelNames:

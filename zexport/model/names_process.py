@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from zexport.conversion.describe import describe_model
+from zexport.conversion.describe import describe_model, ignored_names
 
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -96,10 +96,13 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
     config_class = transformers.CONFIG_MAPPING[model_type]
     return {
         "candidates": [
-            describe_model(_without_data(name, config_class.from_dict(dict(content))))
-            for name in known
+            _described(_without_data(name, config_class.from_dict(dict(content)))) for name in known
         ]
     }
+
+
+def _described(model: Any) -> dict[str, Any]:
+    return {**describe_model(model), "ignored": ignored_names(model)}
 
 
 def _architectures_of(model_type: str) -> list[str]:
