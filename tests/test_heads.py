@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 import zexport
 from tests.checkpoints import Run, edit
 from tests.hf_models import differing, load, tiny_config, tiny_model, write_checkpoint, write_config
-from zexport.model.heads import head_names
-from zexport.model.matching import ModelNames, as_it_is
+from zexport.errors import NamesMismatchError
+from zexport.model.heads import head_names, without_value_heads
+from zexport.model.matching import ModelNames, as_it_is, choose_class
 
 _SHAPES = {
     "model.embed.weight": (5, 3),
@@ -52,6 +54,30 @@ def test_another_model_than_the_configs_is_no_model_with_a_head() -> None:
         "lm_head.weight": (5, 3),
     }
     assert head_names(_NAMES, stored) == frozenset()
+
+
+@pytest.mark.parametrize("outer", ["", "module.", "module._orig_mod."])
+def test_a_value_head_is_known_by_name_behind_what_wrappers_put_before_it(outer: str) -> None:
+    trunk = {f"{outer}pretrained_model.{name}": shape for name, shape in _SHAPES.items()}
+    stored = {**trunk, f"{outer}v_head.summary.weight": (1, 3)}
+    assert without_value_heads(stored) == trunk
+
+
+def test_what_transformers_passes_over_is_no_head() -> None:
+    names = replace(_NAMES, ignored=(r"^mtp\.",))
+    assert head_names(names, {**_SHAPES, "mtp.0.weight": (3,)}) == frozenset()
+    assert head_names(_NAMES, {**_SHAPES, "mtp.0.weight": (3,)}) == {"mtp.0.weight"}
+
+
+def test_of_classes_of_the_same_names_shapes_choose_none() -> None:
+    """Sizes of a config may be those from before training; a class chosen by them is a guess."""
+    one = replace(_NAMES, architecture="One")
+    other = replace(one, architecture="Other", shapes={**_SHAPES, "lm_head.weight": (1, 3)})
+    chosen = choose_class([one, other], {**_SHAPES, "lm_head.weight": (1, 3)})
+    assert chosen is not None
+    assert (chosen.architecture, chosen.shapes) == (None, other.shapes)
+    another = replace(one, shapes={"else": (1,)}, layouts=())
+    assert choose_class([one, another], dict(_SHAPES)) == one
 
 
 class _WithValueHead(torch.nn.Module):
@@ -139,6 +165,102 @@ def test_a_reward_model_on_the_config_of_a_causal_model_is_a_classifier(tmp_path
     assert loaded.config.num_labels == 1
     assert differing(loaded, critic) == []
     assert any("was LlamaForCausalLM" in warning for warning in report.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config_class", "trained", "family"),
+    [
+        ("LlamaForCausalLM", "LlamaForSequenceClassification", "Llama"),
+        ("LlamaForCausalLM", "LlamaForTokenClassification", "Llama"),
+        ("GPT2LMHeadModel", "GPT2DoubleHeadsModel", "GPT2"),
+        ("BertForMaskedLM", "BertForQuestionAnswering", "Bert"),
+        ("BertForMaskedLM", "BertForSequenceClassification", "Bert"),
+        ("BertForMaskedLM", "BertForPreTraining", "Bert"),
+        ("BertForMaskedLM", "BertModel", "Bert"),
+    ],
+)
+def test_a_model_on_the_config_of_another_of_its_kind_is_what_it_is(
+    config_class: str, trained: str, family: str, tmp_path: Path
+) -> None:
+    """Also where the config's class lacks no weight, since its output is tied to its input."""
+    config = tiny_config(family, tie_word_embeddings=True, num_labels=5)
+    model = tiny_model(trained, config)
+    root = write_checkpoint(model, tmp_path / "ckpt")
+    stated = {"num_labels": None, "id2label": None, "label2id": None}
+    write_config(root, config, architectures=[config_class], **stated)
+    out = tmp_path / "out"
+    report = zexport.consolidate(root, out)
+    loaded, problems = load(out)
+    assert (type(loaded).__name__, problems) == (trained, {})
+    assert differing(loaded, model) == []
+    assert {path.name for path in out.glob("*.safetensors")} == {"model.safetensors"}
+    assert any(f"was {config_class}" in warning for warning in report.warnings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["BertForMultipleChoice", "BertForSequenceClassification"])
+def test_of_two_classes_with_the_same_weights_only_the_config_decides(
+    named: str, tmp_path: Path
+) -> None:
+    config = tiny_config("Bert", num_labels=1)
+    root = write_checkpoint(tiny_model(named, config), tmp_path / "ckpt")
+    write_config(root, config, architectures=["BertForMaskedLM"])
+    with pytest.raises(NamesMismatchError, match="several have these weights") as caught:
+        zexport.consolidate(root, tmp_path / "out")
+    assert {"BertForMultipleChoice", "BertForSequenceClassification"} <= set(
+        str(caught.value.expected).replace(",", "").split()
+    )
+    write_config(root, config, architectures=[named])
+    zexport.consolidate(root, tmp_path / "out")
+    assert type(load(tmp_path / "out")[0]).__name__ == named
+
+
+class _WithDraft(torch.nn.Module):
+    """A causal model, and small weights beside it that are no value head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.lm_head = model.model, model.lm_head
+        self.medusa_head = torch.nn.Linear(16, 16)
+
+
+@pytest.mark.slow
+def test_weights_beside_a_model_that_are_no_value_head_have_a_file_of_their_own(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config("Llama")
+    model = _WithDraft(tiny_model("LlamaForCausalLM", config))
+    root = write_checkpoint(model, tmp_path / "ckpt")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    out = tmp_path / "out"
+    report = zexport.consolidate(root, out)
+    assert load(out)[1] == {}
+    assert load_file(out / "other_weights.safetensors").keys() == {
+        "medusa_head.weight",
+        "medusa_head.bias",
+    }
+    assert not (out / "value_head.safetensors").exists()
+    assert any("other_weights.safetensors" in warning for warning in report.warnings)
+    assert "`other_weights.safetensors` holds" in (out / "README.md").read_text()
+    assert zexport.verify_export(out, against=root).ok
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_deepspeed_chat_is_a_model_and_a_head(tmp_path: Path) -> None:
+    """Trunk and head below a wrapper: the head's names lose it as the model's do."""
+    config = tiny_config("Llama")
+    reward = torch.nn.Module()
+    reward.rwtransformer = tiny_model("LlamaModel", config)
+    reward.v_head = torch.nn.Linear(16, 1, bias=False)
+    root = write_checkpoint(reward, tmp_path / "ckpt", wrap="module.")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    out = tmp_path / "out"
+    zexport.consolidate(root, out)
+    loaded, problems = load(out)
+    assert (type(loaded).__name__, problems) == ("LlamaModel", {})
+    assert differing(loaded, reward.rwtransformer) == []
+    assert load_file(out / "value_head.safetensors").keys() == {"v_head.weight"}
 
 
 @pytest.mark.slow

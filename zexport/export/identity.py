@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.errors import NamesMismatchError
 from zexport.export.naming import NamedTensors, some
-from zexport.export.shards import HEAD_FILE
+from zexport.export.shards import HEAD_FILE, files_apart
+from zexport.model.adapter_names import PEFT_PREFIX
 from zexport.model.config import ConfigFile
-from zexport.model.heads import head_names, without_known_heads
+from zexport.model.heads import head_names, shared_prefix, without_value_heads
 from zexport.model.hub_layout import Shape
 from zexport.model.matching import ModelNames, best_fit
 from zexport.model.mending import mend_sizes
-from zexport.model.names import NamesUnknown, learn_names
+from zexport.model.names import NamesUnknown, learn_classes, learn_names
 from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions, NameLayout
 
@@ -40,11 +42,13 @@ class Identity:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the heads."""
-        if not self.heads or not isinstance(self.names, ModelNames):
+        if not isinstance(self.names, ModelNames):
             return ()
-        return (
-            f"{self.names.architecture} does not know {some(tuple(self.heads))}: a head of its "
-            f"own, which lies in {HEAD_FILE}",
+        what = {HEAD_FILE: "a head of its own, which lies in"}
+        return tuple(
+            f"{self.names.architecture} does not know {some(tuple(names))}: "
+            f"{what.get(file, 'weights beside it, which nothing loads by itself, in')} {file}"
+            for file, names in files_apart(self.heads).items()
         )
 
 
@@ -53,7 +57,7 @@ def identify(
 ) -> Identity:
     """The model of a checkpoint, and what is its config's and what is not."""
     known = stored.known_shapes
-    if not checkpoint.may_lack_weights:
+    if not checkpoint.may_lack_weights and options.layout is not NameLayout.MEMORY:
         sidecars = _with_fitting_class(sidecars, known)
     sidecars = _with_mended_sizes(sidecars, stored.shapes)
     names = learn_names(sidecars, known)
@@ -63,12 +67,13 @@ def identify(
     if heads & {*stored.aliases, *stored.aliases.values()}:
         heads = frozenset()  # a head that is tied to the model does not stand apart
     trunk = {name: tensor for name, tensor in stored.tensors.items() if name not in heads}
+    prefix = shared_prefix(known)
     return Identity(
         sidecars,
         names,
         replace(stored, tensors=trunk),
         {
-            name: stored.tensors[name]
+            name.removeprefix(prefix): stored.tensors[name]
             for name in sorted(heads)
             if not (options.exclude_frozen and stored.tensors[name].role is Role.FROZEN)
         },
@@ -76,25 +81,50 @@ def identify(
 
 
 def _with_fitting_class(sidecars: Sidecars, stored: Stored) -> Sidecars:
-    """With another class of the same model type, where the one of the config lacks weights.
+    """With another class of the same model type, where the one of the config has other weights.
 
     So the config of a base model serves a reward model that was made of it. The other class must
-    fit in every name; what sizes it has is not asked here.
+    fit in every name, value heads aside; what sizes it has is asked only where several fit.
+
+    Raises:
+        NamesMismatchError: several fit, and it would be a guess which.
     """
     names = learn_names(sidecars, stored)
-    if sidecars.config is None or not isinstance(names, ModelNames):
+    trunk = without_value_heads(stored)
+    if sidecars.config is None or not isinstance(names, ModelNames) or _fits(names, trunk):
         return sidecars
-    if names.shapes.keys().isdisjoint(stored):  # an adapter's names, or a wrapper's
+    if any(f".{PEFT_PREFIX}" in f".{name}" for name in stored):
         return sidecars
-    heads = head_names(names, stored)
-    if _fits(names, {name: shape for name, shape in stored.items() if name not in heads}):
-        return sidecars
-    other = replace(sidecars, config=sidecars.config.with_architecture(None))
-    trunk = without_known_heads(stored)
-    found = learn_names(other, trunk)
-    if not isinstance(found, ModelNames) or not found.architecture or not _fits(found, trunk):
-        return sidecars
-    return replace(sidecars, config=sidecars.config.with_architecture(found.architecture))
+    fitting = [
+        sidecars.config.with_architecture(other.architecture)
+        for other in learn_classes(sidecars)
+        if _fits(other, trunk)
+    ]
+    if len(fitting) > 1:
+        fitting = [config for config in fitting if _has_shapes(sidecars, config, trunk)]
+    if len(fitting) > 1:
+        raise _undecided(sidecars.config, fitting)
+    return replace(sidecars, config=fitting[0]) if fitting else sidecars
+
+
+def _has_shapes(sidecars: Sidecars, config: ConfigFile, stored: Stored) -> bool:
+    """Whether the class of a config has the shapes that are stored, once its sizes are mended."""
+    shapes = {name: shape for name, shape in stored.items() if shape is not None}
+    mended = _with_mended_sizes(replace(sidecars, config=config), shapes)
+    names = learn_names(mended, stored)
+    return isinstance(names, ModelNames) and not best_fit(names, stored).difference.reshaped
+
+
+def _undecided(config: ConfigFile, fitting: Iterable[ConfigFile]) -> NamesMismatchError:
+    classes = ", ".join(name for one in fitting for name in one.architectures)
+    return NamesMismatchError(
+        "does not name the model class that was trained, and several have these weights",
+        path=config.path,
+        found=", ".join(config.architectures) or "no architectures",
+        expected=f"one of {classes}",
+        hint="Write the class that was trained into `architectures` of a copy given with --base, "
+        "or export with --layout memory",
+    )
 
 
 def _fits(names: ModelNames, stored: Stored) -> bool:

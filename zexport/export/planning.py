@@ -26,6 +26,7 @@ from zexport.export.shards import (
     DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
+    files_apart,
     index_file,
     plan_heads,
     plan_shards,
@@ -232,7 +233,8 @@ def _written_files(
     """
     sidecars = model.sidecars
     if "README.md" not in sidecars.copied:
-        card = model_card(checkpoint, target, sidecars, selection.architecture, [*model.heads])
+        apart = files_apart(model.heads)
+        card = model_card(checkpoint, target, sidecars, selection.architecture, apart)
         yield SideFile("README.md", card)
     if sidecars.config is not None:
         content = sidecars.config.edited(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.dtypes import DType
 from zexport.export.plan import ShardPlan, TensorPlan, qualified
 from zexport.extents import ByteSource
+from zexport.model.heads import is_value_head
 from zexport.options import ExportDType
 from zexport.safetensors_file import HeaderEntry, build_header
 
@@ -23,10 +24,13 @@ DTYPES = {
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD_FILE = "value_head.safetensors"
+OTHER_FILE = "other_weights.safetensors"
+FILES_APART = (HEAD_FILE, OTHER_FILE)
 """Where weights lie that the model's class does not know: beside the model and not in its index.
 
-The name is the one that LLaMA-Factory writes and looks for (``extras/constants.py``); it does
-not begin as the files do that llama.cpp's converter takes for the model's.
+The first name is the one that LLaMA-Factory writes and looks for (``extras/constants.py``), so
+nothing but a value head gets it. Neither begins as the files do that llama.cpp's converter takes
+for the model's.
 """
 
 
@@ -49,10 +53,21 @@ def plan_shards(
     )
 
 
+def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
+    """File to those of the weights in it that the model's class does not know."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        files.setdefault(HEAD_FILE if is_value_head(name) else OTHER_FILE, []).append(name)
+    return files
+
+
 def plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[ShardPlan, ...]:
-    """The file of the heads that the model does not know, if there are any."""
+    """The files of the weights that the model does not know, if there are any."""
     dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
-    return (plan_shard(HEAD_FILE, tensors, dtypes),) if tensors else ()
+    return tuple(
+        plan_shard(file, {name: tensors[name] for name in names}, dtypes)
+        for file, names in files_apart(tensors).items()
+    )
 
 
 def plan_shard(

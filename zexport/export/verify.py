@@ -26,7 +26,7 @@ from zexport.export.manifest import (
 from zexport.export.plan import ExportPlan, TensorPlan, qualified
 from zexport.export.readback import Phase, Progress
 from zexport.export.replicas import compare_replicas
-from zexport.export.shards import HEAD_FILE
+from zexport.export.shards import FILES_APART
 from zexport.jsontypes import Json
 from zexport.regular_files import read_regular
 from zexport.safetensors_file import SafetensorsHeader, read_header
@@ -121,7 +121,7 @@ def verify_export(
     headers, problems = _headers(out_dir, manifest)
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
-    in_index = {name: header for name, header in headers.items() if name != HEAD_FILE}
+    in_index = {name: header for name, header in headers.items() if name not in FILES_APART}
     problems += _index_problems(out_dir, in_index)
     for name, entry in manifest.files.items():
         problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.dtypes import DType
@@ -32,7 +32,7 @@ def model_card(
     dtype: DType,
     sidecars: Sidecars,
     architecture: str | None = None,
-    apart: Sequence[str] = (),
+    apart: Mapping[str, Sequence[str]] | None = None,
 ) -> bytes:
     """The content of ``README.md``, with metadata as the hub takes them.
 
@@ -41,7 +41,7 @@ def model_card(
         dtype: what they were written as.
         sidecars: what lies around them; tells the base model and its licence, if anything does.
         architecture: the model class, where the config does not name it.
-        apart: names of weights that the class does not know.
+        apart: file to the names of weights in it that the class does not know.
     """
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
@@ -62,11 +62,11 @@ def model_card(
         "`zexport verify .` checks them.",
         "",
     ]
-    if apart:
+    for file, names in (apart or {}).items():
         lines += [
-            f"`value_head.safetensors` holds what {_inline(architecture or 'the model')} does not "
+            f"`{file}` holds what {_inline(architecture or 'the model')} does not "
             "know and `from_pretrained` does not read:",
-            ", ".join(f"`{_inline(name)}`" for name in apart) + ".",
+            ", ".join(f"`{_inline(name)}`" for name in names) + ".",
             "",
         ]
     return "\n".join(lines).encode(errors="backslashreplace")

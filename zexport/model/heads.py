@@ -10,15 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from zexport.model.hub_layout import Shape
-from zexport.model.matching import ModelNames, best_fit
+from zexport.model.matching import ModelNames, best_fit, wrapper_prefixes
 
 _TENSORS_MAX = 16
-_HEADS = ("v_head.", "value_head.", "reward_head.", "critic_head.")
+_VALUE_HEADS = ("v_head", "value_head", "reward_head", "critic_head")
 
 
-def without_known_heads(stored: Mapping[str, Shape | None]) -> dict[str, Shape | None]:
-    """The names but for those of heads that are known by name, whatever the model is."""
-    return {name: shape for name, shape in stored.items() if not name.startswith(_HEADS)}
+def is_value_head(name: str) -> bool:
+    """Whether a tensor is of a head that is known by name, whatever the model is."""
+    return _first(name) in _VALUE_HEADS
+
+
+def shared_prefix(stored: Iterable[str]) -> str:
+    """What wrappers put before every name, heads included."""
+    *_, prefix = wrapper_prefixes(stored)
+    return prefix
+
+
+def without_value_heads(stored: Mapping[str, Shape | None]) -> dict[str, Shape | None]:
+    """The names but for those of value heads, which stand where all wrappers are left behind."""
+    prefix = shared_prefix(stored)
+    return {n: shape for n, shape in stored.items() if not is_value_head(n.removeprefix(prefix))}
 
 
 def head_names(names: ModelNames, stored: Mapping[str, Shape | None]) -> frozenset[str]:
@@ -26,8 +38,10 @@ def head_names(names: ModelNames, stored: Mapping[str, Shape | None]) -> frozens
 
     A head has a first part in its names, at the level where the model begins, that the model does
     not have. It is small, and without it no name is left that the model does not know: anything
-    else is no head but another model than the config says.
+    else is no head but another model than the config says. What transformers passes over when it
+    loads the model is no head either, but the business of the model's files.
     """
+    stored = {name: shape for name, shape in stored.items() if not names.ignores(name)}
     if not best_fit(names, stored).difference.unexpected:
         return frozenset()
     firsts = {_first(name) for name in names.shapes}

@@ -18,9 +18,11 @@ _WRAPPERS = (
     "_forward_module.",
     "pretrained_model.",
     "actor.",
+    "rwtransformer.",
     "model.",
 )
-"""What wrappers put before every name: DDP, ``torch.compile``, Lightning, TRL, RLHF trainers."""
+"""What wrappers put before every name: DDP, ``torch.compile``, Lightning, TRL, RLHF trainers, and
+the reward models of DeepSpeed-Chat (DeepSpeedExamples, ``utils/model/reward_model.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,12 @@ class Difference:
     @property
     def count(self) -> int:
         """How many names are concerned; 0 if they are the model's."""
-        return len(self.missing) + len(self.unexpected) + len(self.reshaped)
+        return self.misnamed + len(self.reshaped)
+
+    @property
+    def misnamed(self) -> int:
+        """How many names one side has and the other has not."""
+        return len(self.missing) + len(self.unexpected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ def best_fit(names: ModelNames, stored: Mapping[str, Shape | None]) -> Fit:
         stored: name to shape, or ``None`` where the shape is not known.
     """
     best: Fit | None = None
-    for prefix in _prefixes(stored):
+    for prefix in wrapper_prefixes(stored):
         bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
         for form, is_saved in _forms(names):
             fit = Fit(form, prefix, is_saved, difference(form, bare))
@@ -168,7 +175,7 @@ def _forms(names: ModelNames) -> Iterator[tuple[ModelNames, bool]]:
             yield names.as_saved(layout), True
 
 
-def _prefixes(stored: Iterable[str]) -> Iterator[str]:
+def wrapper_prefixes(stored: Iterable[str]) -> Iterator[str]:
     """Nothing, and then one wrapper after the other that all names have gone through."""
     prefix, rest = "", list(stored)
     yield prefix
@@ -210,13 +217,15 @@ def choose_class(
 ) -> ModelNames | None:
     """The class whose names differ least from ``stored``, if it is one alone.
 
-    Where several are equally near and are the same in names, shapes and ties, it is these without
-    a class.
+    Names count before shapes, which hang on sizes that training changes. Where several have the
+    names, and one alone the shapes or all of them the same, it is that without a class.
     """
-    fits = [best_fit(names, stored) for names in candidates]
-    least = min(fit.difference.count for fit in fits)
-    nearest = [n for n, fit in zip(candidates, fits, strict=True) if fit.difference.count == least]
-    if len(nearest) == 1:
+    fits = [(names, best_fit(names, stored).difference) for names in candidates]
+    least = min(found.misnamed for _, found in fits)
+    named = [(names, found) for names, found in fits if found.misnamed == least]
+    fewest = min(found.count for _, found in named)
+    nearest = [names for names, found in named if found.count == fewest]
+    if len(named) == 1:
         return nearest[0]
     if all(_nameless(names) == _nameless(nearest[0]) for names in nearest):
         return replace(nearest[0], architecture=None)

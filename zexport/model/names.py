@@ -75,6 +75,20 @@ def learn_names(
     return names
 
 
+def learn_classes(sidecars: Sidecars) -> list[ModelNames]:
+    """Every class of the config's model type, but for the one that the config names.
+
+    None where the training's own sidecar tells what the model is.
+    """
+    config = sidecars.config
+    if config is None or (sidecars.source is not None and _from_source_sidecar(sidecars.source)):
+        return []
+    found = _from_transformers(config.with_architecture(None))
+    if isinstance(found, NamesUnknown):
+        return []
+    return [names for names in found if names.architecture not in config.architectures]
+
+
 def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
     """What ``zexport_source.json`` says; ``None`` for adapters and where it says too little."""
     if source.get("adapter"):

@@ -18,21 +18,21 @@ from transformers.models.auto import modeling_auto
 
 from zexport.conversion.describe import describe_model, ignored_names
 
-_MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_MAPPING_NAMES",
-)
-"""Tables from model type to class that are tried where a config names no architecture."""
-
-
-_BUILDING_SECONDS = 30
+_BUILDING_SECONDS = 45
 _BUILDING_NBYTES = 2 << 30
 """What building may take above what the imports took; the largest models take a tenth of it."""
+
+_UNBUILDABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a class raises that a config is not enough for."""
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Parts of keys that may name a repository of compiled kernels, which would be loaded and run.
@@ -88,30 +88,53 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
         return {
             "error": f"transformers {transformers.__version__} has no model type {model_type!r}"
         }
-    architectures = content.get("architectures") or _architectures_of(model_type)
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    named = content.get("architectures")
+    architectures = named or _architectures_of(model_type, config_class)
     known = [name for name in architectures if hasattr(transformers, name)]
     if not known:
-        named = ", ".join(map(repr, architectures)) or "any architecture for it"
-        return {"error": f"transformers {transformers.__version__} does not have {named}"}
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    return {
-        "candidates": [
-            _described(_without_data(name, config_class.from_dict(dict(content)))) for name in known
-        ]
-    }
+        missing = ", ".join(map(repr, architectures)) or "any architecture for it"
+        return {"error": f"transformers {transformers.__version__} does not have {missing}"}
+    candidates, reason = [], ""
+    for name in known:
+        try:
+            model = _without_data(name, config_class.from_dict(dict(content)))
+        except _UNBUILDABLE as error:
+            if named:
+                raise
+            reason = f"transformers failed: {error}"  # some classes want more of a config
+            continue
+        candidates.append({**describe_model(model), "ignored": ignored_names(model)})
+    return {"candidates": candidates} if candidates else {"error": reason}
 
 
-def _described(model: Any) -> dict[str, Any]:
-    return {**describe_model(model), "ignored": ignored_names(model)}
-
-
-def _architectures_of(model_type: str) -> list[str]:
-    """The classes of a model type, the likeliest first."""
+def _architectures_of(model_type: str, config_class: type) -> list[str]:
+    """The classes of a model type: those that transformers' tables have, and those beside them."""
+    tables = [
+        table
+        for name, table in vars(modeling_auto).items()
+        if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES")
+    ]
     found: list[str] = []
-    for mapping in _MAPPINGS:
-        names = getattr(modeling_auto, mapping).get(model_type, ())
+    for table in tables:
+        names = table.get(model_type, ())
         found += [names] if isinstance(names, str) else names
+    found = [name for name in found if hasattr(transformers, name)]
+    modules = {getattr(transformers, name).__module__ for name in found}
+    beside = (name for module in modules for name in getattr(sys.modules[module], "__all__", ()))
+    found += sorted(name for name in beside if _is_model_of(config_class, name))
     return list(dict.fromkeys(found))
+
+
+def _is_model_of(config_class: type, name: str) -> bool:
+    """Whether transformers has a whole model of that name for that config."""
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return (
+        is_model
+        and "pretrained" not in name.lower()
+        and getattr(found, "config_class", None) is config_class
+    )
 
 
 def _without_data(architecture: str, config: Any) -> Any:
