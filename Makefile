@@ -44,7 +44,7 @@ torture: $(STAMP)     ## kills, refusals, full disks and fuzzing at length; TORT
 	$(BIN)/python -m tests.torture $(TORTURE)
 
 fixtures: $(STAMP)    ## make the small checkpoints of fixtures/ anew, with real DeepSpeed
-	$(BIN)/python fixtures/make.py
+	set -e; for script in fixtures/make*.py; do $(BIN)/python $$script; done
 
 clean:
 	rm -rf $(VENV) demo
