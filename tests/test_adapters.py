@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests import peft_models
-from tests.checkpoints import Run, save, small_model
+from tests.checkpoints import Model, Run, save, small_model
 from tests.peft_models import FORMS, Form, Trained
 from tests.train_runs import trained as trained_by_command
 from zexport import ExportOptions, consolidate, verify_export
@@ -303,3 +303,27 @@ def test_inspect_tells_of_the_adapter(tmp_path: Path) -> None:
     (trained.checkpoint / "adapter_config.json").unlink()
     (told,) = inspection_json(inspect_checkpoint(trained.checkpoint))["checkpoint"]["adapters"]
     assert told["method"] is None
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+def test_a_method_whose_tensors_have_other_names_is_named(
+    mode: AdapterMode, tmp_path: Path
+) -> None:
+    """Its tensors alone would tell that this is no peft model; its configuration tells better."""
+    tensors = {"base_model.model.q_proj.vblora_logits_A.default": torch.ones(3)}
+    root = save(Model([tensors]), Run(), tmp_path)
+    (root / "adapter_config.json").write_text(json.dumps({"peft_type": "VBLORA"}))
+    with pytest.raises(UnsupportedError, match="VBLORA"):
+        consolidate(root, tmp_path / "out", ExportOptions(adapter=mode))
+    (root / "adapter_config.json").unlink()
+    with pytest.raises(UsageError, match="peft model"):
+        consolidate(root, tmp_path / "out", ExportOptions(adapter=mode))
+
+
+@pytest.mark.slow
+def test_a_bias_that_the_base_has_no_place_for_is_refused_as_that(tmp_path: Path) -> None:
+    keys = {"target_modules": ["q_proj"], "lora_bias": True}
+    trained = peft_models.train(Form(peft_models.llama, keys), tmp_path, RUNS["zero3_without_base"])
+    with pytest.raises(UnsupportedError, match="no place for") as caught:
+        merge_of(trained, tmp_path / "out", base=True)
+    assert "--adapter keep" in caught.value.hint

@@ -25,6 +25,7 @@ def test_only_the_element_type_is_edited() -> None:
         "rope": {"theta": 1e-06, "dtype": "kept"},
         "text_config": {"dtype": "bfloat16", "hidden_size": 8},
         "encoder": {"model_type": "bert", "torch_dtype": "float16"},
+        "vision_config": {"dtype": None},
         "quantization_config": {"dtype": "kept"},
         "architectures": ["X"],
         "name": "ä",

@@ -35,35 +35,6 @@ from zexport.options import AdapterMode, ExportOptions, NameLayout
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
-_KEPT_BY_NAME = frozenset(
-    {
-        "LORA",
-        "IA3",
-        "LOHA",
-        "LOKR",
-        "OFT",
-        "BOFT",
-        "HRA",
-        "HIRA",
-        "FOURIERFT",
-        "LN_TUNING",
-        "C3A",
-        "MISS",
-        "ROAD",
-        "DELORA",
-        "GRALORA",
-        "WAVEFT",
-        "TRAINABLE_TOKENS",
-        "PROMPT_TUNING",
-        "PREFIX_TUNING",
-    }
-)
-"""Methods whose saved state is that of the module with the adapter's name left out.
-
-Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
-some.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -148,6 +119,7 @@ def adapter_mode(
     if not is_peft(stored, adapter_folders(checkpoint, options)):
         if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
             return None
+        _check_kept_by_name(checkpoint, stored, options)
         raise UsageError(
             "--adapter is about the checkpoint of a peft model, which this is not",
             path=checkpoint.location.tag_dir,
@@ -166,6 +138,31 @@ def adapter_mode(
     if all(find_adapter_config(name, folders, boundary) is None for name in adapters_in(stored)):
         return None
     return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
+
+
+def _check_kept_by_name(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> None:
+    """Nothing, unless it is a peft model of a method that names its tensors in no known way.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
+    is_prefixed = any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
+    if is_prefixed and config is not None and not config.is_kept_by_name:
+        raise _not_just_tensors(config)
+
+
+def _not_just_tensors(config: AdapterConfig) -> UnsupportedError:
+    return UnsupportedError(
+        "is of a method whose adapters are not just tensors of the module",
+        path=config.path,
+        found=config.peft_type,
+        expected="LORA or another method that saves what it trained",
+        hint="Write the tensors as they are with --layout memory --exclude-frozen",
+    )
 
 
 def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
@@ -300,14 +297,8 @@ def kept_tensors(
         UnsupportedError: the method saves something else than tensors of the module.
         FrozenLeftOutError: some of it is in no file.
     """
-    if adapter.config.peft_type not in _KEPT_BY_NAME:
-        raise UnsupportedError(
-            "is of a method whose adapters are not just tensors of the module",
-            path=adapter.config.path,
-            found=adapter.config.peft_type,
-            expected="LORA or another method that saves what it trained",
-            hint="Write the tensors as they are with --layout memory --exclude-frozen",
-        )
+    if not adapter.config.is_kept_by_name:
+        raise _not_just_tensors(adapter.config)
     tied = {alias: stored.tensors[name] for alias, name in stored.aliases.items()}
     every = {**stored.tensors, **tied}
     kept = {

@@ -328,7 +328,7 @@ def _applied(
         bias_name = f"{update.weight.rpartition('.')[0]}.bias"
         before = merged.get(bias_name) or base.find(bias_name)
         if before is None:
-            raise _no_base(adapter, bias_name)
+            raise _no_bias(adapter, bias_name, base)
         applied[bias_name] = update_bias(update, before, bias, adapter.config)
     return applied
 
@@ -341,6 +341,19 @@ def _no_base(adapter: Adapter, name: str) -> FrozenLeftOutError:
         expected="the base model's weights, in the checkpoint or in --base",
         hint=f"Give the base model with --base{_as_named(adapter)}, or export the adapter itself "
         "with --adapter keep",
+    )
+
+
+def _no_bias(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError | UnsupportedError:
+    known = base.given if base.names is None else base.names.shapes
+    if not known or name in known:
+        return _no_base(adapter, name)
+    return UnsupportedError(
+        f"is of an adapter with a bias that the base model has no place for: {name}",
+        path=adapter.config.path,
+        found="lora_bias",
+        expected="a base model whose layers have biases",
+        hint=_KEEP,
     )
 
 

@@ -35,6 +35,35 @@ _VARIANTS = (
 )
 """Keys that make LoRA something else than an update added to the weights as they were."""
 
+_KEPT_BY_NAME = frozenset(
+    {
+        "LORA",
+        "IA3",
+        "LOHA",
+        "LOKR",
+        "OFT",
+        "BOFT",
+        "HRA",
+        "HIRA",
+        "FOURIERFT",
+        "LN_TUNING",
+        "C3A",
+        "MISS",
+        "ROAD",
+        "DELORA",
+        "GRALORA",
+        "WAVEFT",
+        "TRAINABLE_TOKENS",
+        "PROMPT_TUNING",
+        "PREFIX_TUNING",
+    }
+)
+"""Methods whose saved state is that of the module with the adapter's name left out.
+
+Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
+some.
+"""
+
 _REWRITING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """How ``init_lora_weights`` begins where peft changed the base weights before training."""
 
@@ -50,6 +79,11 @@ class AdapterConfig:
     def peft_type(self) -> str:
         """The method, such as ``LORA``; empty where the file names none."""
         return str(self.content.get("peft_type") or "")
+
+    @property
+    def is_kept_by_name(self) -> bool:
+        """Whether what the method saves can be told by the names of the module's tensors."""
+        return self.peft_type in _KEPT_BY_NAME
 
     @property
     def bias(self) -> str:

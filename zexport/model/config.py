@@ -128,6 +128,7 @@ class ConfigFile:
         names = self.architectures or ((architecture,) if architecture is not None else ())
         content = _as_list(self.content, names)
         content = _edited(content, lambda table: _with_dtype(table, dtype.torch_name))
+        content |= {key: dtype.torch_name for key in _DTYPE_KEYS if key in content}
         content["dtype"] = dtype.torch_name
         if tie_word_embeddings is not None:
             for key in _TEXT_CONFIGS:
@@ -160,7 +161,11 @@ def _is_config(key: str, value: JsonObject) -> bool:
 
 
 def _with_dtype(table: Mapping[str, Json], name: str) -> JsonObject:
-    return {key: name if key in _DTYPE_KEYS else value for key, value in table.items()}
+    """A table with another element type where it states one; ``null`` states none."""
+    return {
+        key: name if key in _DTYPE_KEYS and value is not None else value
+        for key, value in table.items()
+    }
 
 
 def _drop_quantization(table: Mapping[str, Json]) -> JsonObject:
