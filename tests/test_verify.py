@@ -19,7 +19,8 @@ from zexport.errors import DamagedCheckpointError, VerificationError
 from zexport.export.execute import Progress, run_plan
 from zexport.export.manifest import MANIFEST_NAME
 from zexport.export.plan import ExportPlan, SideFile
-from zexport.export.verify import INDEX_NAME, Problem, verify_export
+from zexport.export.verify import INDEX_NAME, verify_export
+from zexport.export.verify_report import Problem
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PLACES = {"a": SHARDS[0], "b": SHARDS[1]}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zexport.export.execute import ExportReport, Progress, VerifyMode
     from zexport.export.plan import ExportPlan
     from zexport.export.planning import plan_export
-    from zexport.export.verify import VerifyReport
+    from zexport.export.verify_report import VerifyReport
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 
 __all__ = [
@@ -75,7 +75,7 @@ _HOMES = {
     "export.execute": ("ExportReport", "Progress", "VerifyMode"),
     "export.plan": ("ExportPlan",),
     "export.planning": ("plan_export",),
-    "export.verify": ("VerifyReport",),
+    "export.verify_report": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

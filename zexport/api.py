@@ -19,7 +19,7 @@ from zexport.export.execute import ExportReport, Progress, VerifyMode
 from zexport.export.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.export.plan import ExportPlan
 from zexport.export.planning import plan_export
-from zexport.export.verify import VerifyReport
+from zexport.export.verify_report import VerifyReport
 from zexport.options import CheckMode, ExportOptions
 
 OnProgress = Callable[[Progress], None]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import assert_type
 
 import zexport
-from zexport.export.verify import Problem
+from zexport.export.verify_report import Problem
 from zexport.findings import Finding
 
 

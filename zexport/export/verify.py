@@ -3,93 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-
-from blake3 import blake3
 
 from zexport.errors import VerificationError, ZexportError
-from zexport.export.chunks import pieces
-from zexport.export.conclusions import source_entries
-from zexport.export.convert import Buffers, FileReader, TensorReader, convert
-from zexport.export.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    SourceEntry,
-    TensorEntry,
-    read_manifest,
-)
-from zexport.export.plan import ExportPlan, TensorPlan, qualified
+from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from zexport.export.plan import ExportPlan, qualified
 from zexport.export.readback import Phase, Progress
-from zexport.export.replicas import compare_replicas
+from zexport.export.remade import source_problems
 from zexport.export.shards import FILES_APART
-from zexport.jsontypes import Json
+from zexport.export.verify_report import Problem, VerifyReport
 from zexport.regular_files import read_regular
 from zexport.safetensors_file import SafetensorsHeader, read_header
-from zexport.streams.crc_ledger import Ledger
 from zexport.streams.digests import digest_file, digest_ranges, digest_shard
-from zexport.streams.reader import SourceReader
 
-REPORT_SCHEMA = 1
 _INDEX_NBYTES_MAX = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
 _OTHER_BYTES = "does not hold the bytes that were written"
 _SHARD_PATTERN = "*.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One contradiction; ``file`` or ``tensor`` is empty where it has none.
-
-    Attributes:
-        file: name of the file within the output folder.
-        tensor: name of the tensor in the output.
-        problem: what is wrong, without a full stop.
-    """
-
-    file: str
-    tensor: str
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What was looked at, and everything that is wrong with it.
-
-    Attributes:
-        out_dir: the folder.
-        files: files whose bytes were compared.
-        tensors: tensors whose bytes were compared.
-        against_checkpoint: whether every tensor was also made again from the checkpoint.
-        problems: all of them.
-    """
-
-    out_dir: Path
-    files: int
-    tensors: int
-    against_checkpoint: bool
-    problems: tuple[Problem, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
-
-    def to_json(self) -> dict[str, Json]:
-        """The report as JSON values, with a ``schema`` number."""
-        return {
-            "schema": REPORT_SCHEMA,
-            "out_dir": str(self.out_dir),
-            "ok": self.ok,
-            "files": self.files,
-            "tensors": self.tensors,
-            "against_checkpoint": self.against_checkpoint,
-            "problems": [asdict(problem) for problem in self.problems],
-        }
 
 
 def verify_export(
@@ -126,7 +58,7 @@ def verify_export(
     for name, entry in manifest.files.items():
         problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)
     if plan is not None:
-        problems += _source_problems(plan, manifest, told.add)
+        problems += source_problems(plan, manifest, told.add)
     return VerifyReport(
         out_dir=out_dir,
         files=len(manifest.files),
@@ -276,79 +208,3 @@ def _shard_problems(
                 Problem(header.path.name, name, "does not hold the values that were written")
             )
     return problems
-
-
-def _source_problems(
-    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
-) -> list[Problem]:
-    """Where the export is not what the checkpoint gives."""
-    planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
-    problems = [
-        Problem("", name, "is in the checkpoint but not in the export")
-        for name in sorted(planned.keys() - manifest.tensors.keys())
-    ] + [
-        Problem("", name, "is in the export but not in the checkpoint")
-        for name in sorted(manifest.tensors.keys() - planned.keys())
-    ]
-    with SourceReader(plan.sources) as files:
-        compare_replicas(plan, files)
-        reader = FileReader(files)
-        ledger = reader.new_ledger()
-        for tensor, digest in _digests_from_source(plan, reader, ledger):
-            entry = manifest.tensors.get(tensor.name)
-            difference = _difference(tensor, digest, entry) if entry is not None else ""
-            if entry is not None and difference:
-                problems.append(Problem(entry.shard, tensor.name, difference))
-            on_bytes(tensor.nbytes)
-        reader.take(ledger.ranges())
-        read = source_entries(plan, reader.finish())
-    return problems or _source_file_problems(read, manifest)
-
-
-def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> list[Problem]:
-    """Where the files that were read are not those that the manifest lists, though the tensors are.
-
-    A file of another modification time is the same file, if its bytes are: it may have been copied.
-    """
-    found = {entry.path: entry for entry in read}
-    listed = {entry.path: entry for entry in manifest.sources}
-    problems = [
-        Problem("", "", f"source {path} was not read for the export")
-        for path in found.keys() - listed
-    ] + [Problem("", "", f"source {path} is not read any more") for path in listed.keys() - found]
-    for path in sorted(found.keys() & listed.keys()):
-        now, then = found[path], listed[path]
-        if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
-            problems.append(Problem("", "", f"source {path} is not what was read for the export"))
-    return problems
-
-
-def _difference(tensor: TensorPlan, digest: str, entry: TensorEntry) -> str:
-    if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-        return "has another shape or dtype in the checkpoint"
-    return "" if entry.blake3 == digest else "has other values in the checkpoint"
-
-
-def _digests_from_source(
-    plan: ExportPlan, reader: TensorReader, ledger: Ledger
-) -> Iterator[tuple[TensorPlan, str]]:
-    """Every tensor of a plan with the digest of what it would be written as."""
-    pool: SimpleQueue[Buffers] = SimpleQueue()
-    for _ in range(plan.jobs):
-        pool.put(Buffers(plan.chunk_nbytes))
-
-    def digest_of(tensor: TensorPlan) -> str:
-        buffers = pool.get()
-        try:
-            digest = blake3()
-            for piece in pieces(tensor, plan.chunk_nbytes):
-                out = buffers.out[: piece.nbytes]
-                convert(piece, reader, buffers.stored, out, ledger)
-                digest.update(out)
-            return digest.hexdigest()
-        finally:
-            pool.put(buffers)
-
-    with ThreadPoolExecutor(plan.jobs) as workers:
-        for shard in plan.shards:
-            yield from zip(shard.tensors, workers.map(digest_of, shard.tensors), strict=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zexport.export.execute import ExportReport
     from zexport.export.plan import ExportPlan
-    from zexport.export.verify import Problem, VerifyReport
+    from zexport.export.verify_report import Problem, VerifyReport
 
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {
