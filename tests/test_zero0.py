@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
+from tests.checkpoints import deepspeed_names, edit
 from tests.real_cases import facts
 from zexport.checkpoint.assembly.cast_check import compare_casts
 from zexport.checkpoint.assembly.zero0 import take_zero0_inventory
 from zexport.checkpoint.contents import CastReplica, Role
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.ranks import is_zero0
 from zexport.checkpoint.states import read_model_states
 from zexport.checkpoint.tensors import Inventory
@@ -27,6 +31,8 @@ from zexport.layouts import LayoutError
 from zexport.layouts.zero0 import is_tiled, match_in_order
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import read_torch_file
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -387,3 +393,48 @@ def test_every_value_is_the_live_one(case: Path) -> None:
         casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
         assert compare_casts(casts, reader, full=True) == ()
         reader.finish()
+
+
+@pytest.fixture
+def unmastered(tmp_path: Path) -> Path:
+    """A run in bf16 as DeepSpeed 0.17 saves it: names of masters, and masters in no file."""
+    root = Path(shutil.copytree(FIXTURES / "z0_w2_bf16" / "ckpt", tmp_path / "run"))
+    edit(model_file(root), _as_deepspeed_017)
+    return root
+
+
+def model_file(root: Path) -> Path:
+    return root / "global_step2" / "mp_rank_00_model_states.pt"
+
+
+def _as_deepspeed_017(state: dict[str, Any]) -> None:
+    shapes = {name: tensor.shape for name, tensor in state["module"].items()}
+    state.update(ds_version="0.17.6", optimizer=None, param_shapes=[shapes])
+    state["ds_config"].pop("data_types", None)
+
+
+def test_weights_whose_masters_were_never_saved_are_the_modules(unmastered: Path) -> None:
+    checkpoint = open_checkpoint(unmastered)
+    with deepspeed_names():
+        module = torch.load(model_file(unmastered), weights_only=False)["module"]
+    assert checkpoint.problems == ()
+    assert checkpoint.layout == "ZeRO-0"
+    inventory = Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out)
+    assert facts_of(inventory) == facts(module)
+    assert "no fp32 masters" in checkpoint.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_optimization": {"stage": 1}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"bf16": {"enabled": False}},
+    ],
+)
+def test_masters_that_other_runs_save_in_files_of_their_own_are_missed(
+    change: dict[str, object], unmastered: Path
+) -> None:
+    edit(model_file(unmastered), lambda state: state["ds_config"].update(change))
+    (problem,) = open_checkpoint(unmastered).problems
+    assert "lacks the optimizer files of all ranks" in problem.problem

@@ -131,7 +131,9 @@ def read_model_states(file: TorchFile) -> ModelStates:
         file=file,
         module={} if module.is_none else module.tensors(),
         buffer_names=tuple(item.text() for item in root.get("buffer_names").items()),
-        param_shapes=tuple(group.shapes() for group in root.get("param_shapes").items()),
+        param_shapes=()
+        if _saved_without_masters(root)
+        else tuple(group.shapes() for group in root.get("param_shapes").items()),
         frozen_shapes=None
         if frozen.is_none and root.has("frozen_param_shapes")
         else frozen.shapes(),
@@ -150,6 +152,28 @@ def read_model_states(file: TorchFile) -> ModelStates:
             root.get("ds_autoep_layers").is_empty and root.get("num_experts").is_empty
         ),
         tensor_parallel=root.get("mp_world_size").number_or_none() or 1,
+    )
+
+
+def _saved_without_masters(root: Value) -> bool:
+    """Whether the run kept its masters out of every file, although ``param_shapes`` names them.
+
+    That is so for bf16 without ZeRO in DeepSpeed 0.17 (``runtime/engine.py``: with DDP_BFLOAT16
+    ``_save_checkpoint`` leaves the optimizer to optimizer files, which ``_configure_checkpointing``
+    has no rank write). BF16_Optimizer, which has such files, needs fp32 gradients or a pipeline.
+    """
+    config = Value(root.path, "ds_config", root.get("ds_config").mapping_or_empty())
+    stage = config.get("zero_optimization").mapping_or_empty().get("stage", 0)
+    gradients = config.get("data_types").mapping_or_empty().get("grad_accum_dtype")
+    version = root.get("ds_version").text_or_none() or ""
+    return (
+        version.startswith(("0.17.", "0.18."))
+        and config.get("bf16").mapping_or_empty().get("enabled") is True
+        and stage == 0
+        and gradients in (None, "bf16", "bfloat16")
+        and root.get("optimizer").is_none
+        and not root.get("module").is_none
+        and root.get("num_experts").is_empty
     )
 
 
