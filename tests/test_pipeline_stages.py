@@ -91,6 +91,63 @@ def test_a_missing_layer_of_weights_that_nothing_names_is_noticed(tmp_path: Path
         joined_stages(folder)
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2, 4, 5])
+def test_a_missing_layer_is_not_taken_for_a_tied_one(layer: int, tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp32_tied", tmp_path)
+    assert joined_stages(folder).tensors
+    (folder / f"layer_{layer:02d}-model_states.pt").unlink()
+    problem = r"fewer weights than its optimizers step|lacks 1 layer files"
+    with pytest.raises((UnsupportedError, IncompleteCheckpointError), match=problem):
+        joined_stages(folder)
+
+
+def _without_moments(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"] = {}
+
+
+def _keep(state: dict[str, Any], count: int, value: float) -> None:
+    """Leave moments to so many parameters alike, every moment with this value."""
+    of_all = state["optimizer"]["state"]
+    alike = [n for n, one in of_all.items() if one["exp_avg"].shape == (6,)][:count]
+    state["optimizer"]["state"] = {n: of_all[n] for n in alike}
+    for number in alike:
+        for key in ("exp_avg", "exp_avg_sq"):
+            of_all[number][key].fill_(value)
+
+
+def _untouched(state: dict[str, Any]) -> None:
+    _keep(state, 1, 0)
+
+
+def _all_alike(state: dict[str, Any]) -> None:
+    _keep(state, 2, 1)
+
+
+@pytest.mark.parametrize("change", [_without_moments, _untouched, _all_alike])
+def test_a_tied_layer_that_no_moments_tell_is_refused(change: object, tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp32_tied", tmp_path)
+    for path in folder.glob("mp_rank_*"):
+        edit(path, change)
+    with pytest.raises(UnsupportedError, match="fewer weights than its optimizers step"):
+        joined_stages(folder)
+
+
+def test_a_tied_layer_with_two_files_hides_no_missing_one(tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp32_tied", tmp_path)
+    for path in folder.glob("layer_*"):
+        edit(path, lambda state: state.pop("seen", None))
+    for path in folder.glob("mp_rank_*"):
+        edit(path, lambda state: state.update(buffer_names=[]))
+    assert joined_stages(folder).tensors
+    tied = torch.load(folder / "layer_00-model_states.pt", weights_only=False)
+    block = torch.load(folder / "layer_05-model_states.pt", weights_only=False)
+    surplus = {f"more.{n}": torch.ones(n + 2) for n in range(len(block) - 1)}
+    torch.save(tied | surplus, folder / "layer_06-model_states.pt")
+    (folder / "layer_05-model_states.pt").unlink()
+    with pytest.raises(UnsupportedError, match="fewer weights than its optimizers step"):
+        joined_stages(folder)
+
+
 def test_masters_that_are_of_no_layer_are_refused(tmp_path: Path) -> None:
     def unfused(state: dict[str, Any]) -> None:
         state["optimizer"] = {"optimizer_state_dict": {}, "fp32_groups": [[torch.ones(3)]]}

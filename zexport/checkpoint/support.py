@@ -79,6 +79,7 @@ SUPPORT = (
         fixtures=(
             "pp2_z1_w4_bf16_tied",
             "pp2_z0_w4_fp32",
+            "pp2_z0_w4_fp32_tied",
             "pp2_z0_w4_fp16",
             "pp2_z0_w4_fp16_tied",
         ),

@@ -179,7 +179,7 @@ def check_weights_are_there(
     held = sum(
         f"{layer.layer}.{key}" not in buffers for layer in layers.values() for key in layer.tensors
     )
-    if held < stepped:
+    if held < stepped and held + _tied_uses(column, layers) != stepped:
         raise UnsupportedError(
             "holds fewer weights than its optimizers step: a layer file is missing, or a tied "
             "layer has none of its own, and nothing says which",
@@ -188,6 +188,12 @@ def check_weights_are_there(
             expected=stepped,
             hint="Copy all layer files again; with tied layers, save with ZeRO-1",
         )
+
+
+def _tied_uses(column: Iterable[StageMasters], layers: Mapping[int, LayerFile]) -> int:
+    from zexport.checkpoint.assembly.tied_uses import count_uses_without_file  # noqa: PLC0415
+
+    return count_uses_without_file([cell.model for cell in column], [*layers.values()])
 
 
 def _stepped(model: ModelStates) -> int:

@@ -1,0 +1,82 @@
+"""Tied layers of a pipeline without ZeRO in fp32: steps of a weight that lies in another's file.
+
+There nothing names what is stepped, and the second use of a tied layer has no layer file. That it
+is one, and no file is missing, is known by the optimizer's moments: every stage that uses the layer
+steps the same weight by the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from zexport.checkpoint.assembly.cast_check import fingerprint
+from zexport.checkpoint.assembly.layer_files import LayerFile
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.extents import ByteSource
+from zexport.streams.reader import SourceReader
+from zexport.torchfile.archive import TorchFile
+from zexport.torchfile.pickles import TensorRef
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_Look = tuple[Shape, tuple[bytes, ...]]
+"""A shape, and digests of samples of what has it."""
+
+
+def count_uses_without_file(stages: Sequence[ModelStates], layers: Sequence[LayerFile]) -> int:
+    """How many weights later stages step that earlier ones step and have the files of.
+
+    None where that cannot be told: moments that are all zero are alike without being of one
+    weight, and so may be those of a tied layer that has two files.
+
+    Args:
+        stages: the model states of every stage, with the optimizer of Adam's kind inside.
+        layers: all layer files.
+    """
+    with SourceReader([*(model.file for model in stages), *(one.file for one in layers)]) as reader:
+        looks = [Counter(_looks_of_moments(model, reader)) for model in stages]
+        shared = [look for look in set().union(*looks) if sum(look in one for one in looks) > 1]
+        if any(one[look] > 1 for look in shared for one in looks):
+            return 0
+        if _has_copies(layers, {shape for shape, _ in shared}, reader):
+            return 0
+    return sum(sum(look in one for one in looks) - 1 for look in shared)
+
+
+def _looks_of_moments(model: ModelStates, reader: SourceReader) -> Iterator[_Look]:
+    optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+    states = optimizer.get("state").mapping() if optimizer.has("state") else {}
+    for state in states.values():
+        moments = [state.get(key) for key in _MOMENTS] if isinstance(state, dict) else []
+        tensors = [moment for moment in moments if isinstance(moment, TensorRef)]
+        if len(tensors) == len(_MOMENTS) and not _are_zero(model.file, tensors, reader):
+            yield tensors[0].shape, tuple(_digest(model.file, one, reader) for one in tensors)
+
+
+def _has_copies(layers: Iterable[LayerFile], shapes: set[Shape], reader: SourceReader) -> bool:
+    """Whether two layer files have a weight of one of these shapes that looks the same."""
+    looks = [
+        (tensor.shape, _digest(layer.file, tensor, reader))
+        for layer in layers
+        for tensor in layer.tensors.values()
+        if tensor.shape in shapes
+    ]
+    return len(set(looks)) < len(looks)
+
+
+def _are_zero(file: TorchFile, tensors: Iterable[TensorRef], reader: SourceReader) -> bool:
+    return all(_digest(file, one, reader) == _digest(file, one, _Zeros()) for one in tensors)
+
+
+def _digest(file: TorchFile, tensor: TensorRef, reader: SourceReader | _Zeros) -> bytes:
+    return fingerprint(reader, file.source(tensor), tensor.dtype, tensor.dtype)
+
+
+class _Zeros:
+    """Reads zeros, whatever the source has."""
+
+    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with zeros."""
+        del source, start
+        buffer[:] = bytes(len(buffer))
