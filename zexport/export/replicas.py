@@ -18,9 +18,9 @@ from zexport.export.plan import ExportPlan
 from zexport.extents import paths_of
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
+from zexport.streams.equality import Equality
 from zexport.streams.reader import SourceReader
 
-_CHUNK_NBYTES = 1 << 20
 _SHOWN = 8
 
 
@@ -122,8 +122,8 @@ def _diagnosis(differences: Sequence[Difference], *, is_everywhere: bool) -> str
 
 
 def _unequal(replicas: Iterable[Replica], files: SourceReader) -> list[Replica]:
-    one, other = (memoryview(bytearray(_CHUNK_NBYTES)) for _ in range(2))
-    return [replica for replica in replicas if not _equal(replica, files, one, other)]
+    equality = Equality(files)
+    return [one for one in replicas if not equality.holds(one.kept, one.other)]
 
 
 def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
@@ -144,15 +144,3 @@ def _path_of(replica: Replica) -> Path:
 def _some(items: Sequence[str]) -> str:
     more = len(items) - _SHOWN
     return f"{', '.join(items[:_SHOWN])}{f' and {more} more' if more > 0 else ''}"
-
-
-def _equal(replica: Replica, files: SourceReader, one: memoryview, other: memoryview) -> bool:
-    if replica.kept.nbytes != replica.other.nbytes:
-        return False
-    for start in range(0, replica.kept.nbytes, _CHUNK_NBYTES):
-        count = min(_CHUNK_NBYTES, replica.kept.nbytes - start)
-        files.read_into(replica.kept, start, one[:count])
-        files.read_into(replica.other, start, other[:count])
-        if one[:count] != other[:count]:
-            return False
-    return True

@@ -8,9 +8,8 @@ from dataclasses import replace
 from zexport.checkpoint.contents import StoredTensor
 from zexport.export.naming import NamedTensors, Settled
 from zexport.model.matching import ModelNames
+from zexport.streams.equality import Equality
 from zexport.streams.reader import ReadableFile, SourceReader
-
-_CHUNK_NBYTES = 1 << 20
 
 
 def settle_ties(settled: Settled, files: Iterable[ReadableFile]) -> Settled:
@@ -29,10 +28,11 @@ def settle_ties(settled: Settled, files: Iterable[ReadableFile]) -> Settled:
     if not twice:
         return settled
     with SourceReader(files) as reader:
+        equality = Equality(reader)
         same = {
             alias: source
             for alias, source in twice.items()
-            if _are_equal(stored.tensors[alias], stored.tensors[source], reader)
+            if _are_equal(stored.tensors[alias], stored.tensors[source], equality)
         }
     differing = twice.keys() - same.keys()
     tied = {alias: source for alias, source in names.tied.items() if alias not in differing}
@@ -57,16 +57,9 @@ def _as_aliases(stored: NamedTensors, same: dict[str, str]) -> NamedTensors:
     return replace(stored, tensors=tensors, aliases=aliases | same)
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor, files: SourceReader) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor, equality: Equality) -> bool:
     if one.source is None or other.source is None:
         return False
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    first, second = (memoryview(bytearray(_CHUNK_NBYTES)) for _ in range(2))
-    for start in range(0, one.source.nbytes, _CHUNK_NBYTES):
-        count = min(_CHUNK_NBYTES, one.source.nbytes - start)
-        files.read_into(one.source, start, first[:count])
-        files.read_into(other.source, start, second[:count])
-        if first[:count] != second[:count]:
-            return False
-    return True
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and equality.holds(
+        one.source, other.source
+    )
