@@ -13,8 +13,9 @@ from tests.checkpoints import Model, Run, save, small_model, values
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
+from zexport.export.memory import memory_nbytes
 from zexport.export.plan import ExportPlan, TensorPlan
-from zexport.export.planning import memory_nbytes, plan_export
+from zexport.export.planning import plan_export
 from zexport.options import ExportDType, ExportOptions
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
 from zexport.checkpoint.tensors import Inventory
-from zexport.computed import updates_in
 from zexport.dtypes import DType
-from zexport.errors import DamagedCheckpointError, MemoryLimitError, ZexportError
+from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.export.accounting import account
 from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
 from zexport.export.base_weights import base_tensors, read_base
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
+from zexport.export.memory import share_memory
 from zexport.export.merging import work_in
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
@@ -40,16 +40,7 @@ from zexport.model.names import learn_names
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader
-from zexport.streams.calculator import held_nbytes
 from zexport.torchfile.archive import Member
-
-_PROCESS_NBYTES = 96 << 20
-"""What the process itself takes before the first chunk: interpreter, numpy, and the plan."""
-
-_CHUNK_NBYTES_MAX = 2 << 20
-_CHUNK_NBYTES_MIN = 64 << 10
-_BUFFERS_PER_JOB = 3
-"""Stored bytes, cast bytes, and the temporary of a cast."""
 
 
 def plan_export(
@@ -64,7 +55,7 @@ def plan_export(
     """
     options = options or ExportOptions()
     findings = raise_problems(checkpoint, options.allow)
-    _share_memory(options)
+    share_memory(options)
     location = checkpoint.location
     sidecars = find_sidecars(location.root, options.base, location.boundary)
     original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
@@ -85,7 +76,7 @@ def plan_export(
     if not content.selection.tensors:
         raise _no_weights(checkpoint)
     gathered = gathered_copies(original, beside)
-    jobs, chunk_nbytes = _share_memory(options, content.shards)
+    jobs, chunk_nbytes = share_memory(options, content.shards)
     return ExportPlan(
         out_dir=Path(out_dir),
         shards=content.shards,
@@ -173,39 +164,6 @@ def _with_plain_weights(sidecars: Sidecars, selection: Selection) -> Sidecars:
     if sidecars.config is None or not all(tensor.dtype.is_floating for tensor in weights):
         return sidecars
     return replace(sidecars, config=sidecars.config.without_quantization())
-
-
-def memory_nbytes(plan: ExportPlan) -> int:
-    """Upper estimate of the memory that running ``plan`` takes."""
-    calculation = _calculation_nbytes(plan.shards, plan.jobs)
-    return _PROCESS_NBYTES + plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes + calculation
-
-
-def _calculation_nbytes(shards: Iterable[ShardPlan], jobs: int) -> int:
-    """What working out the tensors takes that are in no file, beside the buffers."""
-    updates = updates_in(tensor.source for shard in shards for tensor in shard.tensors)
-    largest = max(updates, key=lambda update: held_nbytes(update, jobs), default=None)
-    return 0 if largest is None else held_nbytes(largest, jobs)
-
-
-def _share_memory(options: ExportOptions, shards: Iterable[ShardPlan] = ()) -> tuple[int, int]:
-    """Worker threads and bytes of a chunk that stay within ``--max-memory``."""
-    jobs = max(1, options.jobs)
-    if options.max_memory_nbytes is None:
-        return jobs, _CHUNK_NBYTES_MAX
-    needed = _PROCESS_NBYTES + _calculation_nbytes(shards, 1)
-    extra = _calculation_nbytes(shards, 2) - _calculation_nbytes(shards, 1)
-    spare = options.max_memory_nbytes - needed
-    jobs = min(jobs, max(1, spare // (extra + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN)))
-    chunk = min(_CHUNK_NBYTES_MAX, (spare - (jobs - 1) * extra) // (_BUFFERS_PER_JOB * jobs))
-    if chunk < _CHUNK_NBYTES_MIN:
-        raise MemoryLimitError(
-            "--max-memory is too small",
-            found=f"{options.max_memory_nbytes} bytes",
-            expected=f"{needed + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN} bytes or more",
-            hint="Raise --max-memory",
-        )
-    return jobs, chunk - chunk % 4096
 
 
 def _target(checkpoint: ZeroCheckpoint, options: ExportOptions) -> DType:

@@ -38,7 +38,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     ``warnings``, and those of the plan's provenance: ``checkpoint``, ``options``, ``loadable``,
     ``tied``, ``from_base``, ``accounting``, ``heads``, ``mended``.
     """
-    from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.export.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     return {
         "schema": _SCHEMA,
@@ -64,7 +64,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
 
 def print_plan(console: Console, plan: ExportPlan) -> None:
     """The plan for people; nothing has been written."""
-    from zexport.export.planning import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.export.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")
