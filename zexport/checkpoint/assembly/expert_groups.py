@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zexport.checkpoint.assembly.expert_states import (
-    read_autoep_layers,
-    read_blocks_option,
-    read_sharing_ranks,
-)
+from zexport.checkpoint.assembly.expert_placement import ExpertGroup, find_placement
+from zexport.checkpoint.assembly.expert_states import read_autoep_layers, read_sharing_ranks
 from zexport.checkpoint.contents import FlatData
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.untrusted import Shape
 from zexport.dtypes import DType
-from zexport.errors import UnsupportedError
 from zexport.extents import ByteSource, Chain, Striped, Window
 from zexport.layouts import LayoutError, zero3, zero12
-from zexport.layouts.experts import (
-    Placement,
-    ep_size_of,
-    same_where_shared,
-    sharing_sets,
-)
+from zexport.layouts.experts import Placement, ep_size_of, sharing_sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +31,6 @@ class LocalParameter:
     shape: Shape
     dtype: DType
     sources: tuple[ByteSource | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """One flat group of experts."""
-
-    index: int
-    shapes: Mapping[str, Shape]
-    paddings: tuple[int, ...]
-    ep_size: int
-
-    @property
-    def parameters(self) -> list[zero12.FlatParameter]:
-        return list(zero12.place_parameters(self.shapes, self.paddings))
 
 
 def local_parameters(
@@ -91,7 +68,7 @@ def local_parameters(
         ]
     if ranks.is_zero3:
         return list(_striped(ranks, model, indices, dtype, flats))
-    placement = _placement(model, optimizers, groups, notes)
+    placement = find_placement(model, optimizers, groups, notes)
     return [one for group in groups for one in _chained(optimizers, group, placement, dtype, flats)]
 
 
@@ -124,7 +101,9 @@ def _dtype(optimizers: list[OptimizerStates]) -> DType:
     return found.pop()
 
 
-def _group(ranks: RankStates, model: ModelStates, first: OptimizerStates, index: int) -> _Group:
+def _group(
+    ranks: RankStates, model: ModelStates, first: OptimizerStates, index: int
+) -> ExpertGroup:
     paddings, counts = first.alignment_paddings, first.partition_counts
     if ranks.is_zero3:
         counts = tuple(len(sharing) for sharing in read_sharing_ranks(first))
@@ -134,7 +113,7 @@ def _group(ranks: RankStates, model: ModelStates, first: OptimizerStates, index:
             len(counts),
             f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
         )
-    return _Group(
+    return ExpertGroup(
         index=index,
         shapes=model.param_shapes[index],
         paddings=paddings[index] if index < len(paddings) else (),
@@ -144,7 +123,7 @@ def _group(ranks: RankStates, model: ModelStates, first: OptimizerStates, index:
 
 def _chained(
     optimizers: list[OptimizerStates],
-    group: _Group,
+    group: ExpertGroup,
     placement: Placement,
     dtype: DType,
     flats: list[FlatData],
@@ -165,75 +144,6 @@ def _chained(
         begin, nbytes = parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
         sources = tuple(Window(chain, begin, nbytes) for chain in chains)
         yield LocalParameter(parameter.name, parameter.shape, dtype, sources)
-
-
-def _placement(
-    model: ModelStates, optimizers: list[OptimizerStates], groups: list[_Group], notes: list[str]
-) -> Placement:
-    """How the ranks share experts: what the partitions hold decides, then the configuration."""
-    recorded = [states.slices for states in optimizers]
-    fitting = [
-        placement
-        for placement in Placement
-        if all(_fits(placement, model, optimizers, recorded, group) for group in groups)
-    ]
-    if not fitting:
-        raise LayoutError(
-            "the partitions of the experts are not those that the ranks should hold",
-            "param_slice_mappings of other ranks or other parameters",
-            "those of param_shapes",
-        )
-    asked = {True: Placement.BLOCKS, False: Placement.INTERLEAVED, None: None}[
-        read_blocks_option(model)
-    ]
-    if all(group.ep_size in (1, len(optimizers)) for group in groups):
-        return fitting[0]  # each rank is a set of its own, or all are one: both come to the same
-    if len(fitting) == 1:
-        if asked not in (None, fitting[0]):
-            notes.append(
-                "the ranks share experts in another order than ds_config says; the order that the "
-                "optimizer files record was taken"
-            )
-        return fitting[0]
-    if asked is None:
-        raise UnsupportedError(
-            "does not say which ranks share an expert",
-            path=model.file.path,
-            found="neither param_slice_mappings nor a ds_config",
-            expected="one of them",
-            hint="Resume the run and save again",
-        )
-    return asked
-
-
-def _fits(
-    placement: Placement,
-    model: ModelStates,
-    optimizers: list[OptimizerStates],
-    recorded: list[tuple[zero12.Fragments, ...]],
-    group: _Group,
-) -> bool:
-    """Whether what the ranks record of their partitions agrees with ``placement``; so does nothing.
-
-    Under round_robin_gradients the record is of another order than the data's (DeepSpeed 0.10 to
-    0.19, ``runtime/zero/stage_1_and_2.py``), but ranks of one partition still record the same.
-    """
-    if any(group.index >= len(one) for one in recorded) or not any(
-        one[group.index] for one in recorded
-    ):
-        return True
-    found = [one[group.index] for one in recorded]
-    if model.is_round_robin:
-        contents = [tuple(sorted(one.items())) for one in found]
-        return same_where_shared(placement, group.ep_size, contents)
-    full = optimizers[0].flat_groups[group.index].numel
-    sets = [placement.ranks(e, group.ep_size, len(found)) for e in range(group.ep_size)]
-    return all(
-        found[rank] == expected
-        for partition, sharing in enumerate(zip(*sets, strict=True))
-        for expected in (zero12.fragments(group.parameters, full, partition),)
-        for rank in sharing
-    )
 
 
 def _striped(
