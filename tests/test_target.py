@@ -42,7 +42,7 @@ def test_a_folder_with_a_file_of_a_model_is_replaced(
 ) -> None:
     (out := tmp_path / "out").mkdir()
     (out / name).write_text(content)
-    (out / "tokenizer.json").write_text("{}")
+    (out / "1_Pooling").mkdir()
     assert _make(out) == []
     assert _names(tmp_path) == ["out"]
     assert _names(out) == ["model.safetensors"]
@@ -52,15 +52,23 @@ def test_a_folder_with_a_file_of_a_model_is_replaced(
     ("name", "content"),
     [("thesis.txt", "years"), ("config.json", '{"port": 80}'), ("config.json", "[1")],
 )
-def test_a_folder_that_is_no_model_s_is_not_replaced(
+def test_a_folder_of_folders_that_is_no_model_s_is_not_replaced(
     tmp_path: Path, name: str, content: str
 ) -> None:
     (out := tmp_path / "out").mkdir()
     (out / name).write_text(content)
-    with pytest.raises(OutputError, match="is not a model folder, and --overwrite replaces"):
+    (out / "figures").mkdir()
+    with pytest.raises(OutputError, match="holds folders and is no model's"):
         _make(out)
     assert (out / name).read_text() == content
     assert _names(tmp_path) == ["out"]
+
+
+def test_files_that_something_left_behind_are_replaced(tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "stale.txt").write_text("of a tool that failed")
+    assert _make(out) == []
+    assert _names(out) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

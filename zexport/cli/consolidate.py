@@ -102,7 +102,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace OUT, if it is a model's folder, once the new one is complete.",
+    help="Replace what is at OUT once the new folder is complete.",
 )
 @json_option
 @progress_options

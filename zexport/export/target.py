@@ -111,16 +111,21 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a folder that is not known for a model's by a file at its top."""
+    """Refuse a folder of folders that is not known for a model's by a file at its top.
+
+    Folders of people's own work have folders in them; what a failed or foreign export has left
+    behind has none.
+    """
     with writing(target):
         is_model = (
             (target / MANIFEST_NAME).is_file()
             or any(path.match(pattern) for path in target.iterdir() for pattern in _WEIGHTS)
             or _is_model_config(target / "config.json")
+            or not any(path.is_dir() for path in target.iterdir())
         )
     if not is_model:
         raise OutputError(
-            "is not a model folder, and --overwrite replaces nothing else",
+            "holds folders and is no model's, which --overwrite does not replace",
             path=target,
             expected=f"{MANIFEST_NAME}, weights, or a model's config.json in it",
             hint="Choose another name, or remove it yourself",
