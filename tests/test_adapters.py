@@ -327,3 +327,20 @@ def test_a_bias_that_the_base_has_no_place_for_is_refused_as_that(tmp_path: Path
     with pytest.raises(UnsupportedError, match="no place for") as caught:
         merge_of(trained, tmp_path / "out", base=True)
     assert "--adapter keep" in caught.value.hint
+
+
+@pytest.mark.slow
+def test_an_embedding_that_is_adapted_comes_from_the_base_or_is_missed_aloud(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path, "embeddings", "zero3_without_base")
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    report = consolidate(trained.checkpoint, tmp_path / "alone", ExportOptions())
+    assert any(name in warning for warning in report.warnings)
+    options = ExportOptions(adapter=AdapterMode.KEEP, base=trained.base)
+    report = consolidate(trained.checkpoint, tmp_path / "out", options)
+    kept = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert kept.keys() == load_file(trained.live / "adapter_model.safetensors").keys()
+    embedding = load_file(trained.base / "model.safetensors")["model.embed_tokens.weight"]
+    assert kept[name].equal(embedding)
+    assert not any(name in warning for warning in report.warnings)

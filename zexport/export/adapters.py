@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zexport.checkpoint.boundary import Boundary
@@ -17,8 +17,10 @@ from zexport.errors import (
     UnsupportedError,
     UsageError,
 )
+from zexport.export.kept_embeddings import lacking_embeddings
 from zexport.export.naming import NamedTensors
 from zexport.export.plan import ShardPlan, SideFile, SourceFile, qualified
+from zexport.export.quantized import check_plain
 from zexport.export.selection import Selection
 from zexport.export.shards import DTYPES, plan_shard
 from zexport.findings import Finding
@@ -30,6 +32,7 @@ from zexport.model.adapter_config import (
     find_adapter_config,
 )
 from zexport.model.adapter_names import PEFT_PREFIX, adapters_of, inner_name, read_name
+from zexport.model.names import NamesUnknown
 from zexport.model.sidecars import Sidecars
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 
@@ -89,12 +92,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter of a checkpoint.
-
-    Attributes:
-        name: its name in the module.
-        config: its ``adapter_config.json``.
-    """
+    """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``."""
 
     name: str
     config: AdapterConfig
@@ -150,8 +148,7 @@ def _check_kept_by_name(
     """
     folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
     config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
-    is_prefixed = any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
-    if is_prefixed and config is not None and not config.is_kept_by_name:
+    if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
         raise _not_just_tensors(config)
 
 
@@ -174,11 +171,13 @@ def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
     adapted = [name for name in stored.tensors if read_name(name).adapter]
     if not adapted:
         return False
-    is_prefixed = any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
-    is_prompt = any(read_name(name).is_prompt for name in adapted)
-    return (
-        is_prefixed or is_prompt or any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
-    )
+    if _is_prefixed(stored) or any(read_name(name).is_prompt for name in adapted):
+        return True
+    return any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
+
+
+def _is_prefixed(stored: NamedTensors) -> bool:
+    return any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
 
 
 def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
@@ -263,10 +262,16 @@ def keep_adapters(material: Material, options: ExportOptions) -> Content:
     checkpoint, stored = material.checkpoint, material.stored
     adapters = choose_adapters(checkpoint, stored, options)
     tensors: dict[str, StoredTensor] = {}
-    shards = []
+    shards, from_base, nowhere = [], list[str](), list[str]()
     for adapter in adapters:
         filename = f"{adapter.folder}{ADAPTER_FILE}"
         kept = kept_tensors(checkpoint, stored, adapter)
+        lacking = lacking_embeddings(adapter.config, kept)
+        filled = {name: material.given[n] for name, n in lacking.items() if n in material.given}
+        check_plain(filled.values(), material.given, NamesUnknown("not asked"), options.base)
+        kept |= {n: replace(t, module_dtype=checkpoint.cast_dtype) for n, t in filled.items()}
+        from_base += [qualified(filename, name) for name in filled]
+        nowhere += [name for name in lacking if name not in filled]
         shards.append(plan_shard(filename, kept, kept_dtypes(kept, options)))
         tensors |= {qualified(filename, name): tensor for name, tensor in kept.items()}
     words = "adapter" if len(adapters) == 1 else "adapters"
@@ -277,14 +282,17 @@ def keep_adapters(material: Material, options: ExportOptions) -> Content:
             {},
             loadable=True,
             architecture=None,
-            from_base=(),
+            from_base=tuple(from_base),
             is_untied=False,
             warnings=(),
         ),
         tuple(shards),
         tuple(kept_files(adapters, material.sidecars)),
         material.sidecars,
-        (f"this is the {words} {names} for peft, not a model; --adapter merge makes one",),
+        (
+            f"this is the {words} {names} for peft, not a model; --adapter merge makes one",
+            *(f"without {name}, which peft saves too: give --base" for name in nowhere),
+        ),
     )
 
 
