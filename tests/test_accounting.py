@@ -11,9 +11,11 @@ import torch
 
 import zexport
 from tests.checkpoints import Model, Run, save
-from zexport.checkpoint.contents import Role
+from zexport.checkpoint.contents import FlatData, Role, StoredTensor
+from zexport.dtypes import DType
 from zexport.errors import UnsupportedError
-from zexport.export.accounting import account
+from zexport.export.accounting import Accounting, account
+from zexport.extents import Extent
 from zexport.layouts import zero3, zero12
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -39,6 +41,20 @@ def _flats(state: dict[str, Any]) -> list[torch.Tensor]:
         if key in inner:
             return list(inner[key])
     return []
+
+
+def test_a_trained_weight_behind_the_flat_data_of_its_file_is_counted_beside_it(
+    tmp_path: Path,
+) -> None:
+    checkpoint = zexport.open_checkpoint(save(Model([{"w": torch.randn(2)}]), Run(), tmp_path))
+    path = tmp_path / "rank.pt"
+    flat, behind = Extent(path, 100, 8), Extent(path, 108, 12)
+    tensors = tuple(
+        StoredTensor(name, (source.nbytes // 4,), DType.F32, Role.TRAINABLE, source)
+        for name, source in (("w", flat), ("v", behind))
+    )
+    held = replace(checkpoint, tensors=tensors, flats=(FlatData(flat, DType.F32, 0),), replicas=())
+    assert account(held, tensors) == Accounting(5, used=5, padding=0, replica=0, left_out=0)
 
 
 @pytest.mark.deepspeed

@@ -143,6 +143,14 @@ def test_missing_files_are_named_on_every_stage_and_tensor_rank(case: str, tmp_p
         assert inspect_checkpoint(root).missing_files() == (gone.name,)
 
 
+def test_no_optimizer_file_is_missing_where_a_save_writes_none(tmp_path: Path) -> None:
+    case = FIXTURES / "tp2_z0_w2_bf16" / "ckpt"
+    root = Path(shutil.copytree(case, tmp_path / "run"))
+    gone = sorted(root.glob("*/mp_rank_*_model_states.pt"))[-1]
+    gone.unlink()
+    assert inspect_checkpoint(root).missing_files() == (gone.name,)
+
+
 def test_a_node_that_is_missing_whole_is_named_file_by_file(tmp_path: Path) -> None:
     case = FIXTURES / "pp2_tp2_z1_w8_bf16_tied" / "ckpt"
     root = Path(shutil.copytree(case, tmp_path / "run"))
