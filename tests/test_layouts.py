@@ -97,3 +97,10 @@ def test_partitions_that_would_shift_a_parameter_are_a_contradiction(
 def test_paddings_that_do_not_fit_the_parameters_are_a_contradiction(paddings: list[int]) -> None:
     with pytest.raises(LayoutError, match="param_alignment_paddings"):
         zero12.check_partitions({"a": (2,), "b": (2,)}, [4], paddings=paddings)
+
+
+def test_padding_after_each_parameter_needs_its_room_in_the_partitions() -> None:
+    shapes = {"a": (3,), "b": (3,)}
+    zero12.check_partitions(shapes, [4, 4], paddings=[1, 1])
+    with pytest.raises(LayoutError, match="wrong length"):
+        zero12.check_partitions(shapes, [4, 3], paddings=[1, 1])
