@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -138,8 +138,6 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     parallelism = parallelism_of(structure, files, cells)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     torch_files = (*_torch_files(cells), *assembled.files)
-    opened = {torch_file.path: torch_file for torch_file in torch_files}
-    read = paths_of(t.source for t in inventory.tensors if t.source is not None)
     return ZeroCheckpoint(
         location=location,
         layout=_layout(cells, structure, parallelism, stage),
@@ -162,10 +160,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
             sorted({r for c in cells.values() for r in c.missing_model_ranks})
         ),
         missing_files=missing_files(structure, parallelism, files, cells, inventory),
-        files=(
-            *(_describe_file(file, opened.get(file.path), read) for file in files),
-            *(_describe_file(file, opened[file.path], read) for file in _others(files, assembled)),
-        ),
+        files=_describe_files((*files, *_others(files, assembled)), torch_files, inventory),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
@@ -223,6 +218,14 @@ def _others(files: Sequence[RankFile], assembled: Assembled) -> Iterator[RankFil
     for torch_file in assembled.files:
         if torch_file.path not in listed:
             yield RankFile(torch_file.path, RankFileKind.PARAMETER, 0, 0)
+
+
+def _describe_files(
+    files: Iterable[RankFile], torch_files: Iterable[TorchFile], inventory: Inventory
+) -> tuple[CheckpointFile, ...]:
+    opened = {torch_file.path: torch_file for torch_file in torch_files}
+    read = paths_of(t.source for t in inventory.tensors if t.source is not None)
+    return tuple(_describe_file(file, opened.get(file.path), read) for file in files)
 
 
 def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) -> CheckpointFile:
