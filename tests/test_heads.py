@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import zexport
-from tests.checkpoints import Run, edit
+from tests.checkpoints import Model, Run, edit, save
 from tests.hf_models import differing, load, tiny_config, tiny_model, write_checkpoint, write_config
 from zexport.errors import NamesMismatchError
 from zexport.model.heads import head_names, without_value_heads
@@ -196,6 +196,74 @@ def test_a_model_on_the_config_of_another_of_its_kind_is_what_it_is(
     assert differing(loaded, model) == []
     assert {path.name for path in out.glob("*.safetensors")} == {"model.safetensors"}
     assert any(f"was {config_class}" in warning for warning in report.warnings)
+
+
+def _with_buffer(root: Path, name: str) -> None:
+    """As older versions of transformers saved it, which worked out less at the start."""
+
+    def add(state: dict[str, Any]) -> None:
+        state["module"][name] = torch.ones(4)
+        state["buffer_names"] = [*state["buffer_names"], name]
+
+    for path in root.rglob("*model_states.pt"):
+        edit(path, add)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config_class", "trained", "family", "buffer"),
+    [
+        (
+            "LlamaForCausalLM",
+            "LlamaForSequenceClassification",
+            "Llama",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+        ),
+        (
+            "GPT2LMHeadModel",
+            "GPT2ForSequenceClassification",
+            "GPT2",
+            "transformer.h.0.attn.masked_bias",
+        ),
+    ],
+)
+def test_buffers_of_older_versions_do_not_hide_the_class(
+    config_class: str, trained: str, family: str, buffer: str, tmp_path: Path
+) -> None:
+    config = tiny_config(family, tie_word_embeddings=True, num_labels=5)
+    model = tiny_model(trained, config)
+    root = write_checkpoint(model, tmp_path / "ckpt")
+    _with_buffer(root, buffer)
+    write_config(root, config, architectures=[config_class])
+    zexport.consolidate(root, tmp_path / "out")
+    loaded, problems = load(tmp_path / "out")
+    assert type(loaded).__name__ == trained
+    assert problems.keys() <= {"unexpected_keys"}
+    assert differing(loaded, model) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer", ["", "model.rotary_emb.inv_freq"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_class_is_found_also_where_frozen_weights_were_left_out(
+    buffer: str, tied: bool, tmp_path: Path
+) -> None:
+    config = tiny_config("Llama", tie_word_embeddings=tied, num_labels=5)
+    model = tiny_model("LlamaForSequenceClassification", config)
+    base = tiny_model("LlamaForCausalLM", config)
+    base.model.load_state_dict(model.model.state_dict())
+    base.save_pretrained(tmp_path / "base")
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    trained = {n: t for n, t in weights.items() if n.startswith(("score.", "model.layers.1."))}
+    frozen = {n: t.bfloat16() for n, t in weights.items() if n not in trained}
+    run = Run(stage=2, exclude_frozen=True)
+    root = save(Model([trained], frozen=frozen), run, tmp_path / "ckpt")
+    if buffer:
+        _with_buffer(root, buffer)
+    zexport.consolidate(root, tmp_path / "out", zexport.ExportOptions(base=tmp_path / "base"))
+    loaded, problems = load(tmp_path / "out")
+    assert (type(loaded).__name__, problems) == ("LlamaForSequenceClassification", {})
+    assert differing(loaded, model) == []
 
 
 @pytest.mark.slow

@@ -57,8 +57,11 @@ def identify(
 ) -> Identity:
     """The model of a checkpoint, and what is its config's and what is not."""
     known = stored.known_shapes
-    if not checkpoint.may_lack_weights and options.layout is not NameLayout.MEMORY:
-        sidecars = _with_fitting_class(sidecars, known)
+    if options.layout is not NameLayout.MEMORY:
+        buffers = stored.buffers
+        weights = {name: shape for name, shape in known.items() if name not in buffers}
+        may_lack = checkpoint.may_lack_weights
+        sidecars = _with_fitting_class(sidecars, weights, may_lack_weights=may_lack)
     sidecars = _with_mended_sizes(sidecars, stored.shapes)
     names = learn_names(sidecars, known)
     if not isinstance(names, ModelNames) or options.layout is NameLayout.MEMORY:
@@ -80,25 +83,39 @@ def identify(
     )
 
 
-def _with_fitting_class(sidecars: Sidecars, stored: Stored) -> Sidecars:
+def _with_fitting_class(sidecars: Sidecars, stored: Stored, *, may_lack_weights: bool) -> Sidecars:
     """With another class of the same model type, where the one of the config has other weights.
 
     So the config of a base model serves a reward model that was made of it. The other class must
-    fit in every name, value heads aside; what sizes it has is asked only where several fit.
+    fit in every name, value heads aside; what sizes it has is asked only where several fit. Where
+    frozen weights may have been left out it must have all that is stored, and the fewest beside.
+
+    Args:
+        sidecars: with the config.
+        stored: the weights, without buffers: older versions saved some that no class has today.
+        may_lack_weights: whether the save may have left frozen ones out.
 
     Raises:
         NamesMismatchError: several fit, and it would be a guess which.
     """
     names = learn_names(sidecars, stored)
     trunk = without_value_heads(stored)
-    if sidecars.config is None or not isinstance(names, ModelNames) or _fits(names, trunk):
+    if sidecars.config is None or not isinstance(names, ModelNames):
         return sidecars
     if any(f".{PEFT_PREFIX}" in f".{name}" for name in stored):
         return sidecars
-    fitting = [
-        sidecars.config.with_architecture(other.architecture)
+    lacking = _lacking(names, trunk)
+    if lacking is not None and (may_lack_weights or not lacking):
+        return sidecars
+    others = {
+        other.architecture: found
         for other in learn_classes(sidecars)
-        if _fits(other, trunk)
+        if (found := _lacking(other, trunk)) is not None and (may_lack_weights or not found)
+    }
+    fitting = [
+        sidecars.config.with_architecture(architecture)
+        for architecture, found in others.items()
+        if found == min(others.values())
     ]
     if len(fitting) > 1:
         fitting = [config for config in fitting if _has_shapes(sidecars, config, trunk)]
@@ -127,11 +144,11 @@ def _undecided(config: ConfigFile, fitting: Iterable[ConfigFile]) -> NamesMismat
     )
 
 
-def _fits(names: ModelNames, stored: Stored) -> bool:
-    """Whether a model has all the names that are stored and no weight more."""
+def _lacking(names: ModelNames, stored: Stored) -> int | None:
+    """How many weights a model has beside those stored; ``None`` if it does not have all these."""
     fit = best_fit(names, stored)
     missing = [name for name in fit.difference.missing if name not in fit.names.buffers]
-    return not missing and not fit.difference.unexpected
+    return None if fit.difference.unexpected else len(missing)
 
 
 def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidecars:

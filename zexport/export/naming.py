@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -43,6 +43,11 @@ class NamedTensors:
     def known_shapes(self) -> dict[str, Shape | None]:
         """Every name, with its shape where there is one."""
         return {**dict.fromkeys(self.left_out), **self.shapes}
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """The names of buffers."""
+        return frozenset(n for n, tensor in self.tensors.items() if tensor.role is Role.BUFFER)
 
     def without(self, prefix: str) -> NamedTensors:
         """The same under names without a prefix that all of them have."""
@@ -126,9 +131,10 @@ def settle_names(
     if all(name.startswith(_ADAPTED) for name in stored.tensors):
         return Settled(stored, NamesUnknown("they are those of a model with an adapter"), None)
     fit = best_fit(names, stored.known_shapes)
-    if fit.difference.unexpected and fit.difference.missing:
-        raise _mismatch(fit.difference, names, path)
-    if unread := _unread(fit, stored.without(fit.prefix), options):
+    unread = _unread(fit, stored.without(fit.prefix), options)
+    if unread and fit.difference.missing:
+        raise _mismatch(replace(fit.difference, unexpected=unread), names, path)
+    if unread:
         raise _too_many(unread, names, path)
     if names.refused:
         raise UnsupportedError(

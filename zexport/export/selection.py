@@ -9,8 +9,9 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError
 from zexport.export.hub_tensors import lay_out
-from zexport.export.naming import Settled, check_complete, some
+from zexport.export.naming import NamedTensors, Settled, check_complete, some
 from zexport.export.quantized import check_plain
+from zexport.model.heads import is_value_head
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.matching import ModelNames, absent, difference
 from zexport.model.names import NamesUnknown
@@ -151,7 +152,7 @@ def _wanted(
     stored, names = settled.stored, settled.names
     shapes = stored.shapes
     if isinstance(names, ModelNames) and (
-        settled.layout is not None or shapes.keys() <= names.shapes.keys()
+        settled.layout is not None or not _unknown(names, stored)
     ):
         return _missing_weights(checkpoint, names, shapes)
     if checkpoint.frozen_left_out:
@@ -160,6 +161,12 @@ def _wanted(
             raise _frozen_left_out(checkpoint, ("names that only a config would tell",), options)
         return more
     return {n: base[n].shape if n in base else () for n in stored.left_out}
+
+
+def _unknown(names: ModelNames, stored: NamedTensors) -> list[str]:
+    """The weights that a model does not have, value heads and what it passes over aside."""
+    others = stored.shapes.keys() - names.shapes.keys() - stored.buffers
+    return [name for name in others if not (names.ignores(name) or is_value_head(name))]
 
 
 def _missing_weights(
