@@ -243,8 +243,7 @@ def test_buffers_of_older_versions_do_not_hide_the_class(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffer", ["", "model.rotary_emb.inv_freq"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("buffer", "tied"), [("", True), ("model.rotary_emb.inv_freq", False)])
 def test_the_class_is_found_also_where_frozen_weights_were_left_out(
     buffer: str, tied: bool, tmp_path: Path
 ) -> None:
