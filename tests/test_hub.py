@@ -221,7 +221,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(NamesMismatchError) as caught:
         consolidate(root, tmp_path / "out")
-    assert "unexpected: transformer.wte.weight" in str(caught.value.found)
+    assert "unexpected: transformer.wpe.weight" in str(caught.value.found)
     assert not (tmp_path / "out").exists()
 
 
