@@ -292,7 +292,7 @@ def test_transformers_is_asked_once_for_a_config(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = checkpoint_of(live_model("mixtral"), tmp_path / "run")
     consolidate(root, tmp_path / "one")
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
     consolidate(root, tmp_path / "two")
     assert facts(files_of(tmp_path / "two")) == facts(files_of(tmp_path / "one"))
 

@@ -6,8 +6,10 @@ import json
 import re
 import resource
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from zexport.dtypes import DType
 from zexport.jsontypes import Json
 from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown, learn_names
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
 
 _TINY_LLAMA: dict[str, Json] = {
@@ -27,6 +30,13 @@ _TINY_LLAMA: dict[str, Json] = {
     "vocab_size": 11,
     "tie_word_embeddings": True,
 }
+
+
+def _learn(
+    sidecars: Sidecars, stored: Mapping[str, tuple[int, ...] | None]
+) -> ModelNames | NamesUnknown:
+    with NamesClient() as transformers:
+        return learn_names(sidecars, stored, transformers)
 
 
 def _sidecars(folder: Path, config: Mapping[str, Json]) -> Sidecars:
@@ -60,7 +70,7 @@ def _source(**more: Json) -> Mapping[str, Json]:
 
 
 def _learn_from_source(source: Mapping[str, Json]) -> ModelNames | NamesUnknown:
-    return learn_names(Sidecars(None, source, {}, (), None), {})
+    return _learn(Sidecars(None, source, {}, (), None), {})
 
 
 def test_the_trainings_sidecar_is_enough() -> None:
@@ -126,7 +136,7 @@ def test_a_sidecar_of_an_adapter_or_an_older_version_says_nothing(change: dict[s
 
 
 def test_without_a_config_nothing_is_known() -> None:
-    names = learn_names(Sidecars(None, None, {}, (), None), {})
+    names = _learn(Sidecars(None, None, {}, (), None), {})
     assert names == NamesUnknown("there is no config.json")
 
 
@@ -140,7 +150,7 @@ def test_names_are_those_of_the_model_that_transformers_builds(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
     sidecars = _sidecars(tmp_path, config)
-    names = learn_names(sidecars, {})
+    names = _learn(sidecars, {})
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_dict(dict(config)))
     assert isinstance(names, ModelNames)
@@ -148,8 +158,8 @@ def test_names_are_those_of_the_model_that_transformers_builds(
     assert names.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert names.hub_is_memory
 
-    monkeypatch.setattr(subprocess, "run", None)  # what is cached is not asked for again
-    assert learn_names(sidecars, {}) == names
+    monkeypatch.setattr(subprocess, "Popen", None)  # what is cached is not asked for again
+    assert _learn(sidecars, {}) == names
 
 
 @pytest.mark.slow
@@ -169,7 +179,7 @@ def test_a_config_with_an_endless_limit_is_read_as_transformers_wrote_it(
     assert content["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
     if not is_tagged:  # as transformers 4 wrote it
         content["time_step_limit"][1] = float("inf")
-    names = learn_names(_sidecars(tmp_path, content), {})
+    names = _learn(_sidecars(tmp_path, content), {})
     with torch.device("meta"):
         model = Mamba2ForCausalLM(config)
     assert isinstance(names, ModelNames)
@@ -196,7 +206,7 @@ def test_without_an_architecture_the_class_that_fits_is_found(tmp_path: Path) ->
         "model.norm.weight": (hidden,),
         "lm_head.weight": (vocab, hidden),
     }
-    names = learn_names(sidecars, stored)
+    names = _learn(sidecars, stored)
     assert isinstance(names, ModelNames)
     assert names.architecture == "LlamaForCausalLM"
 
@@ -219,7 +229,7 @@ def test_a_config_that_transformers_cannot_build_says_why_and_runs_nothing(
     own = "import pathlib\npathlib.Path(__file__).with_name('PWNED').touch()\n"
     (tmp_path / "modeling_own.py").write_text(own)
     auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    names = learn_names(_sidecars(tmp_path, {**config, "auto_map": auto_map}), {})
+    names = _learn(_sidecars(tmp_path, {**config, "auto_map": auto_map}), {})
     assert isinstance(names, NamesUnknown)
     assert word in names.reason
     assert not (tmp_path / "PWNED").exists()
@@ -231,7 +241,7 @@ def test_a_config_of_absurd_size_ends_in_a_sentence(size: str, tmp_path: Path) -
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], size: 10**9}
     if size == "num_local_experts":
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    names = learn_names(_sidecars(tmp_path, config), {})
+    names = _learn(_sidecars(tmp_path, config), {})
     assert isinstance(names, NamesUnknown)
     assert re.search("too long|too much memory", names.reason)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 << 20
@@ -253,7 +263,7 @@ def test_a_config_that_makes_no_model_ends_in_a_sentence(
     more: dict[str, Json], tmp_path: Path
 ) -> None:
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], **more}
-    names = learn_names(_sidecars(tmp_path, config), {})
+    names = _learn(_sidecars(tmp_path, config), {})
     assert isinstance(names, NamesUnknown)
     assert re.search("[a-z]{3}", names.reason)
     assert "\n" not in names.reason
@@ -266,7 +276,7 @@ def test_a_config_chooses_no_code_but_that_of_its_class(tmp_path: Path) -> None:
         "attn_implementation": "owner/kernels",
     }
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], **code}
-    assert isinstance(learn_names(_sidecars(tmp_path, config), {}), ModelNames)
+    assert isinstance(_learn(_sidecars(tmp_path, config), {}), ModelNames)
 
 
 @pytest.mark.slow
@@ -274,6 +284,55 @@ def test_what_transformers_does_not_know_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sidecars = _sidecars(tmp_path, {"model_type": "odd", "architectures": ["Odd"]})
-    first = learn_names(sidecars, {})
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
-    assert learn_names(sidecars, {}) == first
+    first = _learn(sidecars, {})
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("asked again"))
+    assert _learn(sidecars, {}) == first
+
+
+@pytest.mark.slow
+def test_one_process_answers_for_several_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def noting_start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noting_start)
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
+    sizes: list[Json] = [7, "x", 9]  # of the second no model can be made
+    with NamesClient() as transformers:
+        told = [
+            learn_names(_sidecars(tmp_path, {**config, "vocab_size": size}), {}, transformers)
+            for size in sizes
+        ]
+    assert isinstance(told[1], NamesUnknown)
+    for size, names in ((7, told[0]), (9, told[2])):
+        assert isinstance(names, ModelNames)
+        assert names.shapes["model.embed_tokens.weight"] == (size, 8)
+    assert len(started) == 2  # another one after the failure alone
+    assert [one.returncode is not None for one in started] == [True, True]
+
+
+@pytest.mark.slow
+def test_what_a_model_prints_as_it_is_built_is_no_answer() -> None:
+    code = (
+        "import transformers, zexport.model.names_process as asked\n"
+        "build = asked._without_data\n"
+        "asked._without_data = lambda *words: print('{}') or build(*words)\n"
+        "asked.answer_all()\n"
+    )
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(config).encode(),
+        capture_output=True,
+        check=True,
+        timeout=240,
+    )
+    (answer,) = map(json.loads, done.stdout.splitlines())
+    assert [one["architecture"] for one in answer["candidates"]] == ["LlamaForCausalLM"]
+    assert b"{}" in done.stderr

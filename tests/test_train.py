@@ -16,6 +16,7 @@ from tests.train_runs import Run, run, trained
 from zexport.errors import UsageError
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
 from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
@@ -392,7 +393,8 @@ class TestTheSidecar:
         assert embedding["stored_name"] == "model.embed_tokens.weight"
         expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
         assert "stored_name" not in source["tensors"][expert]
-        names = learn_names(Sidecars(None, source, {}, (), None), {})
+        with NamesClient() as transformers:
+            names = learn_names(Sidecars(None, source, {}, (), None), {}, transformers)
         assert isinstance(names, ModelNames)
         assert names.layouts[0].shapes == told
 

@@ -14,6 +14,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames, best_fit
 from zexport.model.names import learn_names
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
 from zexport.safetensors_file import StoredTensor, read_header
 
@@ -67,7 +68,8 @@ class ModelWeights:
         content = ConfigFile(config, read_json_object(config))
         sidecars = Sidecars(config=content, source=None, copied={}, missing=(), base=None)
         shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
-        names = learn_names(sidecars, shapes)
+        with NamesClient() as transformers:
+            names = learn_names(sidecars, shapes, transformers)
         return best_fit(names, shapes).names.tied if isinstance(names, ModelNames) else {}
 
 

@@ -16,6 +16,7 @@ from zexport.model.hub_layout import Shape
 from zexport.model.matching import ModelNames, best_fit
 from zexport.model.mending import mend_sizes
 from zexport.model.names import NamesUnknown, learn_classes, learn_names
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions, NameLayout
 
@@ -53,7 +54,11 @@ class Identity:
 
 
 def identify(
-    checkpoint: ZeroCheckpoint, sidecars: Sidecars, stored: NamedTensors, options: ExportOptions
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    stored: NamedTensors,
+    options: ExportOptions,
+    transformers: NamesClient,
 ) -> Identity:
     """The model of a checkpoint, and what is its config's and what is not."""
     known = stored.known_shapes
@@ -61,9 +66,9 @@ def identify(
         buffers = stored.buffers
         weights = {name: shape for name, shape in known.items() if name not in buffers}
         may_lack = checkpoint.may_lack_weights
-        sidecars = _with_fitting_class(sidecars, weights, may_lack_weights=may_lack)
-    sidecars = _with_mended_sizes(sidecars, stored.shapes)
-    names = learn_names(sidecars, known)
+        sidecars = _with_fitting_class(sidecars, weights, transformers, may_lack_weights=may_lack)
+    sidecars = _with_mended_sizes(sidecars, stored.shapes, transformers)
+    names = learn_names(sidecars, known, transformers)
     if not isinstance(names, ModelNames) or options.layout is NameLayout.MEMORY:
         return Identity(sidecars, names, stored, {})
     heads = head_names(names, known) & stored.tensors.keys()
@@ -83,7 +88,9 @@ def identify(
     )
 
 
-def _with_fitting_class(sidecars: Sidecars, stored: Stored, *, may_lack_weights: bool) -> Sidecars:
+def _with_fitting_class(
+    sidecars: Sidecars, stored: Stored, transformers: NamesClient, *, may_lack_weights: bool
+) -> Sidecars:
     """With another class of the same model type, where the one of the config has other weights.
 
     So the config of a base model serves a reward model that was made of it. The other class must
@@ -93,12 +100,13 @@ def _with_fitting_class(sidecars: Sidecars, stored: Stored, *, may_lack_weights:
     Args:
         sidecars: with the config.
         stored: the weights, without buffers: older versions saved some that no class has today.
+        transformers: to be asked for the classes.
         may_lack_weights: whether the save may have left frozen ones out.
 
     Raises:
         NamesMismatchError: several fit, and it would be a guess which.
     """
-    names = learn_names(sidecars, stored)
+    names = learn_names(sidecars, stored, transformers)
     trunk = without_value_heads(stored)
     if sidecars.config is None or not isinstance(names, ModelNames):
         return sidecars
@@ -109,36 +117,39 @@ def _with_fitting_class(sidecars: Sidecars, stored: Stored, *, may_lack_weights:
         return sidecars
     others = {
         other.architecture: found
-        for other in learn_classes(sidecars)
+        for other in learn_classes(sidecars, transformers)
         if (found := _lacking(other, trunk)) is not None and (may_lack_weights or not found)
     }
-    fitting = [
-        sidecars.config.with_architecture(architecture)
+    fitting = {
+        architecture: replace(sidecars, config=sidecars.config.with_architecture(architecture))
         for architecture, found in others.items()
         if found == min(others.values())
-    ]
+    }
     if len(fitting) > 1:
-        fitting = [config for config in fitting if _has_shapes(sidecars, config, trunk)]
+        fitting = {
+            architecture: one
+            for architecture, one in fitting.items()
+            if _has_shapes(one, trunk, transformers)
+        }
     if len(fitting) > 1:
-        raise _undecided(sidecars.config, fitting)
-    return replace(sidecars, config=fitting[0]) if fitting else sidecars
+        raise _undecided(sidecars.config, map(str, fitting))
+    return next(iter(fitting.values()), sidecars)
 
 
-def _has_shapes(sidecars: Sidecars, config: ConfigFile, stored: Stored) -> bool:
-    """Whether the class of a config has the shapes that are stored, once its sizes are mended."""
+def _has_shapes(sidecars: Sidecars, stored: Stored, transformers: NamesClient) -> bool:
+    """Whether a config's class has the shapes that are stored, once its sizes are mended."""
     shapes = {name: shape for name, shape in stored.items() if shape is not None}
-    mended = _with_mended_sizes(replace(sidecars, config=config), shapes)
-    names = learn_names(mended, stored)
+    mended = _with_mended_sizes(sidecars, shapes, transformers)
+    names = learn_names(mended, stored, transformers)
     return isinstance(names, ModelNames) and not best_fit(names, stored).difference.reshaped
 
 
-def _undecided(config: ConfigFile, fitting: Iterable[ConfigFile]) -> NamesMismatchError:
-    classes = ", ".join(name for one in fitting for name in one.architectures)
+def _undecided(config: ConfigFile, classes: Iterable[str]) -> NamesMismatchError:
     return NamesMismatchError(
         "does not name the model class that was trained, and several have these weights",
         path=config.path,
         found=", ".join(config.architectures) or "no architectures",
-        expected=f"one of {classes}",
+        expected=f"one of {', '.join(classes)}",
         hint="Write the class that was trained into `architectures` of a copy given with --base, "
         "or export with --layout memory",
     )
@@ -151,11 +162,13 @@ def _lacking(names: ModelNames, stored: Stored) -> int | None:
     return None if fit.difference.unexpected else len(missing)
 
 
-def _with_mended_sizes(sidecars: Sidecars, stored: Mapping[str, Shape]) -> Sidecars:
+def _with_mended_sizes(
+    sidecars: Sidecars, stored: Mapping[str, Shape], transformers: NamesClient
+) -> Sidecars:
     """With the config's vocabulary and classes as the checkpoint's weights have them."""
 
     def shapes_for(config: ConfigFile) -> Mapping[str, Shape] | None:
-        names = learn_names(replace(sidecars, config=config), dict(stored))
+        names = learn_names(replace(sidecars, config=config), dict(stored), transformers)
         if not isinstance(names, ModelNames):
             return None
         fit = best_fit(names, dict(stored))

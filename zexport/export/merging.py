@@ -31,6 +31,7 @@ from zexport.model.adapter_names import inner_name, read_name
 from zexport.model.hub_layout import Shape
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
+from zexport.model.names_client import NamesClient
 from zexport.options import Engine, ExportOptions
 
 Tensors = Mapping[str, StoredTensor]
@@ -121,7 +122,8 @@ def work_in(material: Material, options: ExportOptions) -> Material:
         )
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     given = recast(material.given, dtype)
-    names = learn_names(sidecars, _base_shapes(material))
+    with NamesClient() as transformers:
+        names = learn_names(sidecars, _base_shapes(material), transformers)
     config = sidecars.config
     model_type = "" if config is None else str(config.content.get("model_type") or "")
     base = BaseModel({}, given, names if isinstance(names, ModelNames) else None, {}, model_type)

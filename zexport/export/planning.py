@@ -37,6 +37,7 @@ from zexport.jsontypes import JsonObject
 from zexport.model.card import model_card
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader
@@ -100,7 +101,8 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
     """A model's folder: its tensors by the names it has for them, and the files beside them."""
     checkpoint, stored, given = material.checkpoint, material.stored, material.given
     tag_dir = checkpoint.location.tag_dir
-    model = identify(checkpoint, material.sidecars, stored, options)
+    with NamesClient() as transformers:
+        model = identify(checkpoint, material.sidecars, stored, options, transformers)
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
     given_shapes = {name: tensor.shape for name, tensor in given.items()}
     settled = settle_names(model.trunk, model.names, given_shapes, options, tag_dir)
@@ -137,7 +139,9 @@ def _with_fused_experts(
     )
 
     inventory = fuse_experts(Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out))
-    names = learn_names(sidecars, {tensor.name: tensor.shape for tensor in inventory.tensors})
+    shapes = {tensor.name: tensor.shape for tensor in inventory.tensors}
+    with NamesClient() as transformers:
+        names = learn_names(sidecars, shapes, transformers)
     if not isinstance(names, ModelNames):
         return checkpoint
     inventory = with_original_names(inventory, names.shapes)

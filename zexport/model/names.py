@@ -1,38 +1,17 @@
-"""Which names and shapes a model should have: told by a sidecar, or asked of transformers.
-
-Importing transformers takes seconds and hundreds of megabytes, so it happens in a short-lived
-process (``zexport.model.names_process``), once for each config: the answer is cached by the
-config's digest and the version of transformers.
-"""
+"""Which names and shapes a model should have: told by a sidecar, or asked of transformers."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import cast
 
 from zexport.dtypes import DType
 from zexport.jsontypes import Json, JsonObject
 from zexport.model.config import ConfigFile
 from zexport.model.hub_layout import Shape, read_hub_layout
 from zexport.model.matching import ModelNames, best_fit, choose_class
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
-
-_SCHEMA = 4
-_TIMEOUT_SECONDS = 240
-"""Importing transformers takes that long on no machine; what comes then is bounded by itself."""
-
-_MESSAGE_LENGTH_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +29,7 @@ class NamesUnknown:
 
 
 def learn_names(
-    sidecars: Sidecars, stored: Mapping[str, Shape | None]
+    sidecars: Sidecars, stored: Mapping[str, Shape | None], transformers: NamesClient
 ) -> ModelNames | NamesUnknown:
     """The names of the model that ``sidecars`` describe: from its sidecar, else from its config.
 
@@ -61,7 +40,7 @@ def learn_names(
         return names
     if sidecars.config is None:
         return NamesUnknown("there is no config.json")
-    candidates = _from_transformers(sidecars.config)
+    candidates = _from_transformers(sidecars.config, transformers)
     if isinstance(candidates, NamesUnknown):
         return candidates
     names = candidates[0] if len(candidates) == 1 else choose_class(candidates, stored)
@@ -75,7 +54,7 @@ def learn_names(
     return names
 
 
-def learn_classes(sidecars: Sidecars) -> list[ModelNames]:
+def learn_classes(sidecars: Sidecars, transformers: NamesClient) -> list[ModelNames]:
     """Every class of the config's model type, but for the one that the config names.
 
     None where the training's own sidecar tells what the model is.
@@ -83,7 +62,7 @@ def learn_classes(sidecars: Sidecars) -> list[ModelNames]:
     config = sidecars.config
     if config is None or (sidecars.source is not None and _from_source_sidecar(sidecars.source)):
         return []
-    found = _from_transformers(config.with_architecture(None))
+    found = _from_transformers(config.with_architecture(None), transformers)
     if isinstance(found, NamesUnknown):
         return []
     return [names for names in found if names.architecture not in config.architectures]
@@ -126,22 +105,15 @@ def _described_before(source: Mapping[str, Json]) -> JsonObject:
     }
 
 
-def _from_transformers(config: ConfigFile) -> list[ModelNames] | NamesUnknown:
-    version = _installed_transformers()
-    if version is None:
-        return NamesUnknown("transformers is not installed")
-    content = config.serialized()
-    cached = _cache_file(content, version)
-    answer = _read_cache(cached)
-    if answer is None:
-        answer, is_final = _ask_transformers(content)
-        if is_final:
-            _write_cache(cached, answer)
+def _from_transformers(
+    config: ConfigFile, transformers: NamesClient
+) -> list[ModelNames] | NamesUnknown:
+    answer = transformers.describe(config.serialized())
     candidates = answer.get("candidates")
     if not isinstance(candidates, list):
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
     described = [candidate for candidate in candidates if isinstance(candidate, dict)]
-    origin = f"of transformers {version}"
+    origin = f"of transformers {transformers.version}"
     return [
         replace(
             _model_names(one, f"{one.get('architecture')} {origin}"),
@@ -199,73 +171,3 @@ def _shape(value: Json) -> Shape:
     if len(numbers) != len(sizes):
         raise ValueError("not a shape")
     return numbers
-
-
-def _installed_transformers() -> str | None:
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _ask_transformers(config: bytes) -> tuple[dict[str, Json], bool]:
-    """The answer of the names process, ``{"error": ...}`` where it has none.
-
-    And whether it would be the same another time: what transformers does not know, it will not know
-    then, but a process that did not come to its end may do so.
-    """
-    # -P: without it the current folder, perhaps the checkpoint's, would be searched for modules.
-    command = [sys.executable, "-P", "-m", "zexport.model.names_process"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module, by its name
-            command,
-            input=config,
-            capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
-            env=environment,
-            check=False,
-        )
-        answer = json.loads(done.stdout.strip().rpartition(b"\n")[2])
-    except subprocess.TimeoutExpired:
-        return {"error": f"transformers took longer than {_TIMEOUT_SECONDS} s"}, False
-    except (ValueError, RecursionError):
-        return {"error": f"transformers failed: {_last_words(done)}"}, False
-    return cast("dict[str, Json]", answer), True
-
-
-def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Why the names process ended without an answer."""
-    lines = done.stderr.decode(errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
-    if done.returncode == -signal.SIGXCPU:
-        return "building the model that config.json describes took too long"
-    if "MemoryError" in last or "not enough memory" in last:
-        return "the model that config.json describes takes too much memory to build"
-    return last[:_MESSAGE_LENGTH_MAX] or f"it ended with {done.returncode}"
-
-
-def _cache_file(config: bytes, version: str) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    key = hashlib.blake2b(config, digest_size=16).hexdigest()
-    return Path(home) / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{key}.json"
-
-
-def _read_cache(path: Path) -> dict[str, Json] | None:
-    """The cached answer; anything unreadable counts as none, since it can be asked again."""
-    try:
-        answer = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return answer if isinstance(answer, dict) else None
-
-
-def _write_cache(path: Path, answer: Mapping[str, Json]) -> None:
-    """Keep an answer; a cache that cannot be written is no failure of the export."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(answer, file)
-        Path(file.name).replace(path)
-    except OSError:
-        return

@@ -1,13 +1,14 @@
-"""Asks transformers for a model's names: ``python -m zexport.model.names_process < CONFIG``.
+"""Asks transformers for models' names: ``python -m zexport.model.names_process < CONFIGS``.
 
-It prints one line of JSON. The model is built on the meta device, without weights, and from classes
-that transformers itself ships: code that a config names is never imported. What building it may
-take is bounded, so that a config of a billion layers ends in an error.
+A line of JSON is answered by a line of JSON. Models are built on the meta device, without weights,
+and from classes that transformers itself ships: code that a config names is never imported. What
+building one may take is bounded, so that a config of a billion layers ends the process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from typing import Any
@@ -42,7 +43,7 @@ Source: transformers 5.23, ``modeling_utils.py``, ``_check_and_adjust_attn_imple
 
 
 def bound_work() -> None:
-    """Let this process go on for so long, and take so much memory, and no more."""
+    """Let this process go on for so long, and take so much more memory, and no more."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + _BUILDING_SECONDS)
     if sys.platform == "linux":  # elsewhere the system does not hold processes to it
@@ -142,7 +143,15 @@ def _without_data(architecture: str, config: Any) -> Any:
         return getattr(transformers, architecture)._from_config(config)
 
 
+def answer_all() -> None:
+    """Answer on the standard output, alone: what else is printed there goes to that of errors."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        for line in sys.stdin.buffer:
+            bound_work()
+            answer = describe(with_floats(without_code(json.loads(line))))
+            print(json.dumps(answer), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    bound_work()
-    answer = describe(with_floats(without_code(json.load(sys.stdin.buffer))))
-    print(json.dumps(answer))  # noqa: T201 - this process's answer
+    answer_all()
