@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests import peft_models
@@ -130,6 +130,17 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, form: str, run: str)
     assert_close(found, saved(merged, tmp_path / "peft"))
     config = json.loads((out / "config.json").read_text())
     assert config["tie_word_embeddings"] == merged.config.tie_word_embeddings
+
+
+def test_an_adapter_is_merged_into_the_files_of_the_model_inside(tmp_path: Path) -> None:
+    """As GPT-2 lies on the hub, whose names have no ``transformer.`` before them."""
+    trained = train(tmp_path, "conv1d")
+    (trained.checkpoint / "config.json").write_bytes((trained.base / "config.json").read_bytes())
+    weights = load_file(trained.base / "model.safetensors")
+    inner = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    save_file(inner, trained.base / "model.safetensors", metadata={"format": "pt"})
+    found = merge_of(trained, tmp_path / "out", base=True)
+    assert_close(found, saved(merged_by_peft(trained), tmp_path / "peft"))
 
 
 def test_another_adapter_is_not_the_one_asked_for(tmp_path: Path) -> None:

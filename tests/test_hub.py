@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoints import Model, Run, save
 from tests.live_models import FAMILIES, checkpoint_of, files_of, in_training, live_model
@@ -52,7 +53,6 @@ def saved_with_prefixes(model: PreTrainedModel, folder: Path) -> dict[str, torch
 
 def saved_transposed(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     """As the experts of Qwen3-VL-MoE lie on the hub, and lay in memory under transformers 4."""
-    from safetensors.torch import save_file
 
     tensors = saved(model, folder)
     for name in tensors:
@@ -196,6 +196,36 @@ def test_frozen_experts_come_from_a_base_in_the_hubs_layout(tmp_path: Path) -> N
     assert facts(files_of(tmp_path / "out")) == facts(expected)
     assert any("come from the base" in warning for warning in report.warnings)
     assert_loads(tmp_path / "out", "MixtralForCausalLM")
+
+
+def test_frozen_weights_come_from_the_files_of_the_model_inside(tmp_path: Path) -> None:
+    """As GPT-2 lies on the hub, whose names have no ``transformer.`` before them."""
+    model = live_model("gpt2")
+    trained = in_training(model, frozen=("transformer.h.0.",))
+    root = save(trained, Run(stage=2, exclude_frozen=True), tmp_path / "run")
+    model.config.save_pretrained(root)
+    base = {**saved(model.transformer, tmp_path / "base"), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    report = consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
+    assert any("come from the base" in warning for warning in report.warnings)
+    assert_loads(tmp_path / "out", "GPT2LMHeadModel")
+    assert verify_export(tmp_path / "out", against=root, base=tmp_path / "base").ok
+
+
+def test_frozen_weights_come_from_the_files_of_a_model_around(tmp_path: Path) -> None:
+    from transformers import BertForSequenceClassification
+
+    around = BertForSequenceClassification(live_model("bert").config)
+    saved(around, tmp_path / "base")
+    model = around.bert
+    model.config.architectures = ["BertModel"]
+    trained = in_training(model, frozen=("embeddings.", "encoder.layer.0."))
+    root = save(trained, Run(stage=3, exclude_frozen=True), tmp_path / "run")
+    model.config.save_pretrained(root)
+    consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
+    assert_loads(tmp_path / "out", "BertModel")
 
 
 def test_left_out_on_purpose_the_rest_has_the_hubs_names(tmp_path: Path) -> None:

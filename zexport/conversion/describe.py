@@ -54,6 +54,7 @@ def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[s
         "buffers": sorted(set(state) - parameters),
         "tied": tied,
         "unsaved": unsaved,
+        "base_prefix": model.base_model_prefix,
         "keep_fp32": {
             name: _kept_in_fp32(model, shapes, dtype)
             for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import UnsafeError
 from zexport.export.shards import INDEX_FILE, SINGLE_FILE
 from zexport.model.json_files import read_json_object
+from zexport.model.matching import ModelNames
+from zexport.model.names import NamesUnknown
 from zexport.safetensors_file import SafetensorsHeader, read_header
 
 
@@ -60,3 +62,32 @@ def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
         for header in base
         for name, tensor in header.tensors.items()
     }
+
+
+def under_names_of(
+    names: ModelNames | NamesUnknown, base: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A base model's weights by the names that the model has for them.
+
+    They differ where the base's files are those of the class inside the model, which have no prefix
+    (GPT-2 and MiniLM on the hub), or of a class around it. What the model does not know, such as
+    the scales of quantized weights, goes along with the rest.
+
+    Source: transformers 5.23, ``core_model_loading.py``, ``rename_source_key``.
+    """
+    if isinstance(names, NamesUnknown) or not names.base_prefix:
+        return dict(base)
+    prefix = f"{names.base_prefix}."
+    known = names.all_names
+    added = any(name not in known and prefix + name in known for name in base)
+    left_out = any(name not in known and name.removeprefix(prefix) in known for name in base)
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in base.items():
+        new = name
+        if name not in known and left_out:
+            new = name.removeprefix(prefix)
+        elif name not in known and added:
+            new = prefix + name
+        is_same = new == name or new in base
+        renamed[name if is_same else new] = tensor if is_same else replace(tensor, name=new)
+    return renamed

@@ -17,6 +17,7 @@ from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.export.adapters import Adapter, Material, check_whole, choose_adapters
 from zexport.export.memory_tensors import tensor_in_memory
+from zexport.export.base_weights import under_names_of
 from zexport.export.naming import NamedTensors
 from zexport.export.shards import DTYPES
 from zexport.export.updates import (
@@ -121,13 +122,13 @@ def work_in(material: Material, options: ExportOptions) -> Material:
             hint="Name it with --adapter-name",
         )
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
-    given = recast(material.given, dtype)
     with NamesClient() as transformers:
         names = learn_names(sidecars, _base_shapes(material), transformers)
     config = sidecars.config
     model_type = "" if config is None else str(config.content.get("model_type") or "")
     base = BaseModel({}, given, names if isinstance(names, ModelNames) else None, {}, model_type)
     merged = merge_adapter(checkpoint, material.stored, adapter, base)
+    given = recast(under_names_of(names, material.given), dtype)
     lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
     copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
     rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""

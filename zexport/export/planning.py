@@ -13,7 +13,7 @@ from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.export.accounting import account
 from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
-from zexport.export.base_weights import base_tensors, read_base
+from zexport.export.base_weights import base_tensors, read_base, under_names_of
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
@@ -99,11 +99,12 @@ def plan_export(
 
 def _model_content(material: Material, options: ExportOptions) -> Content:
     """A model's folder: its tensors by the names it has for them, and the files beside them."""
-    checkpoint, stored, given = material.checkpoint, material.stored, material.given
+    checkpoint, stored = material.checkpoint, material.stored
     tag_dir = checkpoint.location.tag_dir
     with NamesClient() as transformers:
         model = identify(checkpoint, material.sidecars, stored, options, transformers)
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
+    given = under_names_of(model.names, material.given)
     given_shapes = {name: tensor.shape for name, tensor in given.items()}
     settled = settle_names(model.trunk, model.names, given_shapes, options, tag_dir)
     settled = settle_ties(settled, material.files)

@@ -50,7 +50,7 @@ def check_plain(
         UnsupportedError: some are packed, or have scales in the base that would be left behind.
     """
     is_known = isinstance(names, ModelNames)
-    scales = _scales(base, _own_names(names) if isinstance(names, ModelNames) else frozenset())
+    scales = _scales(base, names.all_names if isinstance(names, ModelNames) else frozenset())
     packed: dict[str, str] = {}
     for tensor in taken:
         name, dtype = tensor.name, tensor.dtype
@@ -67,11 +67,6 @@ def check_plain(
             hint="Give the model before its quantization with --base, or leave these weights out "
             "with --exclude-frozen",
         )
-
-
-def _own_names(names: ModelNames) -> frozenset[str]:
-    hub = (layout.tensors.keys() for layout in names.layouts)
-    return frozenset(names.shapes).union(*hub)
 
 
 def _scales(base: Iterable[str], own: frozenset[str]) -> dict[str, str]:

@@ -41,6 +41,8 @@ class ModelNames:
             model in that type.
         refused: why it is not known how the model is saved; empty where it is.
         ignored: patterns of names that transformers passes over when it loads the model.
+        base_prefix: the attribute under which classes with a head have the model of their base
+            class, whose files have names without it.
     """
 
     architecture: str | None
@@ -53,6 +55,13 @@ class ModelNames:
     keep_fp32: Mapping[DType, frozenset[str]] = field(default_factory=dict)
     refused: str = ""
     ignored: tuple[str, ...] = ()
+    base_prefix: str = ""
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """Every name in memory, and every one in files."""
+        hub = (layout.tensors.keys() for layout in self.layouts)
+        return frozenset(self.shapes).union(*hub)
 
     @property
     def hub_is_memory(self) -> bool:

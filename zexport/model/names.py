@@ -150,6 +150,7 @@ def _model_names(described: Mapping[str, Json], provenance: str) -> ModelNames:
             for dtype in (DType.BF16, DType.F16)
         },
         refused=str(described.get("refused", "")),
+        base_prefix=str(described.get("base_prefix", "")),
     )
 
 

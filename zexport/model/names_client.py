@@ -24,7 +24,7 @@ from typing import Self, cast
 
 from zexport.jsontypes import Json, JsonObject
 
-_SCHEMA = 4
+_SCHEMA = 5
 _TIMEOUT_SECONDS = 240
 """Importing transformers takes that long on no machine; what comes then is bounded by itself."""
 
