@@ -55,7 +55,22 @@ def _scaled_in_bf16(weights: Weights, name: str) -> None:
     weights[f"{name}_scale"] = torch.full((1,), 2.0)
 
 
-_PACKINGS = [_fp8_blocks, _fp8_alone, _int8_bitsandbytes, _int8_compressed, _scaled_in_bf16]
+def _int4_gptq(weights: Weights, name: str) -> None:
+    outputs, inputs = weights.pop(name).shape
+    module = name.removesuffix(".weight")
+    weights[f"{module}.qweight"] = torch.zeros((inputs // 8, outputs), dtype=torch.int32)
+    weights[f"{module}.qzeros"] = torch.zeros((1, outputs // 8), dtype=torch.int32)
+    weights[f"{module}.scales"] = torch.ones((1, outputs), dtype=torch.float16)
+
+
+_PACKINGS = [
+    _fp8_blocks,
+    _fp8_alone,
+    _int8_bitsandbytes,
+    _int8_compressed,
+    _scaled_in_bf16,
+    _int4_gptq,
+]
 
 
 def _packed_base(plain: Path, packed: Path, names: Iterable[str], pack: Packing) -> Path:
@@ -89,7 +104,34 @@ def test_a_frozen_weight_is_not_filled_in_without_its_scale(
 
 
 @pytest.mark.slow
-def test_a_merge_takes_no_packed_weight_that_the_adapter_leaves_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", _PACKINGS)
+def test_a_scale_goes_with_its_weight_where_the_base_is_the_model_inside(
+    pack: Packing, tmp_path: Path
+) -> None:
+    model = live_model("llama")
+    frozen = tuple(name for name, _ in model.named_parameters() if "mlp" in name)
+    trained = in_training(model, frozen=frozen)
+    root = save(trained, Run(stage=3, exclude_frozen=True), tmp_path / "run")
+    model.config.save_pretrained(root)
+    model.model.save_pretrained(tmp_path / "plain")
+    inner = [name.removeprefix("model.") for name in frozen]
+    base = _packed_base(tmp_path / "plain", tmp_path / "base", inner, pack)
+    with pytest.raises(UnsupportedError, match="quantized"):
+        zexport.consolidate(root, tmp_path / "out", ExportOptions(base=base))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pack", "module", "found"),
+    [
+        (_fp8_blocks, "down_proj", r"down_proj\.weight \(float8_e4m3fn"),
+        (_int4_gptq, "down_proj", r"down_proj\.weight \(there is .*down_proj\.(qw|qz|scales)"),
+        (_int4_gptq, "q_proj", r"q_proj\.weight \(there is .*q_proj\.(qw|qz|scales)"),
+    ],
+)
+def test_a_merge_takes_no_packed_weight(
+    pack: Packing, module: str, found: str, tmp_path: Path
+) -> None:
     model = live_model("llama")
     model.save_pretrained(tmp_path / "plain")
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -99,9 +141,9 @@ def test_a_merge_takes_no_packed_weight_that_the_adapter_leaves_alone(tmp_path: 
     whole = Model([trained], frozen=frozen, dtype=torch.float32)
     root = save(whole, Run(stage=3, exclude_frozen=True), tmp_path / "run")
     adapted.peft_config["default"].save_pretrained(root)
-    names = [name for name in files_of(tmp_path / "plain") if "down_proj" in name]
-    base = _packed_base(tmp_path / "plain", tmp_path / "base", names, _fp8_blocks)
-    with pytest.raises(UnsupportedError, match=r"down_proj\.weight \(float8_e4m3fn"):
+    names = [name for name in files_of(tmp_path / "plain") if module in name]
+    base = _packed_base(tmp_path / "plain", tmp_path / "base", names, pack)
+    with pytest.raises(UnsupportedError, match=found):
         zexport.consolidate(root, tmp_path / "out", ExportOptions(base=base))
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
+from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.computed import Recast
 from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.export.adapters import Adapter, Material, check_whole, choose_adapters
-from zexport.export.memory_tensors import tensor_in_memory
 from zexport.export.base_weights import under_names_of
+from zexport.export.memory_tensors import tensor_in_memory
 from zexport.export.naming import NamedTensors
+from zexport.export.quantized import check_plain
 from zexport.export.shards import DTYPES
 from zexport.export.updates import (
     Orientation,
@@ -31,7 +33,7 @@ from zexport.export.updates import (
 from zexport.model.adapter_names import inner_name, read_name
 from zexport.model.hub_layout import Shape
 from zexport.model.matching import ModelNames
-from zexport.model.names import learn_names
+from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
 from zexport.options import Engine, ExportOptions
 
@@ -63,6 +65,7 @@ class BaseModel:
         names: the names and forms of its class, where these are known.
         tied: alias to name, where one weight has two names.
         model_type: of its config; empty where there is none.
+        path: that folder, for messages.
     """
 
     own: Tensors
@@ -70,6 +73,7 @@ class BaseModel:
     names: ModelNames | None
     tied: Mapping[str, str]
     model_type: str
+    path: Path | None
 
     def find(self, name: str) -> StoredTensor | None:
         """The weight of this name, or of the name it is tied to."""
@@ -124,11 +128,12 @@ def work_in(material: Material, options: ExportOptions) -> Material:
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     with NamesClient() as transformers:
         names = learn_names(sidecars, _base_shapes(material), transformers)
+    given = recast(under_names_of(names, material.given), dtype)
     config = sidecars.config
     model_type = "" if config is None else str(config.content.get("model_type") or "")
-    base = BaseModel({}, given, names if isinstance(names, ModelNames) else None, {}, model_type)
+    known = names if isinstance(names, ModelNames) else None
+    base = BaseModel({}, given, known, {}, model_type, options.base)
     merged = merge_adapter(checkpoint, material.stored, adapter, base)
-    given = recast(under_names_of(names, material.given), dtype)
     lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
     copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
     rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
@@ -165,7 +170,7 @@ def merge_adapter(
         folder: the base model as its folder has it.
 
     Raises:
-        UnsupportedError: the adapter is something else than LoRA or DoRA.
+        UnsupportedError: the adapter is something else than LoRA or DoRA, or the base is quantized.
         FrozenLeftOutError: weights that it updates are nowhere.
         DamagedCheckpointError: adapter, configuration and base do not fit each other.
     """
@@ -316,6 +321,8 @@ def _applied(
     name = base.tied.get(update.weight, update.weight)
     weight = merged.get(name) or base.find(update.weight)
     if weight is None:
+        names = base.names or NamesUnknown("there is no config")
+        check_plain((), base.given, names, base.path, absent=(update.weight,))
         raise _no_base(adapter, update.weight)
     if name not in base.own and adapter.config.rewrites_base:
         raise UnsupportedError(

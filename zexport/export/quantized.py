@@ -34,6 +34,7 @@ def check_plain(
     base: Iterable[str],
     names: ModelNames | NamesUnknown,
     path: Path | None,
+    absent: Iterable[str] = (),
 ) -> None:
     """Nothing, where the weights taken from a base are numbers as they stand.
 
@@ -45,6 +46,7 @@ def check_plain(
         base: all names in the base.
         names: the model; what it has itself is no packer's.
         path: the base, for messages.
+        absent: weights that are wanted as well, and that the base does not have by their names.
 
     Raises:
         UnsupportedError: some are packed, or have scales in the base that would be left behind.
@@ -58,6 +60,7 @@ def check_plain(
             packed[name] = dtype.torch_name
         elif name in scales or name in scales.values():
             packed[name] = f"scaled by {scales.get(name, name)}"
+    packed |= {name: f"there is {scales[name]}" for name in absent if name in scales}
     if packed:
         raise UnsupportedError(
             "the base model's weights are quantized, and some would be taken without their scales",

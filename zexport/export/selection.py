@@ -74,6 +74,7 @@ def select_tensors(
     filled = {name: tensor for name, tensor in found.items() if tensor is not None}
     if len(filled) < len(found):
         nowhere = tuple(name for name, tensor in found.items() if tensor is None)
+        check_plain((), base, settled.names, options.base, absent=nowhere)
         raise _frozen_left_out(checkpoint, nowhere, options)
     aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
     merged_over = (tensor for tensor in own.values() if base.get(tensor.name) is tensor)
