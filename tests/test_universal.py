@@ -25,6 +25,7 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
+from zexport.inspection.inspect import inspect_checkpoint
 from zexport.layouts import LayoutError
 from zexport.layouts.universal import check_whole, shape_of_flat
 
@@ -141,6 +142,14 @@ def test_frozen_weights_need_the_model_files_of_all_ranks(from_zero3: Path) -> N
 def test_names_need_the_model_file_of_rank_0(from_zero3: Path) -> None:
     (from_zero3 / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
     refused(from_zero3, IncompleteCheckpointError, "lacks the model file of rank 0")
+
+
+def test_without_any_model_file_it_is_a_checkpoint_that_lacks_it(from_zero2: Path) -> None:
+    for path in from_zero2.glob("*.pt"):
+        path.unlink()
+    (problem,) = inspect_checkpoint(from_zero2.parent).problems
+    assert isinstance(problem, IncompleteCheckpointError)
+    assert "lacks the model file of rank 0" in str(problem)
 
 
 @pytest.mark.parametrize(("ranks", "spoiled"), [(2, True), (1, False)])

@@ -77,8 +77,11 @@ class Location:
 
 
 def is_tag_dir(path: Path) -> bool:
-    """Whether ``path`` is a folder that holds rank files directly."""
-    return path.is_dir() and any(parse_rank_file(child) for child in path.iterdir())
+    """Whether ``path`` holds rank files directly, or the parameters of a universal checkpoint."""
+    return path.is_dir() and (
+        any(parse_rank_file(child) for child in path.iterdir())
+        or any((path / "zero").glob("*/fp32.pt"))
+    )
 
 
 def list_tags(root: Path) -> tuple[str, ...]:

@@ -69,6 +69,8 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
         DamagedCheckpointError: files are missing, surplus, or contradict each other.
         UnsafeError: a folder of weights is a link.
     """
+    if not cells:
+        raise _lacking_model(tag_dir)
     models = {cell: _first_model(tag_dir, ranks) for cell, ranks in cells.items()}
     for model in models.values():
         _refuse_spoiled(model)
@@ -100,12 +102,16 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
 
 def _first_model(tag_dir: Path, ranks: RankStates) -> ModelStates:
     if 0 not in ranks.model:
-        raise IncompleteCheckpointError(
-            "lacks the model file of rank 0, which names and shapes come from",
-            path=tag_dir,
-            hint=_COPY_AGAIN,
-        )
+        raise _lacking_model(tag_dir)
     return ranks.model[0]
+
+
+def _lacking_model(tag_dir: Path) -> IncompleteCheckpointError:
+    return IncompleteCheckpointError(
+        "lacks the model file of rank 0, which names and shapes come from",
+        path=tag_dir,
+        hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it again",
+    )
 
 
 def _refuse_spoiled(model: ModelStates) -> None:
