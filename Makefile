@@ -1,8 +1,10 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both make the same environment first.
 #
 # TORCH chooses the torch build: `make test TORCH=torch==2.13.0`. Left out, pip takes its default.
+# JOBS is how many processes share the tests; those of one file stay together, with what they set up.
 
 TORCH ?= torch
+JOBS ?= 2
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,10 +23,10 @@ demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it,
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
-	$(BIN)/python -m pytest -q -m "not deepspeed and not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not deepspeed and not slow"
 
 .PHONY: lint
 lint: $(STAMP)
