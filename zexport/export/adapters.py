@@ -1,15 +1,13 @@
-"""A peft model's adapters: what is to become of them, and the files that keep one of them."""
+"""A peft model's adapters: which there are, and what is to become of them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.dtypes import DType
 from zexport.errors import (
     FrozenLeftOutError,
     NotACheckpointError,
@@ -17,77 +15,15 @@ from zexport.errors import (
     UnsupportedError,
     UsageError,
 )
-from zexport.export.kept_embeddings import lacking_embeddings
 from zexport.export.naming import NamedTensors
-from zexport.export.plan import ShardPlan, SideFile, SourceFile, qualified
-from zexport.export.quantized import check_plain
-from zexport.export.selection import Selection
-from zexport.export.shards import DTYPES, plan_shard
-from zexport.findings import Finding
 from zexport.model.adapter_config import (
     ADAPTER_CONFIG,
     DEFAULT_ADAPTER,
-    EMBEDDINGS,
     AdapterConfig,
     find_adapter_config,
 )
-from zexport.model.adapter_names import PEFT_PREFIX, adapters_of, inner_name, read_name
-from zexport.model.names import NamesUnknown
-from zexport.model.sidecars import Sidecars
+from zexport.model.adapter_names import PEFT_PREFIX, adapters_of, read_name
 from zexport.options import AdapterMode, ExportOptions, NameLayout
-
-ADAPTER_FILE = "adapter_model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What an output folder will hold, before anything of how it is written.
-
-    Attributes:
-        selection: the tensors, by their names in the plan.
-        shards: the files that hold them.
-        side_files: the other files.
-        sidecars: what they are made of.
-        warnings: what the user should know.
-        findings: what was found that was allowed.
-        hub_layout: the label of the way in which the model is saved; ``None`` where it has none.
-        heads: tensors of heads that the model does not know, by name.
-    """
-
-    selection: Selection
-    shards: tuple[ShardPlan, ...]
-    side_files: tuple[SideFile, ...]
-    sidecars: Sidecars
-    warnings: tuple[str, ...]
-    findings: tuple[Finding, ...] = ()
-    hub_layout: str | None = None
-    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
-
-    @property
-    def written(self) -> tuple[StoredTensor, ...]:
-        """All that is written."""
-        return (*self.selection.tensors.values(), *self.heads.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """What an export is made of.
-
-    Attributes:
-        checkpoint: what was opened.
-        stored: its tensors, renamed.
-        sidecars: the files around it.
-        given: tensors of the base model's folder, by name.
-        files: all files that may be read.
-        notes: what was done to it so far, in words.
-    """
-
-    checkpoint: ZeroCheckpoint
-    stored: NamedTensors
-    sidecars: Sidecars
-    given: Mapping[str, StoredTensor]
-    files: tuple[SourceFile, ...]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +85,11 @@ def _check_kept_by_name(
     folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
     config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
     if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
-        raise _not_just_tensors(config)
+        raise not_just_tensors(config)
 
 
-def _not_just_tensors(config: AdapterConfig) -> UnsupportedError:
+def not_just_tensors(config: AdapterConfig) -> UnsupportedError:
+    """The error for an adapter of a method of which peft saves more than it trained."""
     return UnsupportedError(
         "is of a method whose adapters are not just tensors of the module",
         path=config.path,
@@ -251,116 +188,6 @@ def _config_of(name: str, folders: tuple[Path, ...], boundary: Boundary) -> Adap
             "tensors as they are with --layout memory --exclude-frozen",
         )
     return config
-
-
-def keep_adapters(material: Material, options: ExportOptions) -> Content:
-    """What peft's ``save_pretrained`` writes of the adapters: each in the folder it has there.
-
-    Raises:
-        ZexportError: as ``choose_adapters`` and ``kept_tensors`` do.
-    """
-    checkpoint, stored = material.checkpoint, material.stored
-    adapters = choose_adapters(checkpoint, stored, options)
-    tensors: dict[str, StoredTensor] = {}
-    shards, from_base, nowhere = [], list[str](), list[str]()
-    for adapter in adapters:
-        filename = f"{adapter.folder}{ADAPTER_FILE}"
-        kept = kept_tensors(checkpoint, stored, adapter)
-        lacking = lacking_embeddings(adapter.config, kept)
-        filled = {name: material.given[n] for name, n in lacking.items() if n in material.given}
-        check_plain(filled.values(), material.given, NamesUnknown("not asked"), options.base)
-        kept |= {n: replace(t, module_dtype=checkpoint.cast_dtype) for n, t in filled.items()}
-        from_base += [qualified(filename, name) for name in filled]
-        nowhere += [name for name in lacking if name not in filled]
-        shards.append(plan_shard(filename, kept, kept_dtypes(kept, options)))
-        tensors |= {qualified(filename, name): tensor for name, tensor in kept.items()}
-    words = "adapter" if len(adapters) == 1 else "adapters"
-    names = ", ".join(repr(adapter.name) for adapter in adapters)
-    return Content(
-        Selection(
-            tensors,
-            {},
-            loadable=True,
-            architecture=None,
-            from_base=tuple(from_base),
-            is_untied=False,
-            warnings=(),
-        ),
-        tuple(shards),
-        tuple(kept_files(adapters, material.sidecars)),
-        material.sidecars,
-        (
-            f"this is the {words} {names} for peft, not a model; --adapter merge makes one",
-            *(f"without {name}, which peft saves too: give --base" for name in nowhere),
-        ),
-    )
-
-
-def kept_tensors(
-    checkpoint: ZeroCheckpoint, stored: NamedTensors, adapter: Adapter
-) -> dict[str, StoredTensor]:
-    """What peft saves of an adapter, by the names it has in the file.
-
-    Raises:
-        UnsupportedError: the method saves something else than tensors of the module.
-        FrozenLeftOutError: some of it is in no file.
-    """
-    if not adapter.config.is_kept_by_name:
-        raise _not_just_tensors(adapter.config)
-    tied = {alias: stored.tensors[name] for alias, name in stored.aliases.items()}
-    every = {**stored.tensors, **tied}
-    kept = {
-        part.on_disk: tensor
-        for name, tensor in every.items()
-        if (part := read_name(name)).adapter == adapter.name
-    }
-    check_whole(checkpoint, stored, adapter, kept)
-    return kept | dict(_kept_of_base(every, adapter.config))
-
-
-def kept_files(adapters: Iterable[Adapter], sidecars: Sidecars) -> Iterator[SideFile]:
-    """The files beside the adapters': their configurations, and what is not the model's own."""
-    for adapter in adapters:
-        name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
-        if config.content.get("inference_mode") is True:
-            yield SideFile(name, origin=config.path)
-        else:
-            content = {**config.content, "inference_mode": True}  # peft loads it untrained
-            yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
-    for name, path in sorted(sidecars.copied.items()):
-        if name != "generation_config.json" and path.suffix != ".py":
-            yield SideFile(name, origin=path)
-
-
-def kept_dtypes(tensors: Mapping[str, StoredTensor], options: ExportOptions) -> dict[str, DType]:
-    """The element type of each tensor of an adapter: the one asked for, or its own in the module.
-
-    peft saves what the module holds, which under ZeRO-3 may differ from tensor to tensor.
-    """
-    target = DTYPES.get(options.dtype)
-    return {
-        name: tensor.output_dtype(target or tensor.module_dtype or tensor.dtype)
-        for name, tensor in tensors.items()
-    }
-
-
-def _kept_of_base(
-    every: Mapping[str, StoredTensor], config: AdapterConfig
-) -> Iterator[tuple[str, StoredTensor]]:
-    """Weights of the base model that peft saves too: trained biases, and targeted embeddings."""
-    for name, tensor in every.items():
-        if read_name(name).adapter:
-            continue
-        inner = inner_name(name)
-        *_, wrapper, last = ("", *inner.split("."))
-        is_bias = last == "bias" and (
-            config.bias == "all" or (config.bias.endswith("_only") and wrapper == "base_layer")
-        )
-        is_embedding = config.is_embedding_targeted and any(
-            f".{module}.base_layer." in f".{inner}" for module in EMBEDDINGS
-        )
-        if is_bias or is_embedding:
-            yield PEFT_PREFIX + inner, tensor
 
 
 def check_whole(

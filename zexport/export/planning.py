@@ -12,11 +12,13 @@ from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.export.accounting import account
-from zexport.export.adapters import Content, Material, adapter_mode, keep_adapters
+from zexport.export.adapters import adapter_mode
 from zexport.export.base_weights import base_tensors, read_base, under_names_of
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
+from zexport.export.kept_adapters import keep_adapters
+from zexport.export.material import Content, Material
 from zexport.export.memory import share_memory
 from zexport.export.merging import work_in
 from zexport.export.naming import name_tensors, settle_names
