@@ -36,6 +36,7 @@ from zexport.export.shards import (
 from zexport.export.ties import settle_ties
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
+from zexport.model.added_tokens import tokens_without_a_row
 from zexport.model.card import model_card
 from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
@@ -257,6 +258,8 @@ def _warnings(model: Identity) -> Iterator[str]:
         )
     if sidecars.config is not None:
         yield from (f"config.json is mended: {note}" for note in sidecars.config.mended)
+    if told := tokens_without_a_row(sidecars):
+        yield told
     yield from model.warnings
 
 
