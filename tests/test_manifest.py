@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
@@ -14,6 +16,7 @@ from zexport.export.manifest import (
     FileEntry,
     SourceEntry,
     TensorEntry,
+    is_as_written,
     new_manifest,
     read_manifest,
 )
@@ -30,8 +33,10 @@ MANIFEST = new_manifest(
 
 
 def test_a_manifest_has_these_bytes() -> None:
-    assert b"".join(MANIFEST.lines()).decode() == (
-        "{\n"
+    digest = '  "blake3": "DIGEST",\n'
+    content = re.sub("[0-9a-f]{64}", "DIGEST", b"".join(MANIFEST.lines()).decode())
+    assert content == (
+        "{\n" + digest + ""
         '  "files": {\n    "model.safetensors": {"blake3": "11", "nbytes": 20}\n  },\n'
         '  "findings": [\n    {"accepted": false, "count": 2, "detail": "",'
         ' "kind": "nan", "tensor": "x"}\n  ],\n'
@@ -45,6 +50,17 @@ def test_a_manifest_has_these_bytes() -> None:
         f'  "zexport_version": "{__version__}"\n'
         "}\n"
     )
+
+
+def test_the_digest_is_that_of_the_other_lines(tmp_path: Path) -> None:
+    first, second, *others = b"".join(MANIFEST.lines()).splitlines(keepends=True)
+    assert json.loads(first + second + b"".join(others))["blake3"] == (
+        blake3(first + b"".join(others)).hexdigest()
+    )
+    (tmp_path / MANIFEST_NAME).write_bytes(first + second + b"".join(others))
+    assert is_as_written(tmp_path)
+    (tmp_path / MANIFEST_NAME).write_bytes(first + second + second + b"".join(others))
+    assert not is_as_written(tmp_path)
 
 
 def test_an_empty_manifest_is_json_too(tmp_path: Path) -> None:

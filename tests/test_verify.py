@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 
 from tests.plans import Wanted, digest_on_disk, export_plan, save, source_file
@@ -49,7 +50,10 @@ def plan(tmp_path: Path) -> ExportPlan:
 def _edit_json(path: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
     table = json.loads(path.read_bytes())
     change(table)
-    path.write_text(json.dumps(table))
+    text = json.dumps({key: value for key, value in table.items() if key != "blake3"})
+    rest = f"{{\n{text[1:]}"
+    seal = f'  "blake3": "{blake3(rest.encode()).hexdigest()}",\n' if "blake3" in table else ""
+    path.write_text(f"{{\n{seal}{text[1:]}")
 
 
 def _relist(out_dir: Path, name: str) -> None:
@@ -92,6 +96,19 @@ def test_a_changed_side_file_is_found(plan: ExportPlan) -> None:
     assert verify_export(plan.out_dir).problems == (
         Problem(INDEX_NAME, "", "does not hold the bytes that were written"),
     )
+
+
+def test_a_manifest_that_says_something_else_is_found(plan: ExportPlan) -> None:
+    """In what no file of the export bears out, too: every line is under the manifest's digest."""
+    path = plan.out_dir / MANIFEST_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        digits = (c for c in b"0123456789" if bytes([c]) in line)
+        other = line.replace(bytes([next(digits, 0)]), b"z", 1) + b" "
+        path.write_bytes(b"".join([*lines[:number], other, *lines[number + 1 :]]))
+        assert verify_export(plan.out_dir).problems, line
+    path.write_bytes(b"".join(lines))
+    assert verify_export(plan.out_dir).ok
 
 
 @pytest.mark.parametrize("name", [SHARDS[0], INDEX_NAME])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+
+from blake3 import blake3
 
 from zexport.dtypes import DType
 from zexport.errors import VerificationError
@@ -86,8 +89,15 @@ class Manifest:
         """The file's content, line by line; equal manifests give equal bytes.
 
         JSON with sorted keys, and one tensor, file, source or finding a line, so that neither the
-        text nor the memory it takes is larger than it must be.
+        text nor the memory it takes is larger than it must be. One line has the digest of all the
+        others.
         """
+        hasher = blake3()
+        for line in self._lines({}):
+            hasher.update(line)
+        yield from self._lines({"blake3": hasher.hexdigest()})
+
+    def _lines(self, more: Mapping[str, Json]) -> Iterator[bytes]:
         tables: dict[str, Iterator[str]] = {
             "files": (_member(name, asdict(self.files[name])) for name in sorted(self.files)),
             "findings": (_json(asdict(finding)) for finding in self.findings),
@@ -96,7 +106,7 @@ class Manifest:
                 _member(name, _tensor_json(self.tensors[name])) for name in sorted(self.tensors)
             ),
         }
-        values = {**self.provenance, "schema": SCHEMA, "zexport_version": self.version}
+        values = {**self.provenance, **more, "schema": SCHEMA, "zexport_version": self.version}
         keys = sorted([*tables, *values])
         yield b"{\n"
         for key in keys:
@@ -109,7 +119,10 @@ class Manifest:
 
 
 _BY_NAME = frozenset({"files", "tensors"})
-_OWN_KEYS = frozenset({"schema", "zexport_version", "sources", "tensors", "files", "findings"})
+_OWN_KEYS = frozenset(
+    {"schema", "zexport_version", "sources", "tensors", "files", "findings", "blake3"}
+)
+_DIGEST_LINE = re.compile(rb'^  "blake3": "([0-9a-f]{64})",\n', re.MULTILINE)
 
 
 def new_manifest(
@@ -159,6 +172,13 @@ def read_manifest(out_dir: Path) -> Manifest:
         raise VerificationError(
             "is not a manifest", path=path, found=f"{type(cause).__name__}: {cause}"
         ) from cause
+
+
+def is_as_written(out_dir: Path) -> bool:
+    """Whether a folder's manifest, which can be read, is to the byte what an export wrote."""
+    content = read_regular(out_dir / MANIFEST_NAME, _NBYTES_MAX) or b""
+    rest = _DIGEST_LINE.sub(b"", content)
+    return _DIGEST_LINE.findall(content) == [blake3(rest).hexdigest().encode()]
 
 
 def _block(key: str, brackets: str, items: Iterator[str], ending: str) -> Iterator[bytes]:

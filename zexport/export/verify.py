@@ -8,7 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.errors import VerificationError, ZexportError
-from zexport.export.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from zexport.export.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    is_as_written,
+    read_manifest,
+)
 from zexport.export.plan import ExportPlan, qualified
 from zexport.export.readback import Phase, Progress
 from zexport.export.remade import source_problems
@@ -51,6 +57,8 @@ def verify_export(
         )
     told = _Teller(progress, _nbytes_to_read(manifest, plan))
     headers, problems = _headers(out_dir, manifest)
+    if not is_as_written(out_dir):
+        problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
     in_index = {name: header for name, header in headers.items() if name not in FILES_APART}
