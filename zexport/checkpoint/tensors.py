@@ -173,12 +173,13 @@ def _chained(
 ) -> Iterator[StoredTensor]:
     """ZeRO-1/2: a window of each group's partitions laid end to end."""
     dtype = _flat_dtype(optimizers)
-    if len(model.param_shapes) != len(optimizers[0].flat_groups):
-        raise LayoutError(
-            "the parameter groups of the model file are not those of the optimizer files",
-            f"{len(optimizers[0].flat_groups)} flat groups",
-            f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
-        )
+    for states in optimizers:
+        if len(states.flat_groups) != len(model.param_shapes):
+            raise LayoutError(
+                "the parameter groups of the model file are not those of the optimizer files",
+                f"{len(states.flat_groups)} flat groups in {states.file.path.name}",
+                f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
+            )
     for index, shapes in enumerate(model.param_shapes):
         groups = [states.flat_groups[index] for states in optimizers]
         all_paddings = optimizers[0].alignment_paddings

@@ -39,12 +39,25 @@ def place_parameters(
         shapes: name to shape, in the order of the flat data.
         paddings: elements of padding after each parameter (``param_alignment_paddings``, written by
             DeepSpeed 0.19 where ``parameter_alignment`` is on); empty where there are none.
+
+    Raises:
+        LayoutError: the paddings are not one for each parameter.
     """
+    _check_paddings(shapes, paddings)
     offset = 0
     for index, (name, shape) in enumerate(shapes.items()):
         numel = prod(shape)
         yield FlatParameter(name, shape, numel, offset)
         offset += numel + (paddings[index] if paddings else 0)
+
+
+def _check_paddings(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> None:
+    if paddings and (len(paddings) != len(shapes) or min(paddings) < 0):
+        raise LayoutError(
+            "param_alignment_paddings does not fit param_shapes",
+            list(paddings),
+            f"{len(shapes)} numbers, 0 or more",
+        )
 
 
 def padding_numel(parameters: Iterable[FlatParameter], numel: int) -> int:
@@ -115,12 +128,7 @@ def check_partitions(
     Raises:
         LayoutError: the lengths cannot come from this layout.
     """
-    if paddings and (len(paddings) != len(shapes) or min(paddings) < 0):
-        raise LayoutError(
-            "param_alignment_paddings does not fit param_shapes",
-            list(paddings),
-            f"{len(shapes)} numbers, 0 or more",
-        )
+    _check_paddings(shapes, paddings)
     world_size = len(partition_numels)
     full = partition_numels[0]
     used = sum(prod(shape) for shape in shapes.values()) + sum(paddings)

@@ -1,0 +1,76 @@
+"""Damage that leaves tables and lengths plausible: refused, by what gives it away."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zexport
+from tests.expert_checkpoints import rewrite
+from zexport.errors import DamagedCheckpointError
+from zexport.options import ExportOptions, NameLayout
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+_MEMORY = ExportOptions(layout=NameLayout.MEMORY)
+_PARTITIONS = "single_partition_of_fp32_groups"
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def _copy(name: str, tmp_path: Path) -> Path:
+    return shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "ckpt")
+
+
+def _file(root: Path, pattern: str) -> Path:
+    (path,) = root.glob(f"global_step*/{pattern}")
+    return path
+
+
+def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
+    """The one error of an export, which a look at the checkpoint alone tells as well."""
+    assert zexport.open_checkpoint(root).problems
+    with pytest.raises(DamagedCheckpointError, match=match) as caught:
+        zexport.consolidate(root, out, _MEMORY)
+    assert not out.exists()
+    return caught.value
+
+
+# --- flat groups ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "z1_w2_bf16opt",
+        "z2_w2_bf16_groups",
+        "moe_z2_w4_ep2",
+        "moe_z1_w4_ep2_bf16opt",
+        "pp2_tp2_z1_w8_bf16_tied",
+    ],
+)
+@pytest.mark.parametrize("left", [None, []], ids=["no list", "no group"])
+def test_a_rank_with_fewer_flat_groups_than_the_first_is_refused(
+    name: str, left: list[object] | None, tmp_path: Path
+) -> None:
+    root = _copy(name, tmp_path)
+    path = _file(root, "*rank_1_mp_rank_00_optim*")
+    rewrite(path, lambda state: state["optimizer_state_dict"].update({_PARTITIONS: left}))
+    error = _refused(root, tmp_path / "out", "number of flat groups differs")
+    assert f"0 flat groups in {path.name}" in str(error)
+
+
+def test_a_name_more_than_the_paddings_of_an_expert_group_is_refused(tmp_path: Path) -> None:
+    root = _copy("moe_z2_w4_ep2", tmp_path)
+
+    def add_name(state: dict[str, Any]) -> None:
+        experts = state["param_shapes"][1]
+        name = next(iter(experts))
+        experts[f"{name}_x"] = experts[name]
+
+    rewrite(_file(root, "mp_rank_00_model*"), add_name)
+    error = _refused(root, tmp_path / "out", "param_alignment_paddings does not fit")
+    assert error.path == root / "global_step2"
