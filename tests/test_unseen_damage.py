@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zexport
 from tests.expert_checkpoints import rewrite
@@ -28,6 +29,12 @@ def _copy(name: str, tmp_path: Path) -> Path:
 def _file(root: Path, pattern: str) -> Path:
     (path,) = root.glob(f"global_step*/{pattern}")
     return path
+
+
+def _flat_groups(state: dict[str, Any]) -> list[torch.Tensor]:
+    root = state["optimizer_state_dict"]
+    flats: list[torch.Tensor] = root.get("fp32_flat_groups", root.get(_PARTITIONS))
+    return flats
 
 
 def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
@@ -74,3 +81,17 @@ def test_a_name_more_than_the_paddings_of_an_expert_group_is_refused(tmp_path: P
     rewrite(_file(root, "mp_rank_00_model*"), add_name)
     error = _refused(root, tmp_path / "out", "param_alignment_paddings does not fit")
     assert error.path == root / "global_step2"
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_tied", "z3_w2_bf16"])
+def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: Path) -> None:
+    root = _copy(name, tmp_path)
+
+    def spread(state: dict[str, Any]) -> None:
+        flats = _flat_groups(state)
+        flats[0] = torch.stack([flats[0], flats[0]], -1)[:, 0]
+
+    path = _file(root, "*rank_1_*optim*")
+    rewrite(path, spread)
+    error = _refused(root, tmp_path / "out", "is not one run of elements")
+    assert error.path == path

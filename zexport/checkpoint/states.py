@@ -196,7 +196,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         file=file,
         stage=stage,
         partition_counts=tuple(item.number() for item in counts.items_or_self()),
-        flat_groups=tuple(item.tensor() for item in root.need(key).items()),
+        flat_groups=tuple(_flat_group(item) for item in root.need(key).items()),
         alignment_paddings=tuple(
             tuple(padding.number() for padding in group.items())
             for group in root.get("param_alignment_paddings").items()
@@ -206,6 +206,18 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         ds_version=top.get("ds_version").text_or_none() or root.get("ds_version").text_or_none(),
         stripes_experts=root.has("ds_zero_partition_groups"),
     )
+
+
+def _flat_group(item: Value) -> TensorRef:
+    """A flat group, whose elements lie one after another: a slice of a flat buffer, or a copy.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
+    ``runtime/bf16_optimizer.py``: every one is narrowed from a flattened buffer.
+    """
+    group = item.tensor()
+    if group.numel and not group.is_dense:
+        item.fail("is not one run of elements", f"strides {group.stride} of shape {group.shape}")
+    return group
 
 
 def _slices(mapping: Value) -> Fragments:

@@ -98,21 +98,11 @@ class TorchFile:
                 hint=COPY_AGAIN,
             )
         offset = begin + tensor.offset * itemsize
-        if _is_dense(tensor):
+        if tensor.is_dense:
             return Extent(self.path, offset, tensor.nbytes)
         span = Extent(self.path, offset, (last + 1) * itemsize)
         start = (0,) * len(tensor.shape)
         return Mosaic(tensor.shape, itemsize, (Tile(start, tensor.shape, span, 0, tensor.stride),))
-
-
-def _is_dense(tensor: TensorRef) -> bool:
-    """Whether the elements lie one after another; dimensions of size 1 may have any stride."""
-    dense = 1
-    for count, step in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if count != 1 and step != dense:
-            return False
-        dense *= count
-    return True
 
 
 def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> TorchFile:

@@ -123,6 +123,16 @@ class TensorRef:
         """Bytes of the tensor when laid out densely."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie one after another; dimensions of size 1 may have any stride."""
+        dense = 1
+        for count, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if count != 1 and step != dense:
+                return False
+            dense *= count
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentAddress:
