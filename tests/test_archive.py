@@ -435,3 +435,16 @@ def test_an_old_container_that_counts_its_elements_in_another_way_is_damage(lega
     legacy.write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match=r"11 elements .* expected 12 elements"):
         read_torch_file(legacy)
+
+
+@pytest.mark.parametrize("surplus", [1, 4, 64])
+@pytest.mark.parametrize("at", [-3, None], ids=["put into the last storage", "appended"])
+def test_an_old_container_with_bytes_too_many_is_damage(
+    surplus: int, at: int | None, legacy: Path
+) -> None:
+    data = legacy.read_bytes()
+    place = len(data) if at is None else at
+    legacy.write_bytes(data[:place] + b"\x7f" * surplus + data[place:])
+    with pytest.raises(DamagedCheckpointError, match="goes on after its last storage") as caught:
+        read_torch_file(legacy)
+    assert caught.value.expected == f"{len(data)}"

@@ -1,7 +1,8 @@
 """Where storages lie in the file that ``torch.save`` wrote before it used zip, and still can.
 
 Five pickles in a row: a magic number, the version of the protocol, facts about the machine, the
-object, and the list of storage keys. Then for each key an 8-byte element count and the elements.
+object, and the list of storage keys. Then for each key an 8-byte element count and the elements,
+and nothing after the last of them.
 
 Source: torch 2.13, ``torch/serialization.py``, ``_legacy_save`` and ``_legacy_load``.
 """
@@ -96,4 +97,12 @@ def _offsets(data: mmap, keys: Pickle, result: Pickle, path: Path) -> dict[_Stor
                 expected=f"{storage.numel} elements up to byte {pos}",
                 hint=COPY_AGAIN,
             )
+    if pos != len(data):
+        raise DamagedCheckpointError(
+            "goes on after its last storage, so that bytes were put in or appended",
+            path=path,
+            found=f"{len(data)} bytes",
+            expected=f"{pos}",
+            hint=COPY_AGAIN,
+        )
     return offsets
