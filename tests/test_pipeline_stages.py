@@ -294,6 +294,18 @@ def test_a_grid_without_a_record_of_splits_is_refused(tmp_path: Path) -> None:
         joined_stages(saved_grid(tmp_path / "tag", None))
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_a_stages_tensor_ranks_must_record_the_same_splits(index: int, tmp_path: Path) -> None:
+    folder = saved_grid(tmp_path / "tag", _MEGATRON)
+    key = "parameter_with_row_parallelism_patterns"
+    edit(
+        folder / f"mp_rank_{index:02d}_model_states.pt",
+        lambda state: state["universal_checkpoint_info"][key].clear(),
+    )
+    with pytest.raises(DamagedCheckpointError, match=r"mlp.dense_4h_to_h.weight' is split over"):
+        joined_stages(folder)
+
+
 def test_a_layer_file_of_one_tensor_rank_is_missed(tmp_path: Path) -> None:
     folder = saved_grid(tmp_path / "tag", _MEGATRON)
     (folder / "layer_02-model_01-model_states.pt").unlink()

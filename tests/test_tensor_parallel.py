@@ -164,6 +164,37 @@ def test_a_record_that_contradicts_the_shards_is_damage(
         joined_ranks(edited(_FIXTURES["tp2_z2_w4_bf16"], tmp_path, change))
 
 
+def _exchange_ranks(record: dict[str, Any]) -> None:
+    """The two shards of a weight that is split by its rows, each called the other's."""
+    ranks = _first_map(record)["ranks"]
+    ranks[0], ranks[1] = ranks[1], ranks[0]
+
+
+def _without_a_row_weight(record: dict[str, Any]) -> None:
+    """As a record of the lists alone is, that takes one weight for split by its rows."""
+    del record["affine_map"]
+    record["parameter_with_row_parallelism_patterns"].pop(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", [_exchange_ranks, _without_a_row_weight])
+def test_a_record_that_one_tensor_rank_alone_has_is_refused(
+    change: Edit, rank: int, tmp_path: Path
+) -> None:
+    folder = edited(
+        _FIXTURES["tp2_z2_w4_bf16"], tmp_path, info(change), f"mp_rank_{rank:02d}_model_states.pt"
+    )
+    with pytest.raises(DamagedCheckpointError, match="otherwise than mp_rank_00_model_states"):
+        joined_ranks(folder)
+
+
+def test_a_record_need_not_be_on_every_tensor_rank(tmp_path: Path) -> None:
+    change: Edit = lambda state: state.pop("universal_checkpoint_info")  # noqa: E731
+    folder = edited(_FIXTURES["tp2_z2_w4_bf16"], tmp_path, change, "mp_rank_01_model_states.pt")
+    truth_of = truth(_FIXTURES["tp2_z2_w4_bf16"])
+    assert differences(values(joined_ranks(folder)), truth_of) == []
+
+
 def test_tensor_ranks_of_different_saves_are_not_joined(tmp_path: Path) -> None:
     change: Edit = lambda state: state.update(global_steps=3)  # noqa: E731
     folder = edited(_FIXTURES["tp2_z1_w2_bf16_tied"], tmp_path, change, "mp_rank_01_model*")

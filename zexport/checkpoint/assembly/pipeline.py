@@ -20,6 +20,7 @@ from zexport.checkpoint.assembly.tensor_parallel import join_shards
 from zexport.checkpoint.assembly.zero0 import rounded_note
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
@@ -66,16 +67,20 @@ def join_stages(
         columns = [
             _column(tag_dir, grid, cells, layers, tensor_rank) for tensor_rank in range(grid.tensor)
         ]
-        models = [model_of(cells[grid.index(stage, 0)]) for stage in range(grid.stages)]
         stages = [
-            shards[0] if grid.tensor == 1 else join_shards(model, shards)
-            for model, shards in zip(models, zip(*columns, strict=True), strict=True)
+            shards[0] if grid.tensor == 1 else join_shards(_models_of(grid, cells, stage), shards)
+            for stage, shards in enumerate(zip(*columns, strict=True))
         ]
         return merge_stages(stages)
     except LayoutError as error:
         raise damage_of(
             error, tag_dir, "Copy the rank files and layer files of all stages again"
         ) from error
+
+
+def _models_of(grid: Grid, cells: Mapping[int, RankStates], stage: int) -> list[ModelStates]:
+    """The model states of every tensor rank of a stage."""
+    return [model_of(cells[grid.index(stage, rank)]) for rank in range(grid.tensor)]
 
 
 def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]) -> Grid:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zexport.checkpoint.assembly.patterns import PatternTable
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Shape, Value
-from zexport.errors import UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 from zexport.layouts.tensor_parallel import (
     Joined,
@@ -28,6 +28,7 @@ from zexport.layouts.tensor_parallel import (
 MAX_PIECES = 1024
 """Pieces of one tensor; a fused layout of 64 ranks has a few hundred."""
 
+_SHOWN = 4
 _INFO = "universal_checkpoint_info"
 _MAP_VERSION = 1
 _SUB_PARAMS_WITH_WIDTHS = 0.4
@@ -194,6 +195,58 @@ class Splits:
         )
 
 
+def join_alike(
+    records: Sequence[Splits], name: str, shards: Mapping[str, Sequence[Shape]]
+) -> Joined:
+    """How the shards of ``name`` become one tensor, by the record of every tensor rank.
+
+    The record is the same on all of them: AutoTP has every rank mark the layout of the whole layer
+    (``module_inject/layers.py``), and Megatron-DeepSpeed's lists are constants. What it means for
+    a tensor is compared, and not its text, so that nothing else in it can differ to harm.
+
+    Raises:
+        DamagedCheckpointError: two records say it in different ways.
+        UnsupportedError, LayoutError: as ``Splits.join``.
+    """
+    first = records[0]
+    joined = first.join(name, shards)
+    for other in records[1:]:
+        if (found := other.join(name, shards)) != joined:
+            raise DamagedCheckpointError(
+                f"says otherwise than {first.record.path.name} how {name!r} is split over the "
+                "tensor ranks",
+                path=other.record.path,
+                found=_shown(found),
+                expected=_shown(joined),
+                hint="Copy the model files of all tensor ranks of one save again",
+            )
+    return joined
+
+
+def _shown(joined: Joined) -> str:
+    boxes = [f"rank {piece.rank} from {list(piece.start)}" for piece in joined.pieces[:_SHOWN]]
+    more = ", ..." if len(joined.pieces) > _SHOWN else ""
+    return f"a tensor of {list(joined.shape)}, {', '.join(boxes)}{more}"
+
+
+def read_all_splits(models: Sequence[ModelStates]) -> tuple[Splits, ...]:
+    """The records of all tensor ranks of a stage: the lowest's, and those that others have.
+
+    Raises:
+        UnsupportedError, DamagedCheckpointError: as ``read_splits``.
+    """
+    others = (model for model in models[1:] if not _is_without(_record(model)))
+    return (read_splits(models[0]), *map(read_splits, others))
+
+
+def _record(model: ModelStates) -> Value:
+    return Value(model.file.path, "model states", model.file.value).get(_INFO)
+
+
+def _is_without(record: Value) -> bool:
+    return record.is_none or record.is_empty or not record.mapping()
+
+
 def read_splits(model: ModelStates) -> Splits:
     """The record of how tensors are split, out of a rank's model states.
 
@@ -201,8 +254,8 @@ def read_splits(model: ModelStates) -> Splits:
         UnsupportedError: there is none, or it is of a newer kind.
         DamagedCheckpointError: it is not what DeepSpeed writes.
     """
-    record = Value(model.file.path, "model states", model.file.value).get(_INFO)
-    if record.is_none or record.is_empty or not record.mapping():
+    record = _record(model)
+    if _is_without(record):
         raise UnsupportedError(
             f"is tensor-parallel and does not record how its tensors are split (no {_INFO})",
             path=model.file.path,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from zexport.checkpoint.assembly.cells import check_cells, recorded_grid, tag_dir_of
-from zexport.checkpoint.assembly.splits import Splits, read_splits
+from zexport.checkpoint.assembly.splits import Splits, join_alike, read_all_splits
 from zexport.checkpoint.contents import Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
@@ -48,26 +48,27 @@ def join_tensor_ranks(
             hint="Copy them from the nodes that wrote them",
         )
     check_cells(cells, grid.tensor if grid else model.tensor_parallel, "tensor ranks")
-    return join_shards(model, [inventories[rank] for rank in sorted(inventories)])
+    models = [one for rank in sorted(cells) if (one := cells[rank].first_model) is not None]
+    return join_shards(models, [inventories[rank] for rank in sorted(inventories)])
 
 
-def join_shards(model: ModelStates, inventories: Sequence[Inventory]) -> Inventory:
+def join_shards(models: Sequence[ModelStates], inventories: Sequence[Inventory]) -> Inventory:
     """The whole tensors of one stage, from the shards of each of its tensor ranks in order.
 
-    ``model`` is a rank's model states, which record how tensors are split.
+    ``models`` are these ranks' model states, each of which records how tensors are split.
 
     Raises:
         DamagedCheckpointError, UnsupportedError: as ``join_tensor_ranks``.
     """
     try:
-        return _join(read_splits(model), inventories)
+        return _join(read_all_splits(models), inventories)
     except LayoutError as error:
         raise damage_of(
-            error, model.file.path.parent, "Copy the rank files of all tensor ranks again"
+            error, models[0].file.path.parent, "Copy the rank files of all tensor ranks again"
         ) from error
 
 
-def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
+def _join(records: Sequence[Splits], inventories: Sequence[Inventory]) -> Inventory:
     aliases = _aliases(inventories)
     by_rank = [
         {tensor.name: tensor for tensor in inventory.tensors if tensor.name not in aliases}
@@ -76,10 +77,10 @@ def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
     _check_same_names(by_rank)
     shards = {name: [tensors[name].shape for tensors in by_rank] for name in by_rank[0]}
     joined = [
-        _join_one([tensors[name] for tensors in by_rank], shards, splits) for name in by_rank[0]
+        _join_one([tensors[name] for tensors in by_rank], shards, records) for name in by_rank[0]
     ]
     notes = [note for one in inventories for note in one.notes]
-    notes += [note for tensor, _ in joined if (note := splits.note(tensor.name, tensor.shape))]
+    notes += [note for tensor, _ in joined if (note := records[0].note(tensor.name, tensor.shape))]
     left_out = dict.fromkeys(name for inventory in inventories for name in inventory.left_out)
     return Inventory(
         tensors=tuple(tensor for tensor, _ in joined),
@@ -96,7 +97,9 @@ def _join(splits: Splits, inventories: Sequence[Inventory]) -> Inventory:
 
 
 def _join_one(
-    ranks: Sequence[StoredTensor], shards: Mapping[str, Sequence[Shape]], splits: Splits
+    ranks: Sequence[StoredTensor],
+    shards: Mapping[str, Sequence[Shape]],
+    records: Sequence[Splits],
 ) -> tuple[StoredTensor, list[Replica]]:
     """One tensor from every rank's shard, and the second copies of what it is made of.
 
@@ -111,9 +114,9 @@ def _join_one(
             "one role and element type",
         )
     joined = (
-        _buffer(splits, first.name, shards[first.name])
+        _buffer(records[0], first.name, shards[first.name])
         if first.role is Role.BUFFER
-        else splits.join(first.name, shards)
+        else join_alike(records, first.name, shards)
     )
     sources = [tensor.source for tensor in ranks if tensor.source is not None]
     if len(sources) < len(ranks):
