@@ -219,6 +219,30 @@ def test_a_layer_file_under_another_name_is_refused(tmp_path: Path) -> None:
         joined_stages(folder)
 
 
+@pytest.mark.parametrize("layer", ["01", "04"])
+def test_a_layer_file_with_others_in_the_place_of_its_weights_is_refused(
+    layer: str, tmp_path: Path
+) -> None:
+    folder = copied("pp2_z1_w4_bf16_tied", tmp_path)
+    foreign = torch.load(tag_dir(_FIXTURES["pp2_z0_w4_fp16"]) / "layer_06-model_states.pt")
+    edit(
+        folder / f"layer_{layer}-model_states.pt",
+        lambda state: (state.clear(), state.update(foreign)),
+    )
+    with pytest.raises(DamagedCheckpointError, match=rf"layer_{layer}.*lacks weights that layer"):
+        joined_stages(folder)
+
+
+def test_a_layer_may_call_its_weights_otherwise_in_its_file(tmp_path: Path) -> None:
+    folder = copied("pp2_z1_w4_bf16_tied", tmp_path)
+    edit(
+        folder / "layer_01-model_states.pt",
+        lambda state: [state.update({f"inner.{key}": state.pop(key)}) for key in list(state)],
+    )
+    known, expected = values(joined_stages(folder)), truth(_FIXTURES["pp2_z1_w4_bf16_tied"])
+    assert torch.equal(known["1.fc.weight"], expected["1.fc.weight"])
+
+
 def test_a_layer_taken_for_a_tied_one_is_compared_with_it(tmp_path: Path) -> None:
     folder = copied("pp2_z1_w4_bf16_tied", tmp_path)
     edit(folder / "layer_00-model_states.pt", lambda state: state["weight"].neg_())

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import check_written_as_named
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.errors import DamagedCheckpointError
 from zexport.torchfile.archive import TorchFile, read_torch_file
 from zexport.torchfile.pickles import TensorRef
 
 TIED = "tied_modules."
 """How the name of a tied layer's parameter begins; its key and its name in the layer follow."""
 
+_SHOWN = 4
 _NAME = re.compile(
     r"layer_(?P<layer>\d{2,9})(?:-model_(?P<tensor>\d{2,9}))?-model_states\.pt", re.ASCII
 )
@@ -71,6 +74,40 @@ def layer_of(name: str) -> int | None:
     """The layer that a full name belongs to; ``None`` for a tied layer's."""
     head = name.partition(".")[0]
     return int(head) if head.isascii() and head.isdecimal() else None
+
+
+def check_holds_trained(layer: LayerFile, trained: Mapping[str, Shape], other: Set[str]) -> None:
+    """Refuse a layer file that has other weights in the place of those that its layer trains.
+
+    A layer file is the state dict of the very module whose parameters ``param_shapes`` names
+    (DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py``), so the names are the same. Two things may
+    differ without harm: a layer may keep weights out of its state dict, and a wrapper's hook may
+    rename them (torch 2.13, ``checkpoint_wrapper.py``). Each then has one of its shape here.
+
+    Args:
+        layer: the file.
+        trained: the names within the layer that have masters, and their shapes.
+        other: the names within the layer that are buffers.
+
+    Raises:
+        DamagedCheckpointError: weights are missing, and those that are there are not these renamed.
+    """
+    lacking = {key: shape for key, shape in trained.items() if key not in layer.tensors}
+    surplus = layer.tensors.keys() - trained.keys() - other
+    shapes = Counter(layer.tensors[key].shape for key in surplus)
+    if surplus and Counter(lacking.values()) - shapes:
+        raise DamagedCheckpointError(
+            f"lacks weights that layer {layer.layer} trains, and holds others",
+            path=layer.file.path,
+            found=_shown({key: layer.tensors[key].shape for key in surplus}),
+            expected=_shown(lacking),
+            hint="Copy this layer file of the same save again",
+        )
+
+
+def _shown(shapes: Mapping[str, Shape]) -> str:
+    first = [f"{key} {list(shapes[key])}" for key in sorted(shapes)[:_SHOWN]]
+    return ", ".join(first) + (", ..." if len(shapes) > _SHOWN else "")
 
 
 def _read(file: RankFile) -> LayerFile:

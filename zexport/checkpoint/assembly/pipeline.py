@@ -8,7 +8,13 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.assembly.cells import Grid, check_cells, recorded_grid
-from zexport.checkpoint.assembly.layer_files import TIED, LayerFile, layer_file_name, layer_of
+from zexport.checkpoint.assembly.layer_files import (
+    TIED,
+    LayerFile,
+    check_holds_trained,
+    layer_file_name,
+    layer_of,
+)
 from zexport.checkpoint.assembly.stage_masters import (
     StageMasters,
     check_weights_are_there,
@@ -22,6 +28,7 @@ from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy
+from zexport.checkpoint.untrusted import Shape
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.layouts import LayoutError
 
@@ -39,6 +46,15 @@ class _Known:
     masters: Mapping[str, StoredTensor]
     buffers: frozenset[str]
     tied: Mapping[str, Mapping[str, int | None]]
+
+    def trained(self, prefix: str) -> dict[str, Shape]:
+        """The shapes of the masters whose names begin with ``prefix``, by what follows it."""
+        named = (name for name in self.masters if name.startswith(prefix))
+        return {name.removeprefix(prefix): self.masters[name].shape for name in named}
+
+    def buffers_of(self, prefix: str) -> frozenset[str]:
+        """The names of the buffers that begin with ``prefix``, without it."""
+        return frozenset(n.removeprefix(prefix) for n in self.buffers if n.startswith(prefix))
 
 
 def join_stages(
@@ -176,6 +192,7 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
     weights = Role.TRAINABLE if cell.weights_are_masters or cell.doubt else Role.FROZEN
     for layer in layers:
         prefix = f"{layer.layer}."
+        check_holds_trained(layer, known.trained(prefix), known.buffers_of(prefix))
         names = {prefix + key for key in layer.tensors}
         tied = None if names & (known.buffers | known.masters.keys()) else _tied_layer(layer, known)
         if tied is not None:
