@@ -16,6 +16,7 @@ from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.opening import NEWEST
 from zexport.errors import AmbiguousTagError
 from zexport.inspection.inspect import inspect_checkpoint
+from zexport.report.inspect_json import inspection_json
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -53,6 +54,45 @@ def test_the_newest_complete_one_is_taken_where_the_newest_is_not(tmp_path: Path
     add_tag(tmp_path, "final", 4)
     next((tmp_path / "final").glob("*rank_1*optim*")).unlink()
     assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.tag == "global_step3"
+
+
+def trainer_run(run: Path, *, own: int, checkpoints: tuple[int, ...]) -> Path:
+    """What the Trainer leaves under ZeRO-3: the end of training beside its checkpoints."""
+    for step in checkpoints:
+        add_tag(run / f"checkpoint-{step}", f"global_step{step}", step)
+        (run / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
+    add_tag(run, f"global_step{own}", own)
+    (run / "latest").write_text(f"global_step{own}")
+    return run
+
+
+def test_the_newest_of_a_run_may_be_a_tag_or_a_checkpoint_beside_it(tmp_path: Path) -> None:
+    run = trainer_run(tmp_path, own=6, checkpoints=(4, 8))
+    newest = zexport.open_checkpoint(run, tag=NEWEST)
+    assert newest.location.tag_dir == run / "checkpoint-8" / "global_step8"
+    next(newest.location.tag_dir.glob("*rank_1*optim*")).unlink()
+    assert zexport.open_checkpoint(run, tag=NEWEST).location.tag == "global_step6"
+
+
+def test_a_newer_checkpoint_beside_what_latest_names_is_told(tmp_path: Path) -> None:
+    run = trainer_run(tmp_path / "run", own=6, checkpoints=(6, 8))
+    plan = zexport.plan_export(zexport.open_checkpoint(run), tmp_path / "out")
+    assert plan.provenance["checkpoint"]["global_steps"] == 6  # type: ignore[index, call-overload]
+    told = (
+        "checkpoint-8 beside global_step6 is of step 8, and this one, which is named by latest, of "
+        "step 6: --tag checkpoint-8 takes that one"
+    )
+    assert plan.warnings[0] == told
+    found = inspect_checkpoint(run)
+    assert [(one.name, one.step, one.is_chosen) for one in found.tags] == [
+        ("checkpoint-6", 6, False),
+        ("global_step6", 6, True),
+        ("checkpoint-8", 8, False),
+    ]
+    assert inspection_json(found)["checkpoint"]["warnings"][0] == told  # type: ignore[index, call-overload]
+    assert not zexport.open_checkpoint(run, tag="global_step6").newer
+    shutil.rmtree(run / "checkpoint-8")
+    assert not zexport.open_checkpoint(run).newer
 
 
 def test_tags_of_unknown_steps_follow_those_of_their_own_kind() -> None:

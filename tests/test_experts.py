@@ -20,8 +20,8 @@ from zexport.checkpoint.assembly.cast_check import compare_casts
 from zexport.checkpoint.assembly.expert_states import read_expert_optimizers, read_expert_states
 from zexport.checkpoint.assembly.experts import take_expert_inventory
 from zexport.checkpoint.assembly.fused_experts import fuse_experts, with_original_names
+from zexport.checkpoint.choice import locate
 from zexport.checkpoint.contents import CastReplica, Role, StoredTensor
-from zexport.checkpoint.location import locate
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import read_ranks

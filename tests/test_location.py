@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zexport.checkpoint.location import Framework, TagChoice, locate, locate_all
+from zexport.checkpoint.choice import locate, locate_all
+from zexport.checkpoint.location import Framework, TagChoice
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -157,6 +158,47 @@ def test_all_tags_come_newest_first(tmp_path: Path) -> None:
     ]
     only = run / "checkpoint-9" / "global_step8"
     assert [location.tag_dir for location in locate_all(only)] == [only]
+
+
+def test_beside_tags_the_checkpoints_of_the_run_are_found_and_latest_stays_the_choice(
+    tmp_path: Path,
+) -> None:
+    run = _trainer_run(tmp_path, 7, 9)
+    _tag(run, "global_step8")
+    (run / "latest").write_text("global_step8")
+    assert locate(run).tag_dir == run / "global_step8"
+    assert locate(run, "checkpoint-9").tag_dir == run / "checkpoint-9" / "global_step9"
+    assert [location.tag for location in locate_all(run)] == [
+        "global_step9",
+        "global_step8",
+        "global_step7",
+    ]
+    with pytest.raises(CheckpointError, match="found global_step8, checkpoint-7, checkpoint-9"):
+        locate(run, "checkpoint-8")
+
+
+def test_beside_tags_other_folders_are_other_models(tmp_path: Path) -> None:
+    _tag(tmp_path, "global_step8")
+    _tag(tmp_path / "critic", "global_step9")
+    _tag(tmp_path / "stage2", "global_step9")
+    assert [location.tag_dir for location in locate_all(tmp_path)] == [tmp_path / "global_step8"]
+    assert locate(tmp_path, "critic").tag_dir == tmp_path / "critic" / "global_step9"
+
+
+def test_a_latest_that_lost_its_tag_points_to_the_checkpoints_of_the_run(tmp_path: Path) -> None:
+    run = _trainer_run(tmp_path, 7, 9)
+    (run / "latest").write_text("global_step10")
+    with pytest.raises(CheckpointError, match="Export another with --tag checkpoint-9"):
+        locate(run)
+    assert [location.tag for location in locate_all(run)] == ["global_step9", "global_step7"]
+
+
+def test_the_newest_of_states_of_several_models_is_not_guessed(tmp_path: Path) -> None:
+    for state in ("checkpoint_0", "checkpoint_1"):
+        for tag in ("pytorch_model", "pytorch_model_1"):
+            _tag(tmp_path / state, tag)
+    with pytest.raises(AmbiguousTagError, match="several models"):
+        locate_all(tmp_path)
 
 
 def test_checkpoints_of_several_models_are_no_ages_of_one_run(tmp_path: Path) -> None:

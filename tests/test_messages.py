@@ -180,7 +180,7 @@ def test_a_pipeline_without_layer_files_is_incomplete(tmp_path: Path) -> None:
 def test_a_tag_that_no_checkpoint_of_a_run_has_is_told_with_those_there_are(tmp_path: Path) -> None:
     for step in (1, 2):
         save(small_model(), Run(stage=3), tmp_path / "run" / f"checkpoint-{step}")
-    with pytest.raises(CheckpointError, match="has no checkpoint named 'checkpoint-3'"):
+    with pytest.raises(CheckpointError, match="has no tag 'checkpoint-3'"):
         open_checkpoint(tmp_path / "run", tag="checkpoint-3")
 
 

@@ -13,7 +13,8 @@ import pytest
 import zexport
 from tests.checkpoints import Run, edit, save, small_model
 from zexport.checkpoint.assembly.node_local import unite
-from zexport.checkpoint.location import Location, locate
+from zexport.checkpoint.choice import locate
+from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import list_rank_files
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
 from zexport.api import consolidate
-from zexport.checkpoint.location import locate
+from zexport.checkpoint.choice import locate
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
 from zexport.errors import (

@@ -53,10 +53,15 @@ def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
         return None
 
 
-def recorded_steps(root: Path, tags: Iterable[str], boundary: Boundary) -> dict[str, int | None]:
-    """The steps of the tags that are looked into: those without a number, and the highest."""
-    ordered = sorted(tags, key=lambda tag: (not _DIGITS.search(tag), by_number(tag)))
-    return {tag: recorded_step(root / tag, boundary) for tag in ordered[-_TAGS_READ_MAX:]}
+def recorded_steps(folders: Mapping[str, Path], boundary: Boundary) -> dict[str, int | None]:
+    """The steps of the tags that are looked into: those without a number, and the highest.
+
+    Args:
+        folders: the tag folder of each name.
+        boundary: where its files may lie.
+    """
+    ordered = sorted(folders, key=lambda tag: (not _DIGITS.search(tag), by_number(tag)))
+    return {tag: recorded_step(folders[tag], boundary) for tag in ordered[-_TAGS_READ_MAX:]}
 
 
 def newest_last(tags: Iterable[str], steps: Mapping[str, int | None]) -> tuple[str, ...]:
@@ -77,7 +82,8 @@ def newest_last(tags: Iterable[str], steps: Mapping[str, int | None]) -> tuple[s
 
 def by_age(root: Path, tags: Sequence[str], boundary: Boundary) -> tuple[str, ...]:
     """The tags in ``root``, newest last."""
-    return newest_last(tags, recorded_steps(root, tags, boundary) if len(tags) > 1 else {})
+    folders = {tag: root / tag for tag in tags}
+    return newest_last(tags, recorded_steps(folders, boundary) if len(tags) > 1 else {})
 
 
 def _without_numbers(name: str) -> str:

@@ -225,6 +225,7 @@ class ZeroCheckpoint:
         replicas: second copies that must agree with what is exported.
         problems: what stands in the way of an export, all of it.
         warnings: what does not, but should be known.
+        newer: tells of a newer checkpoint of the run; not of what this one is.
         flats: the flat data that masters lie in, each once.
         findings: those warnings that have a kind.
     """
@@ -253,6 +254,7 @@ class ZeroCheckpoint:
     replicas: tuple[Replica | CastReplica, ...]
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
+    newer: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     flats: tuple[FlatData, ...] = ()
 

@@ -17,10 +17,12 @@ from zexport.checkpoint.assembly.structure import (
     lacking_optimizer_files,
     recognise,
 )
+from zexport.checkpoint.choice import locate, locate_all
 from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
-from zexport.checkpoint.location import Location, locate, locate_all
+from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
+from zexport.checkpoint.runs import newer_than
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
 from zexport.errors import (
@@ -166,6 +168,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(*_warnings(cells), *inventory.notes),
+        newer=tuple(newer_than(location, model.global_steps if model is not None else None)),
         findings=tuple(
             found for p in problems if (found := _finding(p)) and not found.kind.is_refused
         ),

@@ -92,7 +92,7 @@ def plan_export(
         allow=options.allow,
         findings=findings + content.findings,
         provenance=_provenance(checkpoint, content, options),
-        warnings=(*checkpoint.warnings, *content.warnings),
+        warnings=(*checkpoint.newer, *checkpoint.warnings, *content.warnings),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from zexport.checkpoint.location import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.location import is_tag_dir, list_tags
+from zexport.checkpoint.runs import list_run_checkpoints
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.export.disk import writing
 from zexport.export.manifest import MANIFEST_NAME

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.ages import newest_last, recorded_step, recorded_steps
+from zexport.checkpoint.ages import recorded_step
 from zexport.checkpoint.boundary import Boundary
+from zexport.checkpoint.choice import locate
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.location import list_run_checkpoints, list_tags, locate
+from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.runs import list_run_checkpoints, steps_by_age
 from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import ZexportError
 from zexport.torchfile.archive import read_torch_file
@@ -41,40 +43,37 @@ class TagSummary:
 
 
 def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
-    """The tags around an opened checkpoint, newest last; it itself as it was opened."""
+    """The tags around an opened checkpoint, newest last; it itself as it was opened.
+
+    Where its folder is a run's ``output_dir``, the run's checkpoints are among them.
+    """
     location = checkpoint.location
     return tuple(
         _of_opened(checkpoint) if one.name == location.tag else one
-        for one in _summarize_tags(location.root, location.tags, location.boundary)
+        for one in _summarize_all(location.root, location.boundary)
     )
 
 
 def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
-    """The tags in ``path``, or the checkpoints in a run's folder, newest last."""
-    boundary = Boundary.of(path, follow=follow_symlinks)
-    if tags := list_tags(path):
-        return _summarize_tags(path, tags, boundary)
-    names = list_run_checkpoints(path)
-    first_read = len(names) - _TAGS_READ_MAX
-    summaries = []
-    for index, name in enumerate(names):
+    """The tags in ``path``, and the checkpoints in a run's folder, newest last."""
+    return tuple(_summarize_all(path, Boundary.of(path, follow=follow_symlinks)))
+
+
+def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
+    steps = steps_by_age(root, boundary) or dict.fromkeys(list_run_checkpoints(root))
+    tags, first_read = list_tags(root), len(steps) - _TAGS_READ_MAX
+    for index, (name, step) in enumerate(steps.items()):
+        is_read = index >= first_read
+        if name in tags:
+            yield _summarize(name, root / name, boundary, step, is_read=is_read)
+            continue
         try:
-            folder = locate(path / name, follow_symlinks=follow_symlinks).tag_dir
+            folder = locate(root / name, follow_symlinks=boundary.follow).tag_dir
         except ZexportError:  # this one cannot be opened without a tag of its own, or at all
-            summaries.append(TagSummary(name, None, 0, None, None, is_chosen=False))
+            yield TagSummary(name, None, 0, None, None, is_chosen=False)
         else:
-            is_read = index >= first_read
-            step = recorded_step(folder, boundary) if is_read else None
-            summaries.append(_summarize(name, folder, boundary, step, is_read=is_read))
-    return tuple(summaries)
-
-
-def _summarize_tags(root: Path, tags: Sequence[str], boundary: Boundary) -> tuple[TagSummary, ...]:
-    steps = recorded_steps(root, tags, boundary)
-    return tuple(
-        _summarize(tag, root / tag, boundary, steps.get(tag), is_read=tag in steps)
-        for tag in newest_last(tags, steps)
-    )
+            meant = recorded_step(folder, boundary) if is_read else None
+            yield _summarize(name, folder, boundary, meant, is_read=is_read)
 
 
 def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:

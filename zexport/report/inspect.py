@@ -233,7 +233,7 @@ def _print_remarks(console: Console, inspection: Inspection, checkpoint: ZeroChe
     print_list(console, "Problems", sentences, "bold red")
     unknown = _unknown_globals(inspection, checkpoint)
     print_list(console, "Unknown code in pickles (it was not run)", unknown, "bold yellow")
-    notes = (*checkpoint.warnings, *_left_out(checkpoint), *_lacking(inspection))
+    notes = (*checkpoint.newer, *checkpoint.warnings, *_left_out(checkpoint), *_lacking(inspection))
     print_list(console, "Notes", (*notes, *_beside(inspection.weight_files)))
 
 

@@ -103,7 +103,7 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
             "sidecars": list(inspection.missing_sidecars),
         },
         "weight_files": [_weight_file(file) for file in inspection.weight_files],
-        "warnings": list(checkpoint.warnings),
+        "warnings": [*checkpoint.newer, *checkpoint.warnings],
     }
 
 
