@@ -17,6 +17,7 @@ from zexport.checkpoint.states import (
     read_model_states,
     read_optimizer_states,
 )
+from zexport.checkpoint.wrapped import with_checkpointing_named
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -85,7 +86,7 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     problems: list[ZexportError] = []
     model = _read_all(
         [f for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)],
-        read_model_states,
+        lambda file: with_checkpointing_named(read_model_states(file)),
         problems,
     )
     optimizer = _read_all(

@@ -2,9 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.states import ModelStates
+
+_HIDDEN = "_checkpoint_wrapped_module."
+
+
+def with_checkpointing_named(model: ModelStates) -> ModelStates:
+    """The states with every name as the parameters' are, if activation checkpointing hides its own.
+
+    torch's wrapper leaves ``_checkpoint_wrapped_module`` out of its state dict, and one around the
+    whole model also out of ``named_parameters`` (torch 2.13,
+    ``distributed/algorithms/_checkpoint/checkpoint_wrapper.py``), while DeepSpeed works out the
+    names of buffers and ties itself (0.19, ``runtime/engine.py``). Nothing changes unless the
+    parameters' names stay as they are, and the others apart.
+    """
+    parameters = _parameters(model)
+    others = {*model.buffer_names, *model.shared_params, *model.shared_params.values()}
+    listed = sorted(parameters | others)
+    if not any(_HIDDEN in name for name in listed):
+        return model
+    is_around_all = any(name.startswith(_HIDDEN) for name in listed)
+    wrapped = {} if is_around_all else dict(found for name in listed for found in _wrapped(name))
+    named = {name: _inside(wrapped, name) for name in (*model.module, *listed)}
+    if (
+        any(_HIDDEN in name for name in model.module)
+        or any(named[name] != name for name in parameters)
+        or len({named[name] for name in model.module}) < len(model.module)
+    ):
+        return model
+    return replace(
+        model,
+        module={named[name]: tensor for name, tensor in model.module.items()},
+        buffer_names=tuple(named[name] for name in model.buffer_names),
+        shared_params={named[alias]: named[name] for alias, name in model.shared_params.items()},
+    )
+
+
+def _wrapped(name: str) -> Iterator[tuple[str, str]]:
+    """What is before each wrapped module in a name: as the state dict has it, and as it is."""
+    end = -1
+    while (end := name.find(_HIDDEN, end + 1)) >= 0:
+        path = name[: end + len(_HIDDEN)]
+        yield _bare(path), path
+
+
+def _inside(wrapped: Mapping[str, str], name: str) -> str:
+    """A name with the wrappers that it lies in, and no others."""
+    head = name = _bare(name)
+    while head and head not in wrapped:
+        head = head[: head.rfind(".", 0, -1) + 1]
+    return wrapped.get(head, head) + name.removeprefix(head)
+
+
+def _bare(name: str) -> str:
+    return name.replace(_HIDDEN, "")
 
 
 def with_parameter_names(model: ModelStates) -> ModelStates:
@@ -15,8 +69,9 @@ def with_parameter_names(model: ModelStates) -> ModelStates:
     Nothing changes unless every parameter that the state dict lacks is there without its first
     part, and that is the same for all of them.
     """
-    parameters = {name for shapes in model.param_shapes for name in shapes}
-    parameters |= (model.frozen_shapes or {}).keys()
+    if _parameters(model) <= model.module.keys():
+        return model
+    parameters = {_bare(name) for name in _parameters(model)}
     lacking = sorted(parameters - model.module.keys())
     if not lacking:
         return model
@@ -24,8 +79,14 @@ def with_parameter_names(model: ModelStates) -> ModelStates:
     inner = {name.removeprefix(wrapper) for name in lacking if name.startswith(wrapper)}
     if len(inner) < len(lacking) or not inner <= model.module.keys() - parameters:
         return model
-    own = {*parameters, *model.buffer_names}
+    own = {*parameters, *map(_bare, model.buffer_names)}
     module = {
         name if name in own else wrapper + name: tensor for name, tensor in model.module.items()
     }
-    return replace(model, module=module)
+    return with_checkpointing_named(replace(model, module=module))
+
+
+def _parameters(model: ModelStates) -> set[str]:
+    """Every parameter that DeepSpeed has named."""
+    trained = {name for shapes in model.param_shapes for name in shapes}
+    return trained | (model.frozen_shapes or {}).keys()
