@@ -95,6 +95,14 @@ def test_a_newer_checkpoint_beside_what_latest_names_is_told(tmp_path: Path) -> 
     assert not zexport.open_checkpoint(run).newer
 
 
+def test_an_export_is_verified_against_the_run_it_came_from(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    for step in (2, 4):
+        add_tag(run / f"checkpoint-{step}", f"global_step{step}", step)
+    zexport.consolidate(run, out, tag=NEWEST)
+    assert zexport.verify_export(out, against=run).ok
+
+
 def test_tags_of_unknown_steps_follow_those_of_their_own_kind() -> None:
     tags = ("final", "global_step2", "global_step10", "global_step9", "x1")
     steps = {"final": 5, "global_step2": 2, "global_step9": 9}

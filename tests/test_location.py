@@ -201,6 +201,30 @@ def test_the_newest_of_states_of_several_models_is_not_guessed(tmp_path: Path) -
         locate_all(tmp_path)
 
 
+def test_a_tag_that_one_checkpoint_of_a_run_holds_is_found_there(tmp_path: Path) -> None:
+    run = _trainer_run(tmp_path, 7, 9)
+    for own in ("", "global_step5"):
+        if own:
+            _tag(run, own)
+        assert locate(run, "global_step7").tag_dir == run / "checkpoint-7" / "global_step7"
+    _tag(run / "checkpoint-9", "global_step7")
+    with pytest.raises(AmbiguousTagError, match=r"several checkpoints.*checkpoint-7, checkpoint-9"):
+        locate(run, "global_step7")
+    _tag(run, "global_step7")
+    assert locate(run, "global_step7").tag_dir == run / "global_step7"
+
+
+@pytest.mark.parametrize("own", [None, "global_step10"])
+def test_a_tag_is_not_looked_for_in_other_models(tmp_path: Path, own: str | None) -> None:
+    if own is not None:
+        _tag(tmp_path, own)
+    else:
+        _tag(tmp_path / "actor", "global_step10")
+    _tag(tmp_path / "critic", "global_step20")
+    with pytest.raises(CheckpointError, match="has no tag 'global_step20'"):
+        locate(tmp_path, "global_step20")
+
+
 def test_checkpoints_of_several_models_are_no_ages_of_one_run(tmp_path: Path) -> None:
     for model in ("_actor", "_critic"):
         _tag(tmp_path / model, "global_step2")

@@ -38,8 +38,8 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
 
     The tag comes from ``tag``, else from the level given, else from ``latest``, else it is the only
     one there. ``latest`` names a child of its own folder and nothing else; ``tag`` a tag in
-    ``path``, or a checkpoint of the run there. Links lead to somewhere below ``path``, unless
-    ``follow_symlinks`` lets them lead anywhere.
+    ``path``, a checkpoint of the run there, or a tag that only one of those holds. Links lead to
+    somewhere below ``path``, unless ``follow_symlinks`` lets them lead anywhere.
 
     Raises:
         NotACheckpointError: there is no rank file at or below ``path``.
@@ -138,6 +138,16 @@ def _named(path: Path, tag: str, boundary: Boundary) -> Location:
     runs = list_run_checkpoints(path)
     if tag in runs:
         return _in_root(path / tag, boundary)
+    holders = [run for run in list_ages(path) if is_tag_dir(path / run / tag)]
+    if len(holders) > 1:
+        raise AmbiguousTagError(
+            f"holds the tag {tag!r} in several checkpoints",
+            path=path,
+            found=", ".join(holders),
+            hint=f"Give the one that you mean, for example {path / holders[-1]}",
+        )
+    if holders:
+        return location_of(path / holders[0], tag, TagChoice.OPTION, boundary)
     raise CheckpointError(
         f"has no tag {tag!r}",
         path=path,
