@@ -96,6 +96,22 @@ def test_a_weight_of_another_conversion_is_surplus(from_zero3: Path) -> None:
     refused(from_zero3, DamagedCheckpointError, "no model file names, such as 'stray.weight'")
 
 
+def _as_without_zero(state: Any) -> None:
+    state["param_shapes"] = None
+
+
+def _without_one_name(state: Any) -> None:
+    state["param_shapes"][0].pop("inner.weight")
+
+
+@pytest.mark.parametrize("change", [_as_without_zero, _without_one_name])
+def test_model_files_that_leave_trained_weights_unnamed_are_of_another_run(
+    change: Callable[[Any], None], from_zero2: Path
+) -> None:
+    edit(from_zero2 / "mp_rank_00_model_states.pt", change)
+    refused(from_zero2, DamagedCheckpointError, "holds trained weights that no model file names")
+
+
 def test_a_link_in_place_of_a_folder_is_unsafe(from_zero3: Path, tmp_path: Path) -> None:
     folder = from_zero3 / "zero" / WEIGHT
     folder.rename(tmp_path / "elsewhere")

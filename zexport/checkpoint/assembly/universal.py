@@ -79,6 +79,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
     folders = _folders(tag_dir / _FOLDER)
     known = names.union(*(m.module for m in models.values()), *(part.aliases for part in parts))
     _check_no_surplus(tag_dir, folders, known)
+    _check_all_trained_are_named(tag_dir, folders, cells)
     try:
         weights = [
             _read_weight(tag_dir, name, shards, models, folders)
@@ -210,6 +211,34 @@ def _check_no_surplus(tag_dir: Path, folders: Mapping[str, Path], known: set[str
         )
 
 
+def _check_all_trained_are_named(
+    tag_dir: Path, folders: Mapping[str, Path], cells: Mapping[int, RankStates]
+) -> None:
+    """Refuse model files that leave trained weights out of ``param_shapes``: those of another run.
+
+    The converter writes moments for the names in the ``param_shapes`` of the model files that it
+    copies, and for no others; buffers, frozen and tied weights have ``fp32.pt`` alone (DeepSpeed
+    0.10 to 0.19, ``ds_to_universal.py``, ``main``).
+    """
+    models = [model for ranks in cells.values() for model in ranks.model.values()]
+    named = {name for model in models for shapes in model.param_shapes for name in shapes}
+    unnamed = sorted(name for name in folders.keys() - named if _has_moments(folders[name]))
+    if unnamed:
+        raise DamagedCheckpointError(
+            f"holds trained weights that no model file names as such, for one {unnamed[0]!r}",
+            path=tag_dir / _FOLDER,
+            found=f"moments of {len(unnamed)} weights that are not in param_shapes",
+            expected="the model files of the run that was converted",
+            hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it "
+            "again",
+        )
+
+
+def _has_moments(folder: Path) -> bool:
+    """Whether an optimizer stepped the weight of this folder."""
+    return (folder / "exp_avg.pt").exists()
+
+
 def _read_weight(
     tag_dir: Path,
     name: str,
@@ -250,8 +279,8 @@ def _refuse_rounded(content: Value, name: str, models: Mapping[int, ModelStates]
     """
     made = [model.module[name] for model in models.values() if name in model.module]
     is_rounded = any(tensor.numel and tensor.dtype in (DType.BF16, DType.F16) for tensor in made)
-    has_moments = (content.path.parent / "exp_avg.pt").exists()
-    if is_rounded and not has_moments and content.mapping().keys() == {"param"}:
+    is_stepped = _has_moments(content.path.parent)
+    if is_rounded and not is_stepped and content.mapping().keys() == {"param"}:
         raise UnsupportedError(
             f"holds no master of the weight {name!r}: the converter made it from 16-bit values",
             path=content.path,
