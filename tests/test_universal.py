@@ -18,6 +18,7 @@ from tests.model_parallel import unequal
 from zexport.checkpoint.assembly.universal import UniversalInventory, take_universal_inventory
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.tensors import Inventory
+from zexport.dtypes import DType
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -148,6 +149,27 @@ def test_a_whole_weight_of_another_shape_is_damage(from_zero2: Path) -> None:
 def test_a_weight_of_whole_numbers_is_damage(from_zero3: Path) -> None:
     resave(from_zero3 / "zero" / WEIGHT / "fp32.pt", lambda flat: flat.int())
     refused(from_zero3, DamagedCheckpointError, "does not hold a floating-point weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_weight_of_another_type_than_the_others_is_damage(
+    dtype: torch.dtype, from_zero2: Path
+) -> None:
+    path = from_zero2 / "zero" / "inner.weight" / "fp32.pt"
+    resave(path, lambda state: state | {"param": state["param"].to(dtype)})
+    refused(from_zero2, DamagedCheckpointError, "in another element type than the others")
+
+
+def test_masters_that_are_all_of_16_bits_are_one_type(from_zero2: Path) -> None:
+    rounded = {
+        path.parent.name: torch.load(path)["param"].bfloat16()
+        for path in from_zero2.glob("zero/*/fp32.pt")
+        if (path.parent / "exp_avg.pt").exists()
+    }
+    for name, value in rounded.items():
+        resave(from_zero2 / "zero" / name / "fp32.pt", lambda s, v=value: s | {"param": v})
+    found = {tensor.name: tensor.dtype for tensor in take(from_zero2).inventory.tensors}
+    assert {found[name] for name in rounded} == {DType.BF16}
 
 
 def test_frozen_weights_need_the_model_files_of_all_ranks(from_zero3: Path) -> None:

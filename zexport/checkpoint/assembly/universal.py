@@ -10,7 +10,8 @@ Source: DeepSpeed 0.19, ``checkpoint/ds_to_universal.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -85,6 +86,7 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
             _read_weight(tag_dir, name, shards, models, folders)
             for name, shards in _shards(parts).items()
         ]
+        _check_one_type(weights)
         rest, replicas = _merge_rest(tag_dir, parts)
         copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
     except LayoutError as error:
@@ -286,6 +288,30 @@ def _refuse_rounded(content: Value, name: str, models: Mapping[int, ModelStates]
             path=content.path,
             hint="Export the checkpoint that it was converted from",
         )
+
+
+def _check_one_type(weights: Iterable[tuple[StoredTensor, TorchFile]]) -> None:
+    """Refuse a weight that was rounded: all masters of a run are of one floating-point type.
+
+    Left out is what no optimizer stepped, which the converter turns to fp32 whatever the type of
+    the masters (``ds_to_universal.py``, ``main``).
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, which clone
+    all groups as fp32 or, with 16-bit master weights, all in the one 16-bit type.
+    """
+    stepped = [(one, file) for one, file in weights if one.numel and _has_moments(file.path.parent)]
+    counts = Counter(one.dtype for one, _ in stepped).most_common()
+    if len(counts) < 2:  # noqa: PLR2004 - a second type
+        return
+    usual = counts[0][0]
+    odd, file = next((one, file) for one, file in stepped if one.dtype is not usual)
+    raise DamagedCheckpointError(
+        f"holds the weight {odd.name!r} in another element type than the others",
+        path=file.path,
+        found=odd.dtype.torch_name,
+        expected=usual.torch_name,
+        hint=_COPY_AGAIN,
+    )
 
 
 def _copies(weight: StoredTensor, models: Mapping[int, ModelStates]) -> Iterator[CastReplica]:
