@@ -255,6 +255,85 @@ def test_a_missing_file_of_masters_is_missed_where_no_group_has_a_name(tmp_path:
         inventory_of(folder)
 
 
+@pytest.mark.parametrize("case", ["moe_z0_w2_ep2_bf16", "moe_z0_w2_ep2_bf16_fused"])
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_a_file_of_masters_of_a_run_without_any_is_refused(
+    case: str, ep_rank: int, tmp_path: Path
+) -> None:
+    folder = unsharded(tmp_path, case)
+    other = locate(_FIXTURES / "moe_z0_w2_ep2_fp32" / "ckpt", None).tag_dir
+    shutil.copy(optimizer_file(other, ep_rank), optimizer_file(folder, ep_rank))
+    problem = f"expp_rank_{ep_rank}_.*otherwise than the other .*found no masters"
+    with pytest.raises(DamagedCheckpointError, match=problem):
+        inventory_of(folder)
+
+
+def test_a_file_of_masters_that_lost_its_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = unsharded(tmp_path, "autoep_z0_w2_ep2")
+    rewrite(optimizer_file(folder, 1), lambda state: state.pop("optimizer"))
+    with pytest.raises(DamagedCheckpointError, match="otherwise than the other expert-parallel"):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_a_group_that_lost_its_masters_is_refused(group: int, ep_rank: int, tmp_path: Path) -> None:
+    folder = unsharded(tmp_path)
+    rewrite(optimizer_file(folder, ep_rank), lambda s: s["optimizer"]["fp32_groups"][group].clear())
+    problem = f"every parameter of group {group} .found 0, expected"
+    with pytest.raises(DamagedCheckpointError, match=problem):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_masters_without_any_group_are_refused(key: str, tmp_path: Path) -> None:
+    name = "moe_z0_w2_ep2_bf16" + ("_fused" if key == "fp32_groups_flat" else "")
+    folder = unsharded(tmp_path, name)
+    for ep_rank in (0, 1):
+        rewrite(optimizer_file(folder, ep_rank), lambda s: s["optimizer"][key].clear())
+    with pytest.raises(DamagedCheckpointError, match="every parameter of group 0"):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_a_dense_master_that_one_rank_alone_lacks_is_missed(ep_rank: int, tmp_path: Path) -> None:
+    def without_last(state: dict[str, Any]) -> None:
+        state["optimizer"]["fp32_groups"][0].pop()
+        state["optimizer"]["optimizer_state_dict"]["param_groups"][0]["params"].pop()
+
+    folder = unsharded(tmp_path)
+    rewrite(optimizer_file(folder, ep_rank), without_last)
+    problem = f"expp_rank_{ep_rank}_.*lacks the fp32 master of '.*', which another rank has"
+    with pytest.raises(DamagedCheckpointError, match=problem):
+        inventory_of(folder)
+
+
+@pytest.mark.parametrize("case", ["moe_z0_w2_ep2_bf16", "moe_z0_w2_ep2_bf16_fused"])
+def test_a_model_file_that_lost_its_weights_is_refused(case: str, tmp_path: Path) -> None:
+    folder = unsharded(tmp_path, case)
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda state: state["module"].clear())
+    with pytest.raises(DamagedCheckpointError, match="has no weights beside the experts'"):
+        inventory_of(folder)
+
+
+def test_experts_alone_may_have_masters_and_all_else_be_left_out_of_the_save(
+    tmp_path: Path,
+) -> None:
+    """As with ``exclude_frozen_parameters`` where experts alone are trained."""
+    expected = facts(inventory_of(unsharded(tmp_path)))
+
+    def experts_alone(state: dict[str, Any]) -> None:
+        state["optimizer"]["fp32_groups"].pop(0)
+        state["optimizer"]["optimizer_state_dict"]["param_groups"].pop(0)
+
+    folder = tmp_path / "tag"
+    rewrite(folder / "mp_rank_00_model_states.pt", lambda state: state["module"].clear())
+    for ep_rank in (0, 1):
+        rewrite(optimizer_file(folder, ep_rank), experts_alone)
+    kept = {name: one for name, one in expected.items() if ".deepspeed_experts." in name}
+    assert facts(inventory_of(folder)) == kept
+
+
 def test_groups_that_are_not_marked_as_experts_are_told_apart_all_the_same(tmp_path: Path) -> None:
     folder = unsharded(tmp_path)
     expected = facts(inventory_of(folder))

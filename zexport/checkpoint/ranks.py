@@ -70,12 +70,13 @@ def is_zero0(ranks: RankStates) -> bool:
     """Whether the model file holds all there is: whole weights, and no flat groups elsewhere.
 
     Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``): ``param_shapes``
-    is ``None`` unless ZeRO holds the weights.
+    is ``None`` unless ZeRO holds the weights. A pipeline's stage has them in layer files; beside
+    the files of experts a model file may be without weights as well.
     """
     model = ranks.first_model
     return (
         model is not None
-        and bool(model.module)
+        and bool(model.module or model.has_experts)
         and not (model.param_shapes or ranks.optimizer or ranks.is_zero3)
     )
 

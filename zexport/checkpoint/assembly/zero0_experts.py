@@ -10,12 +10,17 @@ Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from zexport.checkpoint.assembly.cast_check import fingerprint
 from zexport.checkpoint.assembly.expert_layers import ExpertLayers
+from zexport.checkpoint.assembly.expert_shares import (
+    Share,
+    check_dense_masters,
+    check_evenly_trained,
+    check_files_are_there,
+    check_one_form,
+)
 from zexport.checkpoint.assembly.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.assembly.zero0 import (
     casts,
@@ -30,24 +35,11 @@ from zexport.checkpoint.assembly.zero0_masters import Master, Masters, Weight
 from zexport.checkpoint.contents import CastReplica, Replica, Role, StoredTensor
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory
-from zexport.checkpoint.untrusted import Value
 from zexport.dtypes import DType
-from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.extents import Chain, Window, paths_of
 from zexport.layouts.experts import expert_runs, uniform
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import TorchFile
-
-_GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One expert-parallel rank: its optimizer file, its own experts' weights, all its masters."""
-
-    file: TorchFile
-    experts: Sequence[Weight]
-    masters: Masters
 
 
 def take_unsharded_experts(
@@ -66,6 +58,7 @@ def take_unsharded_experts(
 
     Raises:
         IncompleteCheckpointError: an expert-parallel rank's file is missing.
+        DamagedCheckpointError: files are of several runs.
         UnsupportedError: masters cannot be told apart.
         LayoutError: files contradict each other.
     """
@@ -73,12 +66,14 @@ def take_unsharded_experts(
     own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
     weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
     experts = [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
-    shares: list[_Share] = []
+    shares: list[Share] = []
     if any(weight.dtype in (DType.BF16, DType.F16) for weight in (*weights, *experts)):
-        _check_files(dense, layers, optimizers)
+        check_files_are_there(dense, layers, optimizers)
+        check_one_form(optimizers)
         shares = _shares(dense, layers, optimizers, weights, experts)
+        check_dense_masters(dense, weights, shares)
     found = {**_of_dense(shares, weights), **_by_whole_name(shares, layers)}
-    _check_evenly_trained(dense, layers, optimizers, experts, found)
+    check_evenly_trained(dense, layers, optimizers, experts, found)
     tied, twins = _tied(weights, found, dense.file)
     equal = tuple(_ties([one for one in weights if one.name in tied], tied, found, dense.file))
     weights = [weight for weight in weights if weight.name not in tied]
@@ -107,54 +102,13 @@ def _as_weight(stored: StoredTensor) -> Weight:
     return Weight(stored.name, stored.shape, stored.dtype, stored.source, of_experts=True)
 
 
-def _check_files(
-    dense: ModelStates, layers: ExpertLayers, optimizers: Mapping[int, TorchFile]
-) -> None:
-    """As many files as expert-parallel ranks."""
-    sizes = _known_sizes(layers, optimizers)
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            "keeps the fp32 masters of experts that are dealt out in several ways, without names",
-            path=dense.file.path.parent,
-            found=f"expert-parallel sizes {', '.join(map(str, sorted(sizes)))}",
-            expected="one size",
-            hint="Resume the run with ZeRO stage 1, save, and export that",
-        )
-    expected = max(sizes, default=max(optimizers, default=0) + 1)
-    missing = next((rank for rank in range(expected) if rank not in optimizers), None)
-    if missing is not None or len(optimizers) != expected:
-        raise IncompleteCheckpointError(
-            "lacks optimizer files of expert-parallel ranks, which hold the fp32 masters"
-            if missing is not None
-            else "has optimizer files of more expert-parallel ranks than there are",
-            path=dense.file.path.parent,
-            found=f"{len(optimizers)} of {expected}",
-            expected=f"expp_rank_{missing or 0}_mp_rank_00_optim_states.pt",
-            hint="Copy all files of one save from the nodes that wrote them",
-        )
-
-
-def _known_sizes(layers: ExpertLayers, optimizers: Mapping[int, TorchFile]) -> set[int]:
-    """The expert-parallel sizes that AutoEP records, or that parameter groups are named after."""
-    sizes = {len(layer.held) for layer in layers.autoep.values()}
-    for file in optimizers.values():
-        optimizer = Value(file.path, "states", file.value).get("optimizer")
-        key = "optimizer_state_dict"
-        groups = optimizer.get(key).get("param_groups").items() if optimizer.has(key) else ()
-        for group in groups:
-            name = group.mapping_or_empty().get("name")
-            match = _GROUP_NAME.fullmatch(name) if isinstance(name, str) else None
-            sizes |= {int(match[1])} if match else set()
-    return sizes
-
-
 def _shares(
     dense: ModelStates,
     layers: ExpertLayers,
     optimizers: Mapping[int, TorchFile],
     weights: Sequence[Weight],
     experts: Sequence[Weight],
-) -> list[_Share]:
+) -> list[Share]:
     files = [states.file for every in layers.files.values() for states in every]
     by_name = {weight.name: weight for weight in experts}
     shares = []
@@ -164,7 +118,7 @@ def _shares(
         read = paths_of(weight.source for weight in own)
         others = [file for file in files if file.path in read]
         masters = masters_of(optimizer, ordered, (dense.file, *others))
-        shares.append(_Share(optimizer, own, masters))
+        shares.append(Share(optimizer, own, masters))
     return shares
 
 
@@ -210,13 +164,13 @@ def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> lis
     return [weight for _, weight in sorted(keyed, key=lambda item: item[0])]
 
 
-def _of_dense(shares: Sequence[_Share], weights: Iterable[Weight]) -> dict[str, Master]:
+def _of_dense(shares: Sequence[Share], weights: Iterable[Weight]) -> dict[str, Master]:
     """The dense masters: the first rank's, which the others' must equal."""
     first = shares[0].masters.found if shares else {}
     return {one.name: first[one.name] for one in weights if one.name in first}
 
 
-def _by_whole_name(shares: Sequence[_Share], layers: ExpertLayers) -> dict[str, Master]:
+def _by_whole_name(shares: Sequence[Share], layers: ExpertLayers) -> dict[str, Master]:
     """The experts' masters of all ranks; those that AutoEP keeps as one, joined into one."""
     found: dict[str, Master] = {}
     for share in shares:
@@ -232,34 +186,6 @@ def _by_whole_name(shares: Sequence[_Share], layers: ExpertLayers) -> dict[str, 
                 parts.append(Window(source, run.position * nbytes, run.count * nbytes))
             found[name] = Master(Chain(tuple(parts)), masters[0].dtype)
     return found
-
-
-def _check_evenly_trained(
-    dense: ModelStates,
-    layers: ExpertLayers,
-    optimizers: Mapping[int, TorchFile],
-    experts: Iterable[Weight],
-    found: Mapping[str, Master],
-) -> None:
-    """Where nothing tells how many files there should be: all experts of a layer are trained alike.
-
-    Else the masters of some lie in a file that is not here.
-    """
-    if not found or _known_sizes(layers, optimizers):
-        return
-    first: dict[str, str] = {}
-    for weight in experts:
-        native = parse_native(weight.name)
-        alike = native.renumbered(0) if native is not None else weight.name
-        other = first.setdefault(alike, weight.name)
-        if (other in found) != (weight.name in found):
-            raise IncompleteCheckpointError(
-                f"holds the fp32 master of only one of {other!r} and {weight.name!r}",
-                path=dense.file.path.parent,
-                found=f"{len(optimizers)} files expp_rank_*_optim_states.pt",
-                expected="one for each expert-parallel rank",
-                hint="Copy them from the nodes that wrote them",
-            )
 
 
 def _tied(
@@ -316,7 +242,7 @@ def _ties(
     yield from casts(weights, masters, file)
 
 
-def _dense_copies(weights: Iterable[Weight], shares: Sequence[_Share]) -> Iterator[Replica]:
+def _dense_copies(weights: Iterable[Weight], shares: Sequence[Share]) -> Iterator[Replica]:
     """The dense masters, which every expert-parallel rank has."""
     for weight in weights:
         masters = [s.masters.found[weight.name] for s in shares if weight.name in s.masters.found]
@@ -324,7 +250,7 @@ def _dense_copies(weights: Iterable[Weight], shares: Sequence[_Share]) -> Iterat
             yield Replica(weight.name, masters[0].source, other.source)
 
 
-def _casts(weights: Sequence[Weight], shares: Sequence[_Share]) -> Iterator[CastReplica]:
+def _casts(weights: Sequence[Weight], shares: Sequence[Share]) -> Iterator[CastReplica]:
     for index, share in enumerate(shares):
         compared = [*weights, *share.experts] if index == 0 else share.experts
         yield from casts(compared, share.masters.found, share.file)

@@ -9,6 +9,13 @@ from math import prod
 from typing import TypeVar
 
 from zexport.checkpoint.assembly.cast_check import fingerprint
+from zexport.checkpoint.assembly.master_groups import (
+    NAMED,
+    UNFUSED,
+    expert_flags,
+    form_of,
+    unnamed_masters,
+)
 from zexport.checkpoint.untrusted import Shape, Value
 from zexport.dtypes import DType
 from zexport.extents import ByteSource, Chain, Window
@@ -115,12 +122,13 @@ def find_masters(
         DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
     floating = [weight for weight in weights if weight.dtype.is_floating and weight.numel]
-    if optimizer.has("single_partition_of_fp32_groups"):
+    form = form_of(optimizer)
+    if form == NAMED:
         return _named_masters(optimizer, file, {weight.name: weight for weight in floating})
-    if not optimizer.has("fp32_groups") and not optimizer.has("fp32_groups_flat"):
+    if form is None:
         return Masters({})
-    by_flag = any(_flags(optimizer))
-    if optimizer.has("fp32_groups"):
+    by_flag = any(expert_flags(optimizer))
+    if form == UNFUSED:
         units = [_weight_unit(weight, by_flag=by_flag) for weight in floating]
     else:
         of_experts = any(weight.of_experts for weight in floating)
@@ -129,29 +137,14 @@ def find_masters(
     return _match(units, _groups(optimizer, file), tuple(files.values()))
 
 
-def _flags(optimizer: Value) -> list[bool]:
-    """Which parameter groups are of experts, where the run has told DeepSpeed.
-
-    Source: DeepSpeed 0.10 to 0.19, ``moe/utils.py`` (``is_moe_param_group``).
-    """
-    state = optimizer.get("optimizer_state_dict")
-    groups = state.get("param_groups").items() if state.has("param_groups") else []
-    return [group.mapping_or_empty().get("moe") is True for group in groups]
-
-
 def _groups(optimizer: Value, file: TorchFile) -> list[list[_Unnamed]]:
     """The masters of each parameter group.
 
     Those without elements are left out, as DeepSpeed 0.19 does itself (``runtime/utils.py``,
     ``is_optimized_parameter``).
     """
-    unfused = optimizer.has("fp32_groups")
-    key = "fp32_groups" if unfused else "fp32_groups_flat"
-    groups = [
-        [item.tensor() for item in (group.items() if unfused else [group])]
-        for group in optimizer.need(key).items()
-    ]
-    flags = _flags(optimizer)
+    groups = unnamed_masters(optimizer)
+    flags = expert_flags(optimizer)
     flags = flags if any(flags) and len(flags) == len(groups) else [False] * len(groups)
     return [
         [_Unnamed((flag, one.shape), file.source(one), one.dtype) for one in group if one.numel]
@@ -302,7 +295,7 @@ def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weig
     """
     found: dict[str, Master] = {}
     cut = False
-    flats = optimizer.need("single_partition_of_fp32_groups").items()
+    flats = optimizer.need(NAMED).items()
     mappings = optimizer.need("param_slice_mappings").items()
     for flat, mapping in zip(flats, mappings, strict=False):
         tensor = flat.tensor()
