@@ -91,6 +91,43 @@ def test_a_missing_layer_of_weights_that_nothing_names_is_noticed(tmp_path: Path
         joined_stages(folder)
 
 
+@pytest.mark.parametrize("case", ["pp2_z0_w4_fp32", "pp2_z0_w4_fp32_tied"])
+@pytest.mark.parametrize("layer", [0, 1, 5])
+def test_a_layer_file_of_another_run_is_known_by_its_shapes(
+    case: str, layer: int, tmp_path: Path
+) -> None:
+    folder = copied(case, tmp_path)
+    assert joined_stages(folder).tensors
+
+    def wider(state: dict[str, Any]) -> None:
+        for name, tensor in state.items():
+            state[name] = torch.ones(*(size + 1 for size in tensor.shape))
+
+    edit(folder / f"layer_{layer:02d}-model_states.pt", wider)
+    with pytest.raises(DamagedCheckpointError, match="has layer files of another run"):
+        joined_stages(folder)
+
+
+def test_projected_moments_tell_nothing_of_the_shapes_of_weights(tmp_path: Path) -> None:
+    def project(state: dict[str, Any]) -> None:
+        for one in state["optimizer"]["state"].values():
+            one.update({key: torch.ones(3, 2) for key in ("exp_avg", "exp_avg_sq")}, projector=None)
+
+    folder = copied("pp2_z0_w4_fp32", tmp_path)
+    expected = values(joined_stages(folder))
+    for path in folder.glob("mp_rank_*"):
+        edit(path, project)
+    assert differences(values(joined_stages(folder)), expected) == []
+
+
+def test_a_tied_layer_with_one_file_may_stand_beside_frozen_weights(tmp_path: Path) -> None:
+    folder = copied("pp2_z0_w4_fp32_tied", tmp_path)
+    count = len(joined_stages(folder).tensors)
+    frozen = {f"frozen.{number}": torch.ones(5, 3) for number in range(4)}
+    edit(folder / "layer_01-model_states.pt", lambda state: state.update(frozen))
+    assert len(joined_stages(folder).tensors) == count + len(frozen)
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2, 4, 5])
 def test_a_missing_layer_is_not_taken_for_a_tied_one(layer: int, tmp_path: Path) -> None:
     folder = copied("pp2_z0_w4_fp32_tied", tmp_path)

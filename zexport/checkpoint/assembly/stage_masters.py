@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -172,13 +173,18 @@ def check_weights_are_there(
 
     Raises:
         UnsupportedError: there are fewer; tied layers without a file of their own look the same.
+        DamagedCheckpointError: there are fewer of one shape.
     """
     column = [cell for cell in column if cell.weights_are_masters]
     stepped = sum(_stepped(cell.model) for cell in column)
     buffers = {name for cell in column for name in cell.model.buffer_names}
-    held = sum(
-        f"{layer.layer}.{key}" not in buffers for layer in layers.values() for key in layer.tensors
+    shapes = Counter(
+        tensor.shape
+        for layer in layers.values()
+        for key, tensor in layer.tensors.items()
+        if f"{layer.layer}.{key}" not in buffers
     )
+    held = shapes.total()
     if held < stepped and held + _tied_uses(column, layers) != stepped:
         raise UnsupportedError(
             "holds fewer weights than its optimizers step: a layer file is missing, or a tied "
@@ -188,6 +194,15 @@ def check_weights_are_there(
             expected=stepped,
             hint="Copy all layer files again; with tied layers, save with ZeRO-1",
         )
+
+    if column:
+        _check_shapes(tag_dir, [cell.model for cell in column], shapes)
+
+
+def _check_shapes(tag_dir: Path, stages: Sequence[ModelStates], held: Counter[Shape]) -> None:
+    from zexport.checkpoint.assembly.tied_uses import check_shapes  # noqa: PLC0415
+
+    check_shapes(tag_dir, stages, held)
 
 
 def _tied_uses(column: Iterable[StageMasters], layers: Mapping[int, LayerFile]) -> int:

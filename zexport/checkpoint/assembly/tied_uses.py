@@ -2,24 +2,27 @@
 
 There nothing names what is stepped, and the second use of a tied layer has no layer file. That it
 is one, and no file is missing, is known by the optimizer's moments: every stage that uses the layer
-steps the same weight by the same gradients.
+steps the same weight by the same gradients. They have the weights' shapes as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from zexport.checkpoint.assembly.cast_check import fingerprint
 from zexport.checkpoint.assembly.layer_files import LayerFile
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Shape, Value
+from zexport.errors import DamagedCheckpointError
 from zexport.extents import ByteSource
 from zexport.streams.reader import SourceReader
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import TensorRef
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OF_ADAM = {*_MOMENTS, "step", "max_exp_avg_sq"}
 _Look = tuple[Shape, tuple[bytes, ...]]
 """A shape, and digests of samples of what has it."""
 
@@ -44,11 +47,76 @@ def count_uses_without_file(stages: Sequence[ModelStates], layers: Sequence[Laye
     return sum(sum(look in one for one in looks) - 1 for look in shared)
 
 
-def _looks_of_moments(model: ModelStates, reader: SourceReader) -> Iterator[_Look]:
+def check_shapes(tag_dir: Path, stages: Sequence[ModelStates], held: Mapping[Shape, int]) -> None:
+    """Refuse layer files that hold fewer weights of a shape than all stages together step.
+
+    Every weight that a stage steps is in a layer file with its shape (DeepSpeed 0.10 to 0.19,
+    ``runtime/pipe/module.py``, ``save_state_dict``): in its own layer's, or a tied layer's first.
+
+    Args:
+        tag_dir: the tag folder.
+        stages: the model states of every stage.
+        held: how many weights of each shape the layer files hold.
+
+    Raises:
+        DamagedCheckpointError: a layer file is of another run.
+    """
+    stepped = Counter(tensors[0].shape for model in stages for tensors in _adams_moments(model))
+    scarce = {shape for shape, count in stepped.items() if count > held.get(shape, 0)}
+    distinct = _count_distinct(stages, scarce) if scarce else {}
+    for shape, count in sorted(distinct.items()):
+        if count > held.get(shape, 0):
+            raise DamagedCheckpointError(
+                f"has layer files of another run: too few weights of the shape {list(shape)}",
+                path=tag_dir,
+                found=held.get(shape, 0),
+                expected=f"{count}, as the optimizers step",
+                hint="Copy all layer files of one save again",
+            )
+
+
+def _count_distinct(stages: Sequence[ModelStates], shapes: Container[Shape]) -> Counter[Shape]:
+    """At least how many different weights of these shapes all stages together step.
+
+    What one stage steps are different weights, and so are those with different moments.
+    """
+    with SourceReader([model.file for model in stages]) as reader:
+        looks = [
+            Counter(
+                (tensors[0].shape, tuple(_digest(model.file, one, reader) for one in tensors))
+                for tensors in _adams_moments(model)
+                if tensors[0].shape in shapes
+            )
+            for model in stages
+        ]
+    distinct: Counter[Shape] = Counter()
+    for look in set().union(*looks):
+        distinct[look[0]] += max(one[look] for one in looks)
+    return distinct
+
+
+def _adams_moments(model: ModelStates) -> Iterator[list[TensorRef]]:
+    """Both moments of every parameter that has what Adam keeps, and nothing else.
+
+    Such moments have the parameter's shape; other optimizers may project them.
+    """
+    for state in _states(model):
+        moments = [state.get(key) for key in _MOMENTS]
+        tensors = [moment for moment in moments if isinstance(moment, TensorRef)]
+        alike = len({tensor.shape for tensor in tensors}) == 1
+        if len(tensors) == len(_MOMENTS) and alike and state.keys() <= _OF_ADAM:
+            yield tensors
+
+
+def _states(model: ModelStates) -> Iterator[dict[object, object]]:
     optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
     states = optimizer.get("state").mapping() if optimizer.has("state") else {}
-    for state in states.values():
-        moments = [state.get(key) for key in _MOMENTS] if isinstance(state, dict) else []
+    yield from (state for state in states.values() if isinstance(state, dict))
+
+
+def _looks_of_moments(model: ModelStates, reader: SourceReader) -> Iterator[_Look]:
+    for state in _states(model):
+        moments = [state.get(key) for key in _MOMENTS]
         tensors = [moment for moment in moments if isinstance(moment, TensorRef)]
         if len(tensors) == len(_MOMENTS) and not _are_zero(model.file, tensors, reader):
             yield tensors[0].shape, tuple(_digest(model.file, one, reader) for one in tensors)
