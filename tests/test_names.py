@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -318,21 +319,94 @@ def test_one_process_answers_for_several_configs(
 
 
 @pytest.mark.slow
-def test_what_a_model_prints_as_it_is_built_is_no_answer() -> None:
-    code = (
-        "import transformers, zexport.model.names_process as asked\n"
-        "build = asked._without_data\n"
-        "asked._without_data = lambda *words: print('{}') or build(*words)\n"
-        "asked.answer_all()\n"
+def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as they are imported, and not as a model is built."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, transformers\n"
+        "os.write(1, b'{}\\n' * 3)\n"
+        "init = transformers.LlamaForCausalLM.__init__\n"
+        "def printing_init(self, config):\n"
+        "    os.write(1, b'{}\\n' * 3)\n"
+        "    print('{}', flush=True)\n"
+        "    init(self, config)\n"
+        "transformers.LlamaForCausalLM.__init__ = printing_init\n"
     )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(config).encode(),
-        capture_output=True,
-        check=True,
-        timeout=240,
+    names = _learn(_sidecars(tmp_path, config), {})
+    assert isinstance(names, ModelNames)
+    assert names.architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+def test_a_question_without_an_answer_is_put_once_for_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], "hidden_size": "x"}
+    sidecars = _sidecars(tmp_path, config)
+    with NamesClient() as transformers:
+        first = learn_names(sidecars, {}, transformers)
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("asked again"))
+        assert learn_names(sidecars, {}, transformers) == first
+    assert isinstance(first, NamesUnknown)
+    assert re.search(r"failed: \w+Error", first.reason)
+    assert not list(tmp_path.glob("cache/**/*.json"))
+
+
+def _cached(folder: Path) -> Path:
+    (path,) = folder.glob("cache/zexport/*")
+    return path
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_text('{"candidates": [{}]}'),
+        lambda path: path.write_text('{"a":' * 100_000),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.mkdir()),
+    ],
+    ids=["empty", "cut", "another", "deep", "pipe", "folder"],
+)
+def test_a_spoilt_cache_is_asked_anew_and_leaves_nothing_behind(
+    spoil: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sidecars = _sidecars(tmp_path, {"model_type": "odd", "architectures": ["Odd"]})
+    first = _learn(sidecars, {})
+    spoil(_cached(tmp_path))
+    assert _learn(sidecars, {}) == first
+    assert _cached(tmp_path).name.endswith(".json")
+
+
+def test_a_user_without_a_folder_for_caches_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    names = _learn(_sidecars(tmp_path, {"model_type": "odd", "architectures": ["Odd"]}), {})
+    assert isinstance(names, NamesUnknown)
+    assert "odd" in names.reason
+
+
+@pytest.mark.slow
+def test_every_question_has_the_whole_time_and_memory() -> None:
+    code = (
+        "import resource, zexport.model.names_process as asked\n"
+        "limits = (resource.RLIMIT_CPU, resource.RLIMIT_AS)\n"
+        "asked.bound_work()\n"
+        "before = [resource.getrlimit(limit)[0] for limit in limits]\n"
+        "kept, end = bytearray(1 << 26), resource.getrusage(resource.RUSAGE_SELF).ru_utime + 2\n"
+        "while resource.getrusage(resource.RUSAGE_SELF).ru_utime < end: pass\n"
+        "asked.bound_work()\n"
+        "print([resource.getrlimit(limit)[0] > b for limit, b in zip(limits, before)])\n"
     )
-    (answer,) = map(json.loads, done.stdout.splitlines())
-    assert [one["architecture"] for one in answer["candidates"]] == ["LlamaForCausalLM"]
-    assert b"{}" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "[True, True]\n"

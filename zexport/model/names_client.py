@@ -23,12 +23,15 @@ from threading import Timer
 from typing import Self, cast
 
 from zexport.jsontypes import Json, JsonObject
+from zexport.regular_files import read_regular
 
 _SCHEMA = 5
+_CACHED_NBYTES_MAX = 64 << 20
 _TIMEOUT_SECONDS = 240
 """Importing transformers takes that long on no machine; what comes then is bounded by itself."""
 
 _MESSAGE_LENGTH_MAX = 500
+_ERROR = re.compile(r"\w+(Error|Exception|Interrupt|Exit)\b.*")
 
 
 class NamesClient:
@@ -41,6 +44,7 @@ class NamesClient:
     def __init__(self) -> None:
         self.version = _installed_version()
         self._process: _NamesProcess | None = None
+        self._failures: dict[bytes, JsonObject] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -57,15 +61,21 @@ class NamesClient:
         if self.version is None:
             return {"error": "transformers is not installed"}
         cached = _cache_file(config, self.version)
-        answer = _read_cache(cached)
+        answer = self._failures.get(config) or _read_cache(cached)
         if answer is None:
-            self._process = self._process or _NamesProcess()
-            answer = self._process.ask(config)
-            if answer is None:  # there may be one another time, so that this is not kept
-                answer = {"error": f"transformers failed: {self._process.last_words()}"}
-                self._end()
-            else:
+            answer = self._ask(config)
+            if config not in self._failures:
                 _write_cache(cached, answer)
+        return answer
+
+    def _ask(self, config: bytes) -> JsonObject:
+        """The answer of the process; without one, why, which is kept for as long as the client."""
+        self._process = self._process or _NamesProcess()
+        answer = self._process.ask(config)
+        if answer is None:
+            answer = {"error": f"transformers failed: {self._process.last_words()}"}
+            self._failures[config] = answer
+            self._end()
         return answer
 
     def _end(self) -> None:
@@ -78,44 +88,48 @@ class _NamesProcess:
     """``zexport.model.names_process``, as it runs."""
 
     def __init__(self) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
+        answers, to_answer = os.pipe()
         # -P: without it the current folder, perhaps the checkpoint's, would be searched for code.
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zexport.model.names_process"],
+        self._popen = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-P", "-m", "zexport.model.names_process", str(to_answer)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=(to_answer,),
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         )
+        os.close(to_answer)
+        self._answers = os.fdopen(answers, "rb")
 
     def ask(self, config: bytes) -> JsonObject | None:
         """The answer to one config; ``None`` if the process ended without it."""
-        stdin, stdout = self._popen.stdin, self._popen.stdout
-        if stdin is None or stdout is None:
-            raise AssertionError("both are pipes")
+        stdin = self._popen.stdin
+        if stdin is None:
+            raise AssertionError("it is a pipe")
         watch = Timer(_TIMEOUT_SECONDS, self._popen.kill)
         watch.start()
         try:
             stdin.write(config.replace(b"\n", b" ") + b"\n")
             stdin.flush()
-            answer = json.loads(stdout.readline())
+            return cast("JsonObject", json.loads(self._answers.readline()))
         except (BrokenPipeError, ValueError, RecursionError):
             self._popen.wait()
             return None
         finally:
             watch.cancel()
-        return cast("JsonObject", answer)
 
     def last_words(self) -> str:
         """Why the process, which is over, ended without an answer."""
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").splitlines()
-        last = next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")
         status = self._popen.returncode
         if status == -signal.SIGXCPU:
             return "building the model that config.json describes took too long"
         if status == -signal.SIGKILL:
             return f"it was killed, for want of memory or after {_TIMEOUT_SECONDS} s"
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        words = [line.strip() for line in reversed(lines) if re.search(r"\w", line)]
+        last = next(filter(_ERROR.match, words), words[0] if words else "")
         if "MemoryError" in last or "not enough memory" in last:
             return "the model that config.json describes takes too much memory to build"
         return last[:_MESSAGE_LENGTH_MAX] or f"it ended with {status}"
@@ -123,8 +137,8 @@ class _NamesProcess:
     def end(self) -> None:
         """End the process, which has nothing to lose."""
         self._popen.kill()
-        with contextlib.suppress(BrokenPipeError), self._popen:
-            self._stderr.close()
+        with contextlib.suppress(BrokenPipeError), self._popen, self._answers:
+            self._output.close()
 
 
 def _installed_version() -> str | None:
@@ -134,27 +148,40 @@ def _installed_version() -> str | None:
         return None
 
 
-def _cache_file(config: bytes, version: str) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    key = hashlib.blake2b(config, digest_size=16).hexdigest()
-    return Path(home) / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{key}.json"
-
-
-def _read_cache(path: Path) -> JsonObject | None:
-    """The cached answer; anything unreadable counts as none, since it can be asked again."""
+def _cache_file(config: bytes, version: str) -> Path | None:
+    """Where the answer is kept; ``None`` for a user who has no folder for that."""
     try:
-        answer = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError:
         return None
-    return answer if isinstance(answer, dict) else None
+    key = hashlib.blake2b(config, digest_size=16).hexdigest()
+    return home / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{key}.json"
 
 
-def _write_cache(path: Path, answer: Mapping[str, Json]) -> None:
+def _read_cache(path: Path | None) -> JsonObject | None:
+    """The cached answer; one that is not as it was written counts as none: it is asked again."""
+    try:
+        content = None if path is None else read_regular(path, _CACHED_NBYTES_MAX)
+    except OSError:
+        return None
+    seal, _, answer = (content or b"").partition(b"\n")
+    return cast("JsonObject", json.loads(answer)) if seal == _seal(answer) else None
+
+
+def _write_cache(path: Path | None, answer: Mapping[str, Json]) -> None:
     """Keep an answer; a cache that cannot be written is no failure of the export."""
+    if path is None:
+        return
+    content = json.dumps(answer).encode()
+    new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(answer, file)
-        Path(file.name).replace(path)
+        new.write_bytes(b"%b\n%b" % (_seal(content), content))
+        new.replace(path)
     except OSError:
-        return
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _seal(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).hexdigest().encode()

@@ -1,6 +1,7 @@
-"""Asks transformers for models' names: ``python -m zexport.model.names_process < CONFIGS``.
+"""Asks transformers for models' names: ``python -m zexport.model.names_process FD < CONFIGS``.
 
-A line of JSON is answered by a line of JSON. Models are built on the meta device, without weights,
+A line of JSON is answered by a line of JSON, in the file that is open as number FD: what libraries
+print is no answer. Models are built on the meta device, without weights,
 and from classes that transformers itself ships: code that a config names is never imported. What
 building one may take is bounded, so that a config of a billion layers ends the process.
 """
@@ -11,7 +12,7 @@ import json
 import os
 import resource
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import transformers
@@ -22,6 +23,9 @@ from zexport.conversion.describe import describe_model, ignored_names
 _BUILDING_SECONDS = 45
 _BUILDING_NBYTES = 2 << 30
 """What building may take above what the imports took; the largest models take a tenth of it."""
+
+_GIVEN = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS)}
+"""The limits that this process began with, soft and hard."""
 
 _UNBUILDABLE = (
     ArithmeticError,
@@ -53,7 +57,7 @@ def bound_work() -> None:
 
 
 def _lower(limit: int, value: int) -> None:
-    soft, hard = resource.getrlimit(limit)
+    soft, hard = _GIVEN[limit]
     allowed = [bound for bound in (soft, hard, value) if bound != resource.RLIM_INFINITY]
     resource.setrlimit(limit, (min(allowed), hard))
 
@@ -143,15 +147,15 @@ def _without_data(architecture: str, config: Any) -> Any:
         return getattr(transformers, architecture)._from_config(config)
 
 
-def answer_all() -> None:
-    """Answer on the standard output, alone: what else is printed there goes to that of errors."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        for line in sys.stdin.buffer:
-            bound_work()
-            answer = describe(with_floats(without_code(json.loads(line))))
-            print(json.dumps(answer), file=answers, flush=True)
+def answer_all(answers: TextIO) -> None:
+    """Answer every config of the standard input, each within its own bounds."""
+    for line in sys.stdin.buffer:
+        bound_work()
+        answer = describe(with_floats(without_code(json.loads(line))))
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
-    answer_all()
+    with os.fdopen(int(sys.argv[1]), "w") as to_answer:
+        answer_all(to_answer)
