@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -44,6 +46,12 @@ def llama(*, tied: bool = False, bias: bool = False) -> PreTrainedModel:
 def gpt2() -> PreTrainedModel:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **_SIZES)
     return GPT2LMHeadModel(config)
+
+
+def bert_classifier() -> PreTrainedModel:
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4}
+    config = BertConfig(num_hidden_layers=2, vocab_size=50, num_labels=3, **sizes)
+    return BertForSequenceClassification(config)
 
 
 def mixtral() -> PreTrainedModel:

@@ -17,7 +17,12 @@ from tests.checkpoints import Model, Run, save
 from tests.live_models import FAMILIES, checkpoint_of, files_of, in_training, live_model
 from tests.real_cases import facts
 from zexport.api import consolidate, verify_export
-from zexport.errors import FrozenLeftOutError, NamesMismatchError, UnsupportedError
+from zexport.errors import (
+    DamagedCheckpointError,
+    FrozenLeftOutError,
+    NamesMismatchError,
+    UnsupportedError,
+)
 from zexport.options import Engine, ExportDType, ExportOptions
 
 if TYPE_CHECKING:
@@ -211,6 +216,57 @@ def test_frozen_weights_come_from_the_files_of_the_model_inside(tmp_path: Path) 
     assert any("come from the base" in warning for warning in report.warnings)
     assert_loads(tmp_path / "out", "GPT2LMHeadModel")
     assert verify_export(tmp_path / "out", against=root, base=tmp_path / "base").ok
+
+
+def _with_a_frozen_layer(family: str, layer: str, tmp_path: Path) -> tuple[PreTrainedModel, Path]:
+    model = live_model(family)
+    root = save(
+        in_training(model, frozen=(layer,)), Run(stage=2, exclude_frozen=True), tmp_path / "run"
+    )
+    model.config.save_pretrained(root)
+    return model, root
+
+
+def test_frozen_layer_norms_come_from_files_of_berts_time(tmp_path: Path) -> None:
+    """Whose gamma and beta transformers reads as weight and bias."""
+    model, root = _with_a_frozen_layer("bert", "bert.encoder.layer.0.", tmp_path)
+    base = saved(model, tmp_path / "base")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): value
+        for name, value in base.items()
+    }
+    assert old.keys() != base.keys()
+    save_file(old, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert facts(files_of(tmp_path / "out")) == facts(base)
+
+
+def test_of_two_base_weights_with_one_name_none_is_taken(tmp_path: Path) -> None:
+    model, root = _with_a_frozen_layer("gpt2", "transformer.h.0.", tmp_path)
+    base = saved(model, tmp_path / "base")
+    twice = {**base, "h.0.ln_1.weight": base["transformer.h.0.ln_1.weight"] + 1}
+    save_file(twice, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpointError, match=r"both transformer\.h\.0\.ln_1") as caught:
+        consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert caught.value.path == tmp_path / "base"
+
+
+def test_a_stale_name_changes_nothing_for_the_others(tmp_path: Path) -> None:
+    model, root = _with_a_frozen_layer("gpt2", "transformer.h.0.", tmp_path)
+    base = {**saved(model.transformer, tmp_path / "base"), "transformer.old.weight": torch.ones(2)}
+    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
+
+
+def test_a_base_in_torchs_files_alone_is_told_to_be_none(tmp_path: Path) -> None:
+    model, root = _with_a_frozen_layer("gpt2", "transformer.h.0.", tmp_path)
+    model.config.save_pretrained(tmp_path / "base")
+    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    with pytest.raises(FrozenLeftOutError, match="no safetensors files"):
+        consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
 
 
 def test_frozen_weights_come_from_the_files_of_a_model_around(tmp_path: Path) -> None:

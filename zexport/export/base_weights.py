@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.errors import UnsafeError
+from zexport.errors import DamagedCheckpointError, UnsafeError
 from zexport.export.shards import INDEX_FILE, SINGLE_FILE
 from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.safetensors_file import SafetensorsHeader, read_header
+
+_LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
@@ -65,29 +67,65 @@ def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
 
 
 def under_names_of(
-    names: ModelNames | NamesUnknown, base: Mapping[str, StoredTensor]
+    names: ModelNames | NamesUnknown, base: Mapping[str, StoredTensor], path: Path | None
 ) -> dict[str, StoredTensor]:
     """A base model's weights by the names that the model has for them.
 
     They differ where the base's files are those of the class inside the model, which have no prefix
-    (GPT-2 and MiniLM on the hub), or of a class around it. What the model does not know, such as
-    the scales of quantized weights, goes along with the rest.
+    (GPT-2 and MiniLM on the hub), or of a class around it, and in layer norms of BERT's time. What
+    the model does not know, such as the scales of quantized weights, goes along with the rest.
 
-    Source: transformers 5.23, ``core_model_loading.py``, ``rename_source_key``.
+    Source: transformers 5.23, ``core_model_loading.py``, ``rename_source_key``, and the legacy
+    renamings of ``conversion_mapping.py``.
+
+    Raises:
+        DamagedCheckpointError: two weights of the base have one name in the model.
     """
-    if isinstance(names, NamesUnknown) or not names.base_prefix:
+    if isinstance(names, NamesUnknown):
         return dict(base)
-    prefix = f"{names.base_prefix}."
-    known = names.all_names
-    added = any(name not in known and prefix + name in known for name in base)
-    left_out = any(name not in known and name.removeprefix(prefix) in known for name in base)
+    prefix = f"{names.base_prefix}." if names.base_prefix else ""
+    everything = names.all_names
+    known = {name: _known_as(name, prefix, everything) for name in base}
+    is_inside = any(new == prefix + name != name for name, new in known.items())
+    is_around = any(name == f"{prefix}{new}" != new for name, new in known.items())
     renamed: dict[str, StoredTensor] = {}
     for name, tensor in base.items():
-        new = name
-        if name not in known and left_out:
-            new = name.removeprefix(prefix)
-        elif name not in known and added:
-            new = prefix + name
-        is_same = new == name or new in base
-        renamed[name if is_same else new] = tensor if is_same else replace(tensor, name=new)
+        beside = prefix + name if is_inside else name.removeprefix(prefix if is_around else "")
+        new = known[name] or beside
+        if known[name] and new in renamed:
+            raise _twice(new, path)
+        renamed[new] = tensor if new == name else replace(tensor, name=new)
     return renamed
+
+
+def _known_as(name: str, prefix: str, known: Set[str]) -> str | None:
+    """What a model calls a weight of the base; ``None`` where it has no such weight."""
+    now = name
+    for old, new in _LEGACY.items():
+        now = f"{now.removesuffix(old)}{new}" if now.endswith(old) else now
+    forms = (name, now, now.removeprefix(prefix), prefix + now)
+    return next((form for form in forms if form in known), None)
+
+
+def under_prefix(
+    prefix: str, wanted: Iterable[str], base: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A base's weights under a prefix, where that alone gives those that are wanted.
+
+    So the files of an encoder serve an adapter on a classifier around it.
+    """
+    lacking = [name for name in wanted if name not in base]
+    if not lacking or not all(
+        name.startswith(prefix) and name.removeprefix(prefix) in base for name in lacking
+    ):
+        return dict(base)
+    return {prefix + name: replace(one, name=prefix + name) for name, one in base.items()}
+
+
+def _twice(name: str, path: Path | None) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"holds two weights that are both {name} in the model",
+        path=path,
+        expected="one, with or without the prefix of the model's class",
+        hint="Load the base with transformers, and give what save_pretrained writes of it",
+    )

@@ -15,7 +15,7 @@ from zexport.computed import Recast
 from zexport.dtypes import DType
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.export.adapters import Adapter, check_whole, choose_adapters
-from zexport.export.base_weights import under_names_of
+from zexport.export.base_weights import under_names_of, under_prefix
 from zexport.export.material import Material
 from zexport.export.naming import NamedTensors
 from zexport.export.quantized import check_plain
@@ -72,7 +72,10 @@ def work_in(material: Material, options: ExportOptions) -> Material:
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     with NamesClient() as transformers:
         names = learn_names(sidecars, _base_shapes(material), transformers)
-    given = recast(under_names_of(names, material.given), dtype)
+    given = under_names_of(names, material.given, options.base)
+    if isinstance(names, ModelNames) and names.base_prefix:
+        given = under_prefix(f"{names.base_prefix}.", _adapted(material, adapter), given)
+    given = recast(given, dtype)
     config = sidecars.config
     model_type = "" if config is None else str(config.content.get("model_type") or "")
     known = names if isinstance(names, ModelNames) else None
@@ -90,6 +93,13 @@ def work_in(material: Material, options: ExportOptions) -> Material:
         given=given,
         notes=(*material.notes, note),
     )
+
+
+def _adapted(material: Material, adapter: Adapter) -> list[str]:
+    """The weights of modules that an adapter updates."""
+    parts = [read_name(name) for name in material.stored.tensors]
+    modules = (p.module for p in parts if p.adapter == adapter.name and not p.is_copy)
+    return [f"{module}.weight" for module in dict.fromkeys(modules)]
 
 
 def _base_shapes(material: Material) -> dict[str, Shape | None]:

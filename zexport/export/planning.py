@@ -107,7 +107,7 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
     with NamesClient() as transformers:
         model = identify(checkpoint, material.sidecars, stored, options, transformers)
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
-    given = under_names_of(model.names, material.given)
+    given = under_names_of(model.names, material.given, options.base)
     given_shapes = {name: tensor.shape for name, tensor in given.items()}
     settled = settle_names(model.trunk, model.names, given_shapes, options, tag_dir)
     settled = settle_ties(settled, material.files)

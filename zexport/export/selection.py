@@ -255,6 +255,8 @@ def _frozen_left_out(
     checkpoint: ZeroCheckpoint, names: tuple[str, ...], options: ExportOptions
 ) -> FrozenLeftOutError:
     where = "and the base does not have them either" if options.base else "and no base was given"
+    if options.base and not any(options.base.glob("*.safetensors")):
+        where = "and the base has no safetensors files, which alone are read"
     return FrozenLeftOutError(
         f"weights were left out when the checkpoint was saved, {where}",
         path=checkpoint.location.tag_dir,
