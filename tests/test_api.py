@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import zexport
 from tests.checkpoints import Model, Run, save, small_model
 from tests.oracles import differences
-from zexport.errors import DamagedCheckpointError, VerificationError
+from zexport.errors import CheckpointError, DamagedCheckpointError, VerificationError
 from zexport.options import ExportDType, ExportOptions, NameLayout
 
 _FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -117,6 +117,15 @@ def test_the_tag_of_an_export_is_found_again(tmp_path: Path) -> None:
     zexport.consolidate(root, tmp_path / "out", tag="global_step2")
     (root / "latest").unlink()
     assert zexport.verify_export(tmp_path / "out", against=root).ok
+
+
+def test_a_checkpoint_without_the_tag_of_an_export_is_none_it_was_made_from(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(small_model(), Run(steps=step), tmp_path / f"run{step}", f"global_step{step}")
+    zexport.consolidate(tmp_path / "run2", tmp_path / "out")
+    for other in (tmp_path / "run4", tmp_path / "run4" / "global_step4"):
+        with pytest.raises(CheckpointError, match="'global_step2', which the export was made from"):
+            zexport.verify_export(tmp_path / "out", against=other)
 
 
 @pytest.mark.parametrize(

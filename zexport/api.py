@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.boundary import Boundary
+from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.comparison.diff import DiffReport, diff_weights
-from zexport.errors import VerificationError
+from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
 from zexport.export import execute, verify
 from zexport.export.execute import ExportReport, Progress, VerifyMode
 from zexport.export.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -77,7 +78,8 @@ def verify_export(
     Raises:
         VerificationError: there is no such folder, it cannot be read, or it has no readable
             manifest to hold ``against`` against.
-        CheckpointError: ``against`` cannot be opened or read, or is damaged.
+        CheckpointError: ``against`` cannot be opened or read, is damaged, or does not have the tag
+            that the export was made from.
         UnsafeError: a link leads outside the folder that it lies in.
     """
     out_dir = Path(out_dir)
@@ -88,9 +90,22 @@ def verify_export(
     base = Path(base) if base is not None else None
     options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
     tag = _tag_of(manifest.provenance.get("checkpoint"))
-    checkpoint = open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
+    checkpoint = _open_source(against, tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def _open_source(against: Checkpoint, tag: str | None, *, follow_symlinks: bool) -> ZeroCheckpoint:
+    """The checkpoint that an export was made from, by the tag that its manifest records."""
+    try:
+        return open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
+    except (NoSuchTagError, OtherTagError) as cause:
+        raise NoSuchTagError(
+            f"does not have the tag {tag!r}, which the export was made from",
+            path=cause.path,
+            found=cause.found if isinstance(cause, NoSuchTagError) else None,
+            hint="Give the checkpoint that it was made from, or the run with it",
+        ) from cause
 
 
 def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:

@@ -83,6 +83,10 @@ class AmbiguousTagError(UsageError):
     kind = "ambiguous_tag"
 
 
+class OtherTagError(UsageError):
+    """A tag folder was given, and the name of another tag."""
+
+
 class MissingExtraError(UsageError):
     """An optional package that this command needs is not installed."""
 
@@ -100,6 +104,10 @@ class CheckpointError(ZexportError):
 
     exit_code = 3
     kind = "checkpoint"
+
+
+class NoSuchTagError(CheckpointError):
+    """The tag that was asked for is not there."""
 
 
 class NotACheckpointError(CheckpointError):

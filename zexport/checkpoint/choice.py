@@ -26,7 +26,9 @@ from zexport.checkpoint.runs import list_ages, list_run_checkpoints, steps_by_ag
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
+    NoSuchTagError,
     NotACheckpointError,
+    OtherTagError,
     UsageError,
 )
 
@@ -44,7 +46,9 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
     Raises:
         NotACheckpointError: there is no rank file at or below ``path``.
         AmbiguousTagError: several tags, and nothing says which.
-        CheckpointError: ``latest`` or ``tag`` names nothing.
+        CheckpointError: ``latest`` names nothing.
+        NoSuchTagError: ``tag`` names nothing.
+        OtherTagError: ``path`` is a tag folder of another name than ``tag``.
         UnsafeError: ``latest``, ``tag`` or a link leads outside its folder.
     """
     with _reading(path):
@@ -120,7 +124,7 @@ def _folder(path: Path) -> Path:
 
 def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
     if tag not in (None, path.name):
-        raise UsageError(
+        raise OtherTagError(
             "is a tag folder itself, and --tag names another",
             path=path,
             found=tag,
@@ -148,7 +152,7 @@ def _named(path: Path, tag: str, boundary: Boundary) -> Location:
         )
     if holders:
         return location_of(path / holders[0], tag, TagChoice.OPTION, boundary)
-    raise CheckpointError(
+    raise NoSuchTagError(
         f"has no tag {tag!r}",
         path=path,
         found=_listed([*list_tags(path), *runs]),
