@@ -277,12 +277,25 @@ def test_a_tag_folder_and_the_name_of_another_contradict_each_other(tmp_path: Pa
 
 
 def test_what_is_no_checkpoint_is_named_as_such(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    for path in (tmp_path, tmp_path / "model.safetensors", tmp_path / "nothing"):
+    (tmp_path / "latest.txt").touch()
+    for path in (tmp_path, tmp_path / "latest.txt", tmp_path / "nothing"):
         with pytest.raises(NotACheckpointError) as caught:
             locate(path)
         assert caught.value.path == path
         assert caught.value.hint
+
+
+@pytest.mark.parametrize("below", [".", "checkpoint-2"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_model.safetensors"])
+def test_a_finished_model_is_named_as_such(tmp_path: Path, below: str, name: str) -> None:
+    (tmp_path / below).mkdir(exist_ok=True)
+    (tmp_path / below / name).touch()
+    for tag in (None, "global_step2"):
+        with pytest.raises(NotACheckpointError, match="holds a finished model") as caught:
+            locate(tmp_path, tag)
+        assert caught.value.found == str(Path(below, name))
+    _tag(tmp_path, "global_step2")
+    assert locate(tmp_path).tag == "global_step2"
 
 
 def test_an_unreadable_neighbour_does_not_matter_but_an_unreadable_tag_is_named(

@@ -33,6 +33,15 @@ from zexport.errors import (
 )
 
 _LATEST = ("latest", "latest_universal")
+_FINISHED = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+"""What says that a model, or an adapter, is there as it is loaded."""
 
 
 def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
@@ -203,14 +212,30 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
 
 def _check_any(path: Path) -> None:
     """Refuse a folder without tags that holds no folder with tags either."""
-    if not list_run_checkpoints(path):
+    if list_run_checkpoints(path):
+        return
+    if finished := _finished(path):
         raise NotACheckpointError(
-            "holds no ZeRO checkpoint",
+            "holds a finished model, no ZeRO checkpoint",
             path=path,
-            found="no *_optim_states.pt and no *_model_states.pt at, or up to two levels below",
-            expected="`latest` and a tag folder such as global_step100",
-            hint="Give the folder that DeepSpeed's save_checkpoint wrote to",
+            found=finished.relative_to(path),
+            hint="Load it as it is; if its weights are empty placeholders (ZeRO-3 without "
+            "gathering), give the folder with the tags",
         )
+    raise NotACheckpointError(
+        "holds no ZeRO checkpoint",
+        path=path,
+        found="no *_optim_states.pt and no *_model_states.pt at, or up to two levels below",
+        expected="`latest` and a tag folder such as global_step100",
+        hint="Give the folder that DeepSpeed's save_checkpoint wrote to",
+    )
+
+
+def _finished(path: Path) -> Path | None:
+    """A file with the weights of a finished model in a folder, or in ``checkpoint-N`` there."""
+    folders = (path, *sorted(path.glob("checkpoint-*")))
+    files = (folder / name for folder in folders for name in _FINISHED)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _check_one_run(path: Path) -> None:
