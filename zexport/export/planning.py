@@ -42,6 +42,7 @@ from zexport.model.matching import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
+from zexport.model.spoilt_files import spoilt_files
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader
 from zexport.torchfile.archive import Member
@@ -258,6 +259,8 @@ def _warnings(model: Identity) -> Iterator[str]:
         )
     if sidecars.config is not None:
         yield from (f"config.json is mended: {note}" for note in sidecars.config.mended)
+    for name in spoilt_files(sidecars.copied):
+        yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"
     if told := tokens_without_a_row(sidecars):
         yield told
     yield from model.warnings
