@@ -548,6 +548,23 @@ def test_under_zero3_ranks_must_agree_on_who_shares_a_group(tmp_path: Path) -> N
         inventory_of(folder)
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (0, 1), (1, 2)])
+def test_exchanged_files_of_autoep_under_zero3_are_known_by_what_they_record(
+    one: int, other: int, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(
+        _FIXTURES / "autoep_z3_w4_ep2" / "ckpt" / "global_step2", tmp_path / "t"
+    )
+    paths = [folder / f"bf16_zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in (one, other)]
+    states: list[dict[str, Any]] = []
+    for path in paths:
+        rewrite(path, lambda state: states.append(dict(state)))
+    for path, state in zip(paths, reversed(states), strict=True):
+        rewrite(path, lambda own, state=state: own.update(state))
+    with pytest.raises(DamagedCheckpointError, match="another rank than its name says"):
+        inventory_of(folder)
+
+
 # --- expert files ---
 
 

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zexport.checkpoint.assembly.expert_placement import ExpertGroup, find_placement
-from zexport.checkpoint.assembly.expert_states import read_autoep_layers, read_sharing_ranks
+from zexport.checkpoint.assembly.expert_states import (
+    check_own_partition,
+    read_autoep_layers,
+    read_sharing_ranks,
+)
 from zexport.checkpoint.contents import FlatData
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
@@ -156,6 +160,8 @@ def _striped(
     """ZeRO-3: the stripes of each set of ranks, which the optimizer files name themselves."""
     world_size = ranks.world_size or 0
     optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
+    for rank, states in enumerate(optimizers):
+        check_own_partition(rank, states)
     sharing = [read_sharing_ranks(states) for states in optimizers]
     for index in indices:
         sets = sharing_sets([one[index] if index < len(one) else () for one in sharing])

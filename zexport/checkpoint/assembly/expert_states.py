@@ -233,6 +233,29 @@ def read_sharing_ranks(optimizer: OptimizerStates) -> tuple[tuple[int, ...], ...
     )
 
 
+def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:
+    """Refuse ZeRO-3 states under AutoEP that another rank wrote than their file is named for.
+
+    Every flat group names the ranks that share it and which of these wrote the file: the same rank
+    of the same process group (DeepSpeed 0.19, ``runtime/zero/stage3.py``).
+
+    Raises:
+        DamagedCheckpointError: it is not ``rank``.
+    """
+    for group in _optimizer_root(optimizer).get("ds_zero_partition_groups").items():
+        part = group.get("partition_rank").number_or_none()
+        sharing = [item.number() for item in group.need("partition_ranks").items()]
+        if part is None or sharing[part : part + 1] == [rank]:
+            continue
+        raise DamagedCheckpointError(
+            "holds the states of another rank than its name says",
+            path=optimizer.file.path,
+            found=f"part {part} of those that ranks {sharing} share",
+            expected=f"rank {rank}'s part",
+            hint="Give the rank files their own names back, or copy them again",
+        )
+
+
 def _optimizer_root(optimizer: OptimizerStates) -> Value:
     top = Value(optimizer.file.path, "optimizer states", optimizer.file.value)
     return top.need("optimizer_state_dict")
