@@ -584,11 +584,44 @@ def test_an_expert_file_under_another_experts_name_is_refused(tmp_path: Path) ->
         inventory_of(folder)
 
 
-def test_an_expert_of_another_shape_in_its_file_is_refused(tmp_path: Path) -> None:
+def test_experts_of_another_shape_in_their_files_are_refused(tmp_path: Path) -> None:
     folder = save_moe(MoeRun(), tmp_path)
-    name = f"{prefix(0)}.1.up.weight"
-    rewrite(expert_file(folder, 0, 1), lambda state: state.update({name: state[name].T.clone()}))
+    for expert in range(MoeRun().experts):
+        name = f"{prefix(0)}.{expert}.up.weight"
+        rewrite(expert_file(folder, 0, expert), lambda state, name=name: state[name].t_())
     with pytest.raises(DamagedCheckpointError, match="does not hold what the flat groups hold"):
+        inventory_of(folder)
+
+
+def _first_bias(state: dict[str, Any]) -> str:
+    return next(name for name in state if name.endswith(".bias"))
+
+
+def _first_matrix(state: dict[str, Any]) -> str:
+    return next(name for name, value in state.items() if value.dim() == 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop(_first_matrix(state)),
+        lambda state: state.clear(),
+        lambda state: state.update({f"{_first_bias(state)}x": state.pop(_first_bias(state))}),
+        lambda state: state.update({f"{_first_bias(state)}x": torch.ones(2)}),
+        lambda state: state[_first_matrix(state)].t_(),
+        lambda state: state.update({(name := _first_matrix(state)): state[name].int()}),
+        lambda state: state.update({(name := _first_bias(state)): state[name][:-1].clone()}),
+    ],
+    ids=["lacking", "empty", "renamed", "more", "transposed", "integers", "short"],
+)
+@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize("case", ["moe_z0_w2_ep2_bf16", "moe_z1_w2_ep2_frozen", "moe_z2_w2_ep1"])
+def test_an_expert_file_unlike_those_of_its_layer_is_refused(
+    case: str, expert: int, change: object, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(_FIXTURES / case / "ckpt" / "global_step2", tmp_path / "tag")
+    rewrite(expert_file(folder, 0, expert), change)
+    with pytest.raises(DamagedCheckpointError, match=rf"expert_{expert}.*other experts of its"):
         inventory_of(folder)
 
 

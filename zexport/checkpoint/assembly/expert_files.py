@@ -62,8 +62,10 @@ def stored_experts(
 ) -> Iterator[StoredTensor]:
     """The weights and buffers of experts that no optimizer trained: all but ``known``.
 
+    Those of DeepSpeed-MoE are alike in all files of a layer: ``find_layers`` lets no other pass.
+
     Raises:
-        LayoutError: the expert files of a layer do not hold the same weights.
+        LayoutError: the expert files of an AutoEP layer do not hold the same weights.
     """
     for name, layer in layers.autoep.items():
         if name not in known and layer.number in layers.files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -15,7 +16,7 @@ from zexport.checkpoint.assembly.expert_states import (
 )
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.errors import IncompleteCheckpointError
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
 from zexport.layouts import LayoutError
 
 _T = TypeVar("_T")
@@ -48,6 +49,7 @@ def find_layers(
 
     Raises:
         IncompleteCheckpointError: expert files are missing.
+        DamagedCheckpointError: one does not hold what the other experts of its layer have.
         LayoutError: there are too many of them, or one holds something else than its expert.
     """
     by_autoep = read_autoep_layers(model)
@@ -63,6 +65,7 @@ def find_layers(
     native: dict[str, int] = {}
     for number in files.keys() - {layer.number for layer in by_autoep}:
         native[_native_prefix(files[number])] = len(files[number])
+        _check_alike(files[number])
     return ExpertLayers(native, autoep, files)
 
 
@@ -132,6 +135,34 @@ def _native_prefix(files: Sequence[ExpertStates]) -> str:
             "one prefix",
         )
     return prefixes.pop()
+
+
+def _check_alike(files: Sequence[ExpertStates]) -> None:
+    """The files of a DeepSpeed-MoE layer hold the same weights, each under its expert's number.
+
+    The experts are deep copies of one module, whose state dicts are saved whole, frozen weights and
+    buffers included (DeepSpeed 0.10 to 0.19, ``moe/experts.py`` and ``runtime/engine.py``). What
+    most of them hold is taken for right.
+    """
+    held = [
+        {
+            parsed.rest: f"{tensor.dtype.torch_name} {list(tensor.shape)}"
+            for name, tensor in states.tensors.items()
+            if (parsed := parse_native(name)) is not None
+        }
+        for states in files
+    ]
+    usual = dict(Counter(frozenset(own.items()) for own in held).most_common(1)[0][0])
+    for states, own in zip(files, held, strict=True):
+        if own != usual:
+            name = min(name for name in own | usual if own.get(name) != usual.get(name))
+            raise DamagedCheckpointError(
+                "does not hold the weights that the other experts of its layer have",
+                path=states.file.path,
+                found=f"{name} as {own[name]}" if name in own else f"no {name}",
+                expected=usual.get(name, f"no {name}"),
+                hint="Copy this expert file of the same save again",
+            )
 
 
 def expert_groups(model: ModelStates, layers: ExpertLayers) -> list[int]:
