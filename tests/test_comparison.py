@@ -462,6 +462,18 @@ def test_nothing_in_common_is_an_answer_too(tmp_path: Path) -> None:
     assert judge(()).cause is Cause.OTHER_MODEL
 
 
+def test_an_adapter_and_a_model_are_not_two_models(base: Tensors, tmp_path: Path) -> None:
+    kept, out = FIXTURES / "z2_w2_bf16_lora" / "ckpt", tmp_path / "adapter"
+    consolidate(kept, out)
+    model = written(tmp_path / "model", base)
+    verdicts = [diff_models(*sides).verdict for sides in ((out, model), (model, out))]
+    assert [verdict.cause for verdict in verdicts] == [Cause.TENSORS] * 2
+    assert verdicts[0].sentence.startswith("A is an adapter and B is a model")
+    assert verdicts[1].sentence.startswith("A is a model and B is an adapter")
+    assert all("--adapter merge" in verdict.sentence for verdict in verdicts)
+    assert diff_models(out, out).verdict.cause is Cause.NONE
+
+
 # --- the command ---
 
 

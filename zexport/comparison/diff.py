@@ -74,7 +74,8 @@ def diff_weights(
         reader.finish()
     found = [*alone, *(_judged(pair, sums.get(pair)) for pair in pairs)]
     tensors = tuple(sorted(found, key=_order))
-    return DiffReport(a, b, tensors, done, judge(tensors))
+    adapters = (a_weights.is_adapter, b_weights.is_adapter)
+    return DiffReport(a, b, tensors, done, judge(tensors, adapters))
 
 
 @dataclass(frozen=True, slots=True)

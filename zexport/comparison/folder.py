@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError
+from zexport.export.kept_adapters import ADAPTER_FILE
 from zexport.export.manifest import MANIFEST_NAME
 from zexport.export.plan import SourceFile
 from zexport.extents import Extent
@@ -48,6 +49,11 @@ class ModelWeights:
     path: Path
     tensors: Mapping[str, PlacedTensor]
     files: tuple[SourceFile, ...]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether these are a peft adapter's weights alone, which have names of their own."""
+        return bool(self.files) and all(file.path.name == ADAPTER_FILE for file in self.files)
 
     def learn_ties(self) -> Mapping[str, str]:
         """Alias to source, from the manifest, else from the model class that the config names.

@@ -46,11 +46,23 @@ class Verdict:
     sentence: str
 
 
-def judge(tensors: Sequence[TensorDiff]) -> Verdict:
-    """What made the difference between two models, of whose tensors this was seen."""
+def judge(tensors: Sequence[TensorDiff], adapters: tuple[bool, bool] = (False, False)) -> Verdict:
+    """What made the difference between two models, of whose tensors this was seen.
+
+    Args:
+        tensors: what was seen of each.
+        adapters: whether A, and B, is a peft adapter without its base model.
+    """
     different = [t for t in tensors if t.outcome is Outcome.DIFFERENT]
     strange = [tensor for tensor in different if _is_strange(tensor)]
     compared = [tensor for tensor in tensors if tensor.sums is not None]
+    if not compared and adapters[0] != adapters[1]:
+        a, b = ("an adapter", "a model") if adapters[0] else ("a model", "an adapter")
+        return Verdict(
+            Cause.TENSORS,
+            f"A is {a} and B is {b}, whose tensors have other names: zexport consolidate CKPT OUT "
+            "--adapter merge --base DIR gives a model to compare",
+        )
     if not compared:
         return Verdict(Cause.OTHER_MODEL, "They have no tensor of one name and shape in common")
     if not different:
