@@ -113,6 +113,29 @@ def test_model_files_that_leave_trained_weights_unnamed_are_of_another_run(
     refused(from_zero2, DamagedCheckpointError, "holds trained weights that no model file names")
 
 
+def test_a_wrapped_weight_may_have_a_second_folder_that_the_module_made(from_zero2: Path) -> None:
+    """``--inject_missing_state`` finds no master under the state dict's name of a wrapped one."""
+    wrapper = "inner._checkpoint_wrapped_module."
+    before = facts_of(take(from_zero2).inventory)
+    for folder in [*(from_zero2 / "zero").glob("inner.*")]:
+        master = folder.rename(folder.with_name(folder.name.replace("inner.", wrapper)))
+        folder.mkdir()
+        value = torch.load(master / "fp32.pt")["param"]
+        torch.save({"param": value.bfloat16()}, folder / "fp32.pt")
+
+    def rename(state: Any) -> None:
+        state["param_shapes"] = [
+            {name.replace("inner.", wrapper): shape for name, shape in shapes.items()}
+            for shapes in state["param_shapes"]
+        ]
+
+    for path in from_zero2.glob("*model_states.pt"):
+        edit(path, rename)
+    wanted = {name.replace("inner.", wrapper): fact for name, fact in before.items()}
+    assert wanted != before
+    assert facts_of(take(from_zero2).inventory) == wanted
+
+
 def test_a_link_in_place_of_a_folder_is_unsafe(from_zero3: Path, tmp_path: Path) -> None:
     folder = from_zero3 / "zero" / WEIGHT
     folder.rename(tmp_path / "elsewhere")

@@ -41,6 +41,11 @@ def with_checkpointing_named(model: ModelStates) -> ModelStates:
     )
 
 
+def names_in_state_dict(model: ModelStates) -> set[str]:
+    """The names that the module's state dict had before ``with_checkpointing_named``."""
+    return set(map(_bare, model.module))
+
+
 def _wrapped(name: str) -> Iterator[tuple[str, str]]:
     """What is before each wrapped module in a name: as the state dict has it, and as it is."""
     end = -1

@@ -22,6 +22,7 @@ from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.tensors import Inventory, damage_of, rounded_copy, take_inventory
 from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.wrapped import names_in_state_dict
 from zexport.dtypes import DType
 from zexport.errors import (
     DamagedCheckpointError,
@@ -78,7 +79,11 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
     parts = [_take_cell(tag_dir, cells[cell], models[cell]) for cell in sorted(cells)]
     names = {tensor.name for part in parts for tensor in part.tensors}
     folders = _folders(tag_dir / _FOLDER)
-    known = names.union(*(m.module for m in models.values()), *(part.aliases for part in parts))
+    known = names.union(
+        *(m.module for m in models.values()),
+        *map(names_in_state_dict, models.values()),  # --inject_missing_state has weights made of it
+        *(part.aliases for part in parts),
+    )
     _check_no_surplus(tag_dir, folders, known)
     _check_all_trained_are_named(tag_dir, folders, cells)
     try:
