@@ -1,20 +1,25 @@
-"""Models in torch's activation-checkpoint wrapper, which its state dict leaves out of the names."""
+"""Models whose modules are wrapped one by one: for activation checkpointing, or compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zexport
+from tests import peft_models
 from tests.checkpoints import Model, Run, edit, save
+from tests.hf_models import differing, load, tiny_config, tiny_model, write_config
 from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint, raise_problems
-from zexport.options import ExportOptions, NameLayout
+from zexport.model.matching import without_inner_wrappers
+from zexport.options import AdapterMode, ExportOptions, NameLayout
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
@@ -76,6 +81,7 @@ def _save(module: nn.Module, run: Run, root: Path) -> Path:
         f"{path}.{name}": buffer
         for path, inner in module.named_modules()
         for name, buffer in inner.named_buffers(recurse=False)
+        if name not in inner._non_persistent_buffers_set
     }
     paths = {
         f"{path}.{name}": parameter
@@ -152,3 +158,89 @@ def test_layout_memory_writes_the_live_weights_once_under_the_wrapped_names(
         truth = {**parameters, **buffers}[name].detach()
         is_frozen = name in parameters and not parameters[name].requires_grad
         assert value.equal(truth.bfloat16().to(value.dtype) if is_frozen else truth)
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _wrap_layers(model: Any, *wrappers: Callable[[nn.Module], Any]) -> None:
+    for wrap in wrappers:
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = wrap(layer)
+
+
+@pytest.mark.slow
+@_STAGES
+@pytest.mark.parametrize(
+    ("wrappers", "around"),
+    [
+        ([checkpoint_wrapper], None),
+        ([_compiled], None),
+        ([_compiled, checkpoint_wrapper], None),
+        ([checkpoint_wrapper, _compiled], _compiled),
+    ],
+)
+def test_a_model_of_wrapped_layers_loads_as_the_live_one(
+    stage: int, wrappers: Any, around: Any, tmp_path: Path
+) -> None:
+    config = tiny_config(tie_word_embeddings=True)
+    model = tiny_model("LlamaForCausalLM", config)
+    truth = tiny_model("LlamaForCausalLM", config)
+    model.model.layers[1].mlp.requires_grad_(requires_grad=False)
+    truth.model.layers[1].mlp.bfloat16().float()
+    _wrap_layers(model.model, *wrappers)
+    root = _save(around(model) if around else model, Run(stage=stage), tmp_path / "run")
+    write_config(root, config, architectures=["LlamaForCausalLM"])
+    report = zexport.consolidate(root, tmp_path / "out")
+    loaded, problems = load(tmp_path / "out")
+    assert problems == {}
+    assert differing(loaded, truth) == []
+    assert any("which a wrapper put into names" in warning for warning in report.warnings)
+    assert zexport.verify_export(tmp_path / "out", against=root).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, _compiled])
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+def test_an_adapter_on_wrapped_layers_has_pefts_names(
+    wrap: Any, mode: AdapterMode, tmp_path: Path
+) -> None:
+    trained = peft_models.train(peft_models.FORMS["plain"], tmp_path, Run(stage=2))
+    options = ExportOptions(adapter=mode, base=trained.base if mode is AdapterMode.MERGE else None)
+    zexport.consolidate(trained.checkpoint, tmp_path / "plain", options)
+    _wrap_layers(trained.model.base_model.model.model, wrap)
+    _save(trained.model, Run(stage=2), trained.checkpoint)
+    zexport.consolidate(trained.checkpoint, tmp_path / "wrapped", options)
+    file = "adapter_model" if mode is AdapterMode.KEEP else "model"
+    one, other = (load_file(tmp_path / o / f"{file}.safetensors") for o in ("plain", "wrapped"))
+    assert one.keys() == other.keys()
+    assert all(value.equal(other[name]) for name, value in one.items())
+
+
+def test_names_stay_where_two_would_become_one() -> None:
+    assert without_inner_wrappers(["a.x", "a._orig_mod.y"]) == {
+        "a.x": "a.x",
+        "a._orig_mod.y": "a.y",
+    }
+    names = ["a.x", "a._orig_mod.x"]
+    assert without_inner_wrappers(names) == {name: name for name in names}
+
+
+def test_what_only_resembles_a_wrapper_stays() -> None:
+    names = ["my_orig_mod.x", "a._fsdp_wrapped_module.x", "a._orig_modx"]
+    assert without_inner_wrappers(names) == {name: name for name in names}
+
+
+@pytest.mark.parametrize("layout", [NameLayout.MEMORY, NameLayout.HUB])
+def test_without_a_config_and_in_memory_the_stored_names_are_kept(
+    layout: NameLayout, tmp_path: Path
+) -> None:
+    module = _layers_wrapped()
+    plan = zexport.plan_export(
+        open_checkpoint(_save(module, Run(stage=2), tmp_path)),
+        tmp_path / "out",
+        ExportOptions(layout=layout),
+    )
+    names = {tensor.name for shard in plan.shards for tensor in shard.tensors}
+    assert names == {*dict(module.named_parameters()), *dict(module.named_buffers())}

@@ -62,6 +62,7 @@ def keep_adapters(material: Material, options: ExportOptions) -> Content:
         tuple(_kept_files(adapters, material.sidecars)),
         material.sidecars,
         (
+            *material.notes,
             f"this is the {words} {names} for peft, not a model; --adapter merge makes one",
             *(f"without {name}, which peft saves too: give --base" for name in nowhere),
         ),

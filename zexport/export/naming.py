@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import NamesMismatchError, UnsupportedError, UsageError
 from zexport.model.hub_layout import HubLayout, Shape
-from zexport.model.matching import Difference, Fit, ModelNames, absent, as_it_is, best_fit
+from zexport.model.matching import (
+    INNER_WRAPPERS,
+    Difference,
+    Fit,
+    ModelNames,
+    absent,
+    as_it_is,
+    best_fit,
+    without_inner_wrappers,
+)
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 
@@ -51,10 +60,19 @@ class NamedTensors:
 
     def without(self, prefix: str) -> NamedTensors:
         """The same under names without a prefix that all of them have."""
+        return self._renamed(lambda name: name.removeprefix(prefix))
+
+    def without_inner_wrappers(self) -> tuple[NamedTensors, tuple[str, ...]]:
+        """The same under names without the wrappers of single modules, and what was left out."""
+        bare = without_inner_wrappers([*self.tensors, *self.aliases, *self.left_out])
+        parts = {part for name, new in bare.items() if new != name for part in name.split(".")}
+        return self._renamed(bare.__getitem__), tuple(p for p in INNER_WRAPPERS if p in parts)
+
+    def _renamed(self, new: Callable[[str], str]) -> NamedTensors:
         return NamedTensors(
-            {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items()},
-            {a.removeprefix(prefix): n.removeprefix(prefix) for a, n in self.aliases.items()},
-            tuple(name.removeprefix(prefix) for name in self.left_out),
+            {new(name): tensor for name, tensor in self.tensors.items()},
+            {new(alias): new(name) for alias, name in self.aliases.items()},
+            tuple(map(new, self.left_out)),
         )
 
 

@@ -70,6 +70,8 @@ def plan_export(
     files = (*_source_files(checkpoint), *_safetensors_files((*base, *beside)))
     material = Material(checkpoint, stored, sidecars, base_tensors(base), files)
     mode = adapter_mode(checkpoint, stored, options)
+    if options.layout is NameLayout.HUB and (mode or sidecars.config or sidecars.source):
+        material = _without_inner_wrappers(material)
     options = replace(options, adapter=mode or options.adapter)
     if mode is AdapterMode.MERGE:
         material = work_in(material, options)
@@ -99,6 +101,13 @@ def plan_export(
         chunk_nbytes=chunk_nbytes,
         reference=original if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _without_inner_wrappers(material: Material) -> Material:
+    """The same under names that no wrapper of a single module put its own into."""
+    stored, parts = material.stored.without_inner_wrappers()
+    notes = (f"{part!r}, which a wrapper put into names, was left out of them" for part in parts)
+    return replace(material, stored=stored, notes=(*material.notes, *notes))
 
 
 def _model_content(material: Material, options: ExportOptions) -> Content:

@@ -24,6 +24,10 @@ _WRAPPERS = (
 """What wrappers put before every name: DDP, ``torch.compile``, Lightning, TRL, RLHF trainers, and
 the reward models of DeepSpeed-Chat (DeepSpeedExamples, ``utils/model/reward_model.py``)."""
 
+INNER_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What wrappers of single modules put into names: ``torch.compile``, and torch's activation
+checkpointing (torch 2.13, ``_dynamo/eval_frame.py``, ``distributed/algorithms/_checkpoint``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
@@ -192,6 +196,21 @@ def wrapper_prefixes(stored: Iterable[str]) -> Iterator[str]:
         prefix += found
         rest = [name.removeprefix(found) for name in rest]
         yield prefix
+
+
+def without_inner_wrappers(stored: Iterable[str]) -> dict[str, str]:
+    """Every name to itself without the wrappers of single modules.
+
+    What all names begin with stays, for ``wrapper_prefixes``; so do all names, if two became one.
+    """
+    names = list(stored)
+    *_, prefix = wrapper_prefixes(names)
+    bare = {
+        name: prefix
+        + ".".join(p for p in name[len(prefix) :].split(".") if p not in INNER_WRAPPERS)
+        for name in names
+    }
+    return bare if len({*bare.values()}) == len(bare) else {name: name for name in names}
 
 
 def difference(names: ModelNames, stored: Mapping[str, Shape | None]) -> Difference:
