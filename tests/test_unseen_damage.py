@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import zexport
+from tests.checkpoints import Model, Run, save, values
 from tests.expert_checkpoints import rewrite
 from zexport.errors import DamagedCheckpointError
-from zexport.options import ExportOptions, NameLayout
+from zexport.options import CheckMode, ExportOptions, NameLayout
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
@@ -95,3 +97,42 @@ def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: P
     rewrite(path, spread)
     error = _refused(root, tmp_path / "out", "is not one run of elements")
     assert error.path == path
+
+
+# --- copies in the module ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_trained_weight_that_the_module_holds_in_whole_numbers_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    root = _copy("z1_w2_bf16", tmp_path)
+
+    def make_whole(state: dict[str, Any]) -> None:
+        module = state["module"]
+        module["model.norm.weight"] = module["model.norm.weight"].to(dtype)
+
+    rewrite(_file(root, "mp_rank_00_model*"), make_whole)
+    error = _refused(root, tmp_path / "out", "'model.norm.weight', which was trained, in whole")
+    assert error.found == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_double_in_the_module_is_held_against_its_master(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    """A module of doubles starts with digits that its masters lack, and gets theirs in a step."""
+    master = values((40, 30), 1)
+    model = Model([{"w": master}], dtype=torch.float64)
+    root = save(model, Run(stage=2), tmp_path / "ckpt")
+
+    def widen(state: dict[str, Any]) -> None:
+        state["module"]["w"] = master.double() * (1 + 1e-12)
+        state["module"]["w"][7, 8] += float(is_damaged)
+
+    rewrite(_file(root, "mp_rank_00_model*"), widen)
+    if is_damaged:
+        with pytest.raises(DamagedCheckpointError, match=r"w \(1 of 1200 compared\)"):
+            zexport.consolidate(root, tmp_path / "out", replace(_MEMORY, check=CheckMode.FULL))
+    else:
+        zexport.consolidate(root, tmp_path / "out", _MEMORY)

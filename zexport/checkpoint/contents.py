@@ -105,14 +105,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class CastReplica:
-    """A second copy of a tensor in a narrower type, which a cast of the first must give.
+    """A second copy of a tensor in another type; the narrower of the two is the other, rounded.
 
     Attributes:
         name: the tensor that both hold.
         path: the file, for messages.
         kept: the copy that is exported.
         kept_dtype: its element type.
-        other: the narrower copy, or one of the same type.
+        other: the copy that is not exported; both may have one type.
         other_dtype: its element type.
         names_it: whether the two are held to be one tensor because they are alike, and nothing
             else says so. Then every element is compared, whatever was asked for.

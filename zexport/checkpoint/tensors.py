@@ -20,6 +20,8 @@ from zexport.layouts import LayoutError, zero3, zero12
 from zexport.torchfile.archive import TorchFile
 from zexport.torchfile.pickles import TensorRef
 
+_WHOLE_NUMBERS = frozenset({DType.BOOL, DType.U8, DType.I8, DType.I16, DType.I32, DType.I64})
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
@@ -84,7 +86,7 @@ def _copies(model: ModelStates, tensors: Iterable[StoredTensor]) -> Iterator[Cas
 def rounded_copy(
     master: StoredTensor, file: TorchFile, copy: TensorRef, name: str | None = None
 ) -> Iterator[CastReplica]:
-    """The module's copy of a master, if both are there and its type is one to round to.
+    """The module's copy of a master, if both are there and one is the other, rounded.
 
     Args:
         master: what is exported.
@@ -93,12 +95,19 @@ def rounded_copy(
         name: what to call it, if not by the master's name.
 
     Raises:
-        LayoutError: the two have different shapes.
+        LayoutError: the two have different shapes, or the copy is of whole numbers.
     """
     if copy.shape != master.shape:
         raise LayoutError(f"{master.name!r} has two shapes", list(copy.shape), list(master.shape))
-    is_narrower = copy.dtype.itemsize < master.dtype.itemsize and copy.dtype.is_floating
-    if master.source is not None and copy.numel and (is_narrower or copy.dtype is master.dtype):
+    if copy.numel and copy.dtype in _WHOLE_NUMBERS:
+        raise LayoutError(
+            f"the module holds {master.name!r}, which was trained, in whole numbers",
+            copy.dtype.torch_name,
+            "a floating-point type, as gradients need",
+        )
+    is_same = copy.dtype is master.dtype
+    is_cast = copy.dtype.is_floating and copy.dtype.itemsize != master.dtype.itemsize
+    if master.source is not None and copy.numel and (is_same or is_cast):
         yield CastReplica(
             name=name or master.name,
             path=file.path,

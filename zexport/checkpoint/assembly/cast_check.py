@@ -211,9 +211,9 @@ def _compare(batch: Sequence[_Part], reader: Reads) -> None:
             part = memoryview(buffer)[at * dtype.itemsize : (at + numel) * dtype.itemsize]
             reader.read_into(source, start * dtype.itemsize, part)
         at += numel
-    one = _bits(kept, kept_dtype, other_dtype)
-    two = _bits(other, other_dtype, other_dtype)
-    distances = _distances(one, two, other_dtype)
+    narrower = min(other_dtype, kept_dtype, key=lambda dtype: dtype.itemsize)
+    one, two = _bits(kept, kept_dtype, narrower), _bits(other, other_dtype, narrower)
+    distances = _distances(one, two, narrower)
     at = 0
     for (tally, (start, _)), numel in zip(batch, sizes, strict=True):
         tally.add(start, distances[at : at + numel])
