@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zexport
 from tests.checkpoints import Model, Run, save, values
@@ -136,3 +137,35 @@ def test_a_double_in_the_module_is_held_against_its_master(
             zexport.consolidate(root, tmp_path / "out", replace(_MEMORY, check=CheckMode.FULL))
     else:
         zexport.consolidate(root, tmp_path / "out", _MEMORY)
+
+
+@pytest.mark.parametrize("name", ["z1_w2_bf16_frozen", "z2_w2_fp16"])
+def test_a_trained_weight_that_the_module_spells_otherwise_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    root = _copy(name, tmp_path)
+
+    def misspell(state: dict[str, Any]) -> None:
+        module = state["module"]
+        module["model.norm.weightx"] = module.pop("model.norm.weight")
+
+    rewrite(_file(root, "mp_rank_00_model*"), misspell)
+    error = _refused(root, tmp_path / "out", "lacks 'model.norm.weight', which was trained")
+    assert (error.found, error.expected) == ("model.norm.weightx", "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [{}, {"part.0.w": values((9, 5), 3)}],
+    ids=["alone", "beside a frozen one of another number"],
+)
+def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
+    frozen: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    masters = {"part.1.w": values((9, 5), 1), "rest": values((3,), 2)}
+    root = save(Model([masters], frozen=frozen), Run(stage=1), tmp_path / "ckpt")
+    rewrite(_file(root, "mp_rank_00_model*"), lambda state: state["module"].pop("part.1.w"))
+    zexport.consolidate(root, tmp_path / "out", _MEMORY)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == {*masters, *frozen}
+    assert torch.equal(exported["part.1.w"], masters["part.1.w"])

@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import CastReplica, FlatData, Replica, Role, St
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.tied_names import find_aliases, has_value
-from zexport.checkpoint.wrapped import with_parameter_names
+from zexport.checkpoint.wrapped import check_spelling, with_parameter_names
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.extents import ByteSource, Chain, Striped, Window
@@ -61,6 +61,8 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
         rest = [name for name in model.module if name not in known and name not in aliases]
         whole = [name for name in rest if has_value(model.module[name], is_zero3=ranks.is_zero3)]
+        if not ranks.is_zero3:
+            check_spelling(model, whole)
         tensors += [_unlisted(ranks, model, name) for name in whole]
         copies = [] if ranks.is_zero3 else list(_copies(model, tensors))
     except LayoutError as error:

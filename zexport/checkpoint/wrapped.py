@@ -1,11 +1,13 @@
-"""State dicts whose names are not those of the parameters, because a wrapper leaves its own out."""
+"""State dicts whose names are not those of the parameters: a wrapper's left out, or damage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Shape
+from zexport.layouts import LayoutError
 
 _HIDDEN = "_checkpoint_wrapped_module."
 
@@ -95,3 +97,42 @@ def _parameters(model: ModelStates) -> set[str]:
     """Every parameter that DeepSpeed has named."""
     trained = {name for shapes in model.param_shapes for name in shapes}
     return trained | (model.frozen_shapes or {}).keys()
+
+
+def check_spelling(model: ModelStates, surplus: Iterable[str]) -> None:
+    """Refuse the module's copy of a trained weight under a name that is nearly the weight's.
+
+    It would pass for a frozen weight that no table names (ZeRO-1), beside its own master. A hook of
+    the module may leave trained names out, or take parts out of them; none is known that spells one
+    part otherwise. Numbers tell apart what is alike, and are no misspelling.
+
+    Args:
+        model: the model states, the module whole.
+        surplus: names of the module that are no trained weight, record, buffer or tie.
+
+    Raises:
+        LayoutError: a trained weight is lacking, and one of these differs from it in one part.
+    """
+    lacking: dict[tuple[Shape, int], list[str]] = {}
+    for shapes in model.param_shapes:
+        for name, shape in shapes.items():
+            if name not in model.module:
+                lacking.setdefault((shape, name.count(".")), []).append(name)
+    for other in surplus if lacking else ():
+        copy = model.module[other]
+        is_weight = copy.numel and copy.dtype.is_floating
+        for name in lacking.get((copy.shape, other.count(".")), ()) if is_weight else ():
+            if _is_misspelt(name, other):
+                raise LayoutError(
+                    f"the module lacks {name!r}, which was trained, and has a weight of its shape "
+                    "that nothing accounts for",
+                    other,
+                    name,
+                )
+
+
+def _is_misspelt(name: str, other: str) -> bool:
+    """Whether the names, of as many parts, differ in one that is no number."""
+    pairs = zip(name.split("."), other.split("."), strict=True)
+    apart = [pair for pair in pairs if pair[0] != pair[1]]
+    return len(apart) == 1 and not all(part.isdigit() for part in apart[0])
