@@ -16,6 +16,7 @@ import zexport
 from tests.checkpoints import Model, Run, save, values
 from tests.expert_checkpoints import rewrite
 from zexport.errors import DamagedCheckpointError
+from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, NameLayout
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -169,3 +170,52 @@ def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == {*masters, *frozen}
     assert torch.equal(exported["part.1.w"], masters["part.1.w"])
+
+
+# --- ties ---
+
+_TIED = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _tied_to(name: str) -> Edit:
+    return lambda state: state["shared_params"].update({_TIED: name})
+
+
+def test_a_tie_to_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    root = _copy("z2_w2_bf16_tied", tmp_path)
+    rewrite(_file(root, "mp_rank_00_model*"), _tied_to("model.layers.0.mlp.up_proj.weight"))
+    _refused(root, tmp_path / "out", "ties 'lm_head.weight' to 'model.layers.0.mlp.up_proj.weight'")
+
+
+def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> None:
+    """The module's view of it is of one shape with the weight that the record names."""
+    masters = {"one": values((40, 30), 1), "two": values((40, 30), 2)}
+    root = save(Model([masters], tied={"again": "one"}), Run(stage=2), tmp_path / "ckpt")
+    record = {"again": "two"}
+    rewrite(_file(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
+    with pytest.raises(DamagedCheckpointError, match=r"again \(768 of 768 compared\)") as caught:
+        zexport.consolidate(root, tmp_path / "out", _MEMORY)
+    assert caught.value.finding is FindingKind.CAST_MISMATCH
+
+
+def test_a_tie_to_another_weight_than_the_placeholder_is_of_is_refused(tmp_path: Path) -> None:
+    root = _copy("z3_w3_bf16_tied", tmp_path)
+
+    def tie_anew(state: dict[str, Any]) -> None:
+        state["module"][_TIED] = state["module"][_EMBEDDING]  # torch.load makes two storages of it
+        _tied_to("model.norm.weight")(state)
+
+    rewrite(_file(root, "*rank_0_*model*"), tie_anew)
+    error = _refused(root, tmp_path / "out", "ties 'lm_head.weight' to another weight")
+    assert (error.found, error.expected) == ("model.norm.weight", _EMBEDDING)
+
+
+def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -> None:
+    """DeepSpeed records a tie by address, of a frozen weight and a view of its beginning too."""
+    whole = values((6, 4), 1, torch.bfloat16)
+    model = Model([{"w": values((5,), 2)}], frozen={"whole": whole, "part": whole[:2]})
+    run = Run(stage=1, client_state={"shared_params": {"part": "whole"}})
+    zexport.consolidate(save(model, run, tmp_path / "ckpt"), tmp_path / "out", _MEMORY)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["part"], whole[:2].float())

@@ -64,7 +64,7 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
         if not ranks.is_zero3:
             check_spelling(model, whole)
         tensors += [_unlisted(ranks, model, name) for name in whole]
-        copies = [] if ranks.is_zero3 else list(_copies(model, tensors))
+        copies = [] if ranks.is_zero3 else list(_copies(model, tensors, aliases))
     except LayoutError as error:
         raise damage_of(
             error, model.file.path.parent, "Copy all rank files of one save again"
@@ -74,8 +74,13 @@ def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
     return Inventory(tuple(tensors), aliases, left_out, tuple(copies), flats=tuple(flats))
 
 
-def _copies(model: ModelStates, tensors: Iterable[StoredTensor]) -> Iterator[CastReplica]:
+def _copies(
+    model: ModelStates, tensors: Iterable[StoredTensor], aliases: Mapping[str, str]
+) -> Iterator[CastReplica]:
     """The weights that the module trained with, beside their masters.
+
+    Tied names are the same view; where one is not, it has to hold the same values. AutoEP ties
+    names itself, of which one may be stale.
 
     Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` and
     ``runtime/bf16_optimizer.py``: after each step the masters are copied into the module's weights.
@@ -83,6 +88,11 @@ def _copies(model: ModelStates, tensors: Iterable[StoredTensor]) -> Iterator[Cas
     for tensor in tensors:
         if tensor.role is Role.TRAINABLE and tensor.name in model.module:
             yield from rounded_copy(tensor, model.file, model.module[tensor.name])
+    masters = {tensor.name: tensor for tensor in tensors if tensor.role is Role.TRAINABLE}
+    for alias, name in aliases.items() if not model.has_experts else ():
+        copy = model.module.get(alias)
+        if copy is not None and name in masters and copy != model.module.get(name):
+            yield from rounded_copy(masters[name], model.file, copy, alias)
 
 
 def rounded_copy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from zexport.checkpoint.states import ModelStates
+from zexport.layouts import LayoutError
 from zexport.torchfile.pickles import StorageRef, TensorRef
 
 
@@ -15,11 +16,54 @@ def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -
         model: the model states that record ties.
         stored: the names that have values of their own, in order.
         is_zero3: whether the module holds placeholders for its parameters.
+
+    Raises:
+        LayoutError: the module contradicts a tie that is recorded.
     """
     aliases = _recorded(model, set(stored), is_zero3=is_zero3)
     if is_zero3:
-        return aliases | _same_placeholders(model, set(stored))
+        shown = _same_placeholders(model, set(stored))
+        _check_placeholders(aliases, shown, model)
+        return aliases | shown
+    aliases = _of_one_shape(aliases, model)
     return aliases | _same_views(model, stored, aliases)
+
+
+def _check_placeholders(
+    aliases: Mapping[str, str], shown: Mapping[str, str], model: ModelStates
+) -> None:
+    """Refuse a recorded tie to one weight where the placeholder is another weight's."""
+    for alias, name in aliases.items():
+        other = shown.get(alias, name)
+        if other != name and not model.has_experts:
+            raise LayoutError(
+                f"shared_params ties {alias!r} to another weight than the module does", name, other
+            )
+
+
+def _of_one_shape(aliases: Mapping[str, str], model: ModelStates) -> dict[str, str]:
+    """The recorded ties of weights that the module does not hold in two shapes.
+
+    DeepSpeed takes weights for tied that begin at one address (``data_ptr``), which a frozen one
+    and a view of it do as well. A trained weight has a place of its own in a flat buffer, where no
+    other begins (``runtime/zero/stage_1_and_2.py``, ``_update_model_bit16_weights``).
+
+    Raises:
+        LayoutError: the tie is to a trained weight.
+    """
+    trained = {name for shapes in model.param_shapes for name in shapes}
+    kept = {}
+    for alias, name in aliases.items():
+        own, other = model.module.get(alias), model.module.get(name)
+        if own is None or other is None or not other.numel or own.shape == other.shape:
+            kept[alias] = name
+        elif name in trained:
+            raise LayoutError(
+                f"shared_params ties {alias!r} to {name!r}, which has another shape",
+                list(own.shape),
+                list(other.shape),
+            )
+    return kept
 
 
 def has_value(tensor: TensorRef, *, is_zero3: bool) -> bool:
