@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -236,17 +237,23 @@ fragment_address.__module__ = _HOME.__name__
 _HOME.fragment_address = fragment_address  # type: ignore[attr-defined]
 
 
-def _save(state: object, path: Path) -> None:
+@contextmanager
+def rank_file_classes() -> Iterator[None]:
+    """Let pickle find the classes of rank files where DeepSpeed's own would be."""
     modules = {"deepspeed.utils": ModuleType("deepspeed.utils"), _HOME.__name__: _HOME}
     with deepspeed_names(), mock.patch.dict("sys.modules", modules):
+        yield
+
+
+def _save(state: object, path: Path) -> None:
+    with rank_file_classes():
         torch.save(state, path)
 
 
 def rewrite(path: Path, change: object) -> None:
     """Load a file, let ``change`` alter its dictionary, and write it again."""
     assert callable(change)
-    modules = {"deepspeed.utils": ModuleType("deepspeed.utils"), _HOME.__name__: _HOME}
-    with deepspeed_names(), mock.patch.dict("sys.modules", modules):
+    with rank_file_classes():
         state = torch.load(path, weights_only=False)
     change(state)
     _save(state, path)

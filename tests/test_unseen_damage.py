@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.checkpoints import Model, Run, save, values
-from tests.expert_checkpoints import rewrite
+from tests.expert_checkpoints import rank_file_classes, rewrite
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, NameLayout
@@ -99,6 +100,58 @@ def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: P
     rewrite(path, spread)
     error = _refused(root, tmp_path / "out", "is not one run of elements")
     assert error.path == path
+
+
+# --- copies of files ---
+
+
+def _save_nameless(path: Path, *, is_old: bool) -> None:
+    """Write a rank file anew as the writers do whose files do not keep their own name."""
+    stream = io.BytesIO()
+
+    def note(state: dict[str, Any]) -> None:
+        with rank_file_classes():
+            torch.save(state, stream, _use_new_zipfile_serialization=not is_old)
+
+    rewrite(path, note)
+    path.write_bytes(stream.getvalue())
+
+
+@pytest.mark.parametrize("is_old", [True, False], ids=["old container", "written to a stream"])
+@pytest.mark.parametrize("name", ["z3_w2_bf16_frozen", "z3_w4_bf16_odd"])
+def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
+    name: str, is_old: bool, tmp_path: Path
+) -> None:
+    root = _copy(name, tmp_path)
+    for path in root.glob("global_step*/*optim*"):
+        _save_nameless(path, is_old=is_old)
+    assert zexport.open_checkpoint(root).problems == ()
+    one, two = (_file(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
+    shutil.copy(two, one)
+    error = _refused(root, tmp_path / "out", "is the optimizer file of rank 0 to the last byte")
+    assert error.path == two
+
+
+def _stripes(value: torch.Tensor, steps: int, root: Path) -> Path:
+    """A run of two ranks whose files are alike in all they hold."""
+    return save(Model([{"w": value}]), Run(stage=3, steps=steps, legacy=True), root)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        (torch.ones(64, 64), 2),
+        (torch.arange(8.0).repeat(2, 200), 2),
+        (values((1, 3000), 1).repeat(2, 1), 0),
+    ],
+    ids=["constants", "few values", "as it was made"],
+)
+def test_stripes_that_may_rightly_be_equal_are_no_copies(
+    value: torch.Tensor, steps: int, tmp_path: Path
+) -> None:
+    root = _stripes(value, steps, tmp_path / "ckpt")
+    shutil.copy(_file(root, "*rank_1_*optim*"), _file(root, "*rank_0_*optim*"))
+    assert zexport.open_checkpoint(root).problems == ()
 
 
 # --- copies in the module ---

@@ -57,8 +57,9 @@ def open_checkpoint(
         follow_symlinks: read what a link leads to, wherever that is; without it, only what lies
             below ``path``.
 
-    Guarantees that no tensor data is read, but for one scalar a rank file, and that no code of the
-    checkpoint runs. What stands in the way of an export is in ``problems``, not raised.
+    Guarantees that no tensor data is read, but for one scalar a rank file and a few KB of one that
+    does not say which rank's it is, and that no code of the checkpoint runs. What stands in the way
+    of an export is in ``problems``, not raised.
 
     Raises:
         CheckpointError: there is no checkpoint, or the tag is not there.

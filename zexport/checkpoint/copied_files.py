@@ -1,0 +1,95 @@
+"""Whether two ranks' optimizer files are one file twice, where no name within them tells."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections.abc import Iterator, Mapping
+
+from zexport.checkpoint.agreement import step_of
+from zexport.checkpoint.rank_files import parse_rank_file
+from zexport.checkpoint.states import ZERO3, ModelStates, OptimizerStates
+from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.extents import ByteSource, Chain
+from zexport.layouts.zero3 import StripedParameter, stripe_parameters
+from zexport.torchfile.archive import TorchFile
+
+_SAMPLE_NUMEL = 1024
+_DISTINCT_MIN = 64
+"""Values that a sample must have, so that equal ones are no coincidence of constants."""
+
+
+def copied_files(
+    model: ModelStates | None, optimizer: Mapping[int, OptimizerStates]
+) -> Iterator[ZexportError]:
+    """ZeRO-3's optimizer files that are those of another rank to the last byte.
+
+    No key in them says which rank wrote them. Only files are compared whose container does not say
+    it either, and that have equal samples of the largest weight.
+
+    Args:
+        model: what names and shapes come from.
+        optimizer: by rank; of the ranks that the weights are striped over and no others, since
+            further groups of ranks hold rightful copies (MiCS).
+    """
+    counts = {count for states in optimizer.values() for count in states.partition_counts}
+    if model is None or len(counts) != 1 or not all(map(_is_anonymous, optimizer.values())):
+        return
+    parameters = [*stripe_parameters(model.param_shapes, max(1, *counts))]
+    if not parameters:
+        return
+    largest = max(parameters, key=lambda one: one.stripe_numel)
+    first: dict[bytes, int] = {}
+    for rank, states in sorted(optimizer.items()):
+        sample = _sample(states, rank, largest)
+        other = first.setdefault(sample, rank) if sample else rank
+        path, kept = states.file.path, optimizer[other].file.path
+        if other != rank and filecmp.cmp(kept, path, shallow=False):
+            yield DamagedCheckpointError(
+                f"is the optimizer file of rank {other} to the last byte: one is the other's copy",
+                path=path,
+                found=f"the same {states.file.nbytes} bytes as {kept.name}",
+                expected=f"the stripes of rank {rank}",
+                hint="Copy the files of both ranks again from where they were written",
+            )
+
+
+def _is_anonymous(states: OptimizerStates) -> bool:
+    """Whether it is a file of plain ZeRO-3 whose container does not say which rank's it is."""
+    return states.stage == ZERO3 and not states.stripes_experts and not _names_rank(states.file)
+
+
+def _names_rank(file: TorchFile) -> bool:
+    return parse_rank_file(file.path.with_name(f"{file.root}.pt")) is not None
+
+
+def _sample(states: OptimizerStates, rank: int, largest: StripedParameter) -> bytes:
+    """Elements of the rank's stripe of the largest weight that no other rank's can equal.
+
+    Nothing where that may be: a stripe with padding, few values, or a weight that was not stepped
+    (as it was made, by a rule that may repeat itself).
+    """
+    numel = min(largest.stripe_numel, _SAMPLE_NUMEL)
+    is_whole = (rank + 1) * largest.stripe_numel <= largest.numel
+    if not is_whole or not (step_of(states) or 0) >= 1 or not states.flat_groups:
+        return b""
+    try:
+        flat = Chain(tuple(states.file.source(group) for group in states.flat_groups))
+    except ZexportError:
+        return b""  # whoever lays out the weights meets it as well, and tells
+    size = states.flat_groups[0].dtype.itemsize
+    begin, end = largest.offset * size, (largest.offset + numel) * size
+    sample = _read(flat, begin, end) if end <= flat.nbytes else b""
+    values = {sample[at : at + size] for at in range(0, len(sample), size)}
+    return sample if len(values) >= _DISTINCT_MIN else b""
+
+
+def _read(source: ByteSource, begin: int, end: int) -> bytes:
+    parts = []
+    for extent in source.extents(begin, end):
+        descriptor = os.open(extent.path, os.O_RDONLY)
+        try:
+            parts.append(os.pread(descriptor, extent.nbytes, extent.offset))
+        finally:
+            os.close(descriptor)
+    return b"".join(parts)
