@@ -272,3 +272,17 @@ def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -
     zexport.consolidate(save(model, run, tmp_path / "ckpt"), tmp_path / "out", _MEMORY)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(exported["part"], whole[:2].float())
+
+
+# --- what no check can see ---
+
+
+def test_an_export_of_files_without_checksums_says_so(tmp_path: Path) -> None:
+    model = Model([{"w": values((5,), 1)}])
+    for is_old in (True, False):
+        root = save(model, Run(stage=3, legacy=is_old), tmp_path / f"ckpt {is_old}")
+        report = zexport.consolidate(root, tmp_path / f"out {is_old}", _MEMORY)
+        told = [warning for warning in report.warnings if "no checksums" in warning]
+        assert [text.partition(",")[0] for text in told] == (
+            ["4 files are in torch's old container"] if is_old else []
+        )

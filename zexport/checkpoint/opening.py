@@ -34,7 +34,7 @@ from zexport.errors import (
 )
 from zexport.extents import paths_of
 from zexport.findings import Finding, FindingKind
-from zexport.torchfile.archive import TorchFile
+from zexport.torchfile.archive import Container, TorchFile
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -168,7 +168,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         replicas=inventory.replicas,
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
-        warnings=(*_warnings(cells), *inventory.notes),
+        warnings=(*_warnings(cells), *_without_checksums(torch_files), *inventory.notes),
         newer=tuple(newer_than(location, model.global_steps if model is not None else None)),
         findings=tuple(
             found for p in problems if (found := _finding(p)) and not found.kind.is_refused
@@ -265,6 +265,15 @@ def _warnings(cells: Mapping[int, RankStates]) -> Iterator[str]:
                 f"the model files of {name_ranks(missing)} are missing; without frozen "
                 "weights no value comes from them"
             )
+
+
+def _without_checksums(files: Iterable[TorchFile]) -> Iterator[str]:
+    count = sum(file.container is Container.LEGACY for file in files)
+    if count:
+        yield (
+            f"{count} file{'s are' if count > 1 else ' is'} in torch's old container, which has no "
+            "checksums: values are exported as they are read, and a flipped bit shows nowhere"
+        )
 
 
 def _missing_frozen(
