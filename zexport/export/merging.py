@@ -21,6 +21,7 @@ from zexport.export.naming import NamedTensors
 from zexport.export.quantized import check_plain
 from zexport.export.shards import DTYPES
 from zexport.export.targets import KEEP_ADAPTER, BaseModel, check_method, find_updates
+from zexport.export.ties import under_tied_sources, without_broken_ties
 from zexport.export.updates import (
     Orientation,
     Update,
@@ -75,10 +76,12 @@ def work_in(material: Material, options: ExportOptions) -> Material:
     given = under_names_of(names, material.given, options.base)
     if isinstance(names, ModelNames) and names.base_prefix:
         given = under_prefix(f"{names.base_prefix}.", _adapted(material, adapter), given)
-    given = recast(given, dtype)
+    given = recast(under_tied_sources(names, given), dtype)
     config = sidecars.config
     model_type = "" if config is None else str(config.content.get("model_type") or "")
-    known = names if isinstance(names, ModelNames) else None
+    known = None
+    if isinstance(names, ModelNames):
+        known = without_broken_ties(names, _base_of(material.stored), given, material.files)
     base = BaseModel({}, given, known, {}, model_type, options.base)
     merged = merge_adapter(checkpoint, material.stored, adapter, base)
     lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
@@ -134,31 +137,57 @@ def merge_adapter(
     check_whole(checkpoint, stored, adapter, {inner_name(n): t for n, t in own.items()})
     copied = {parts[n].of_base: t for n, t in own.items() if parts[n].is_copy}
     copied_ties = _copied_ties(stored, adapter)
-    base = replace(
-        folder,
-        own={p.of_base: stored.tensors[n] for n, p in parts.items() if not p.adapter},
-        tied={**(folder.names.tied if folder.names else {}), **_tied(stored)},
-    )
+    inside = _base_of(stored)
+    base = _with_own(folder, inside, copied_ties.keys())
     merged = {**base.own, **copied, **_untied(base, {*copied, *copied_ties})}
     updates = list(find_updates(adapter, base, own))
     pairs = [(update, base.find(update.weight)) for update in updates]
     orientation = find_orientation(pairs, adapter.config, base.model_type)
     for update in updates:
         merged |= _applied(update, adapter, base, merged, orientation)
-    left_out = (read_name(name) for name in stored.left_out)
+    stored_ties = {n: base.tied[n] for n in inside.shapes if n in base.tied}
     return NamedTensors(
         tensors=merged,
         aliases={
             alias: name
-            for alias, name in {**_tied(stored), **copied_ties}.items()
+            for alias, name in {**stored_ties, **copied_ties}.items()
             if alias not in merged and name in merged
         },
-        left_out=tuple(
-            part.of_base
-            for part in left_out
-            if not part.adapter and part.of_base not in {**merged, **base.given}
-        ),
+        left_out=tuple(name for name in inside.left_out if name not in {**merged, **base.given}),
     )
+
+
+def _base_of(stored: NamedTensors) -> NamedTensors:
+    """The weights of the base model among a peft model's, by its own names."""
+    parts = {name: read_name(name) for name in (*stored.known_shapes, *stored.aliases.values())}
+    return NamedTensors(
+        tensors={parts[n].of_base: t for n, t in stored.tensors.items() if not parts[n].adapter},
+        aliases={
+            parts[a].of_base: parts[n].of_base
+            for a, n in stored.aliases.items()
+            if not parts[a].adapter and not parts[n].adapter
+        },
+        left_out=tuple(parts[n].of_base for n in stored.left_out if not parts[n].adapter),
+    )
+
+
+def _with_own(folder: BaseModel, inside: NamedTensors, replaced: Set[str]) -> BaseModel:
+    """The base model with the checkpoint's weights, each under the source of its tie.
+
+    Args:
+        folder: the base model as its folder has it.
+        inside: what the checkpoint holds of it.
+        replaced: names of weights that are one with a copy that was trained.
+    """
+    declared = {} if folder.names is None else folder.names.tied
+    stored = {alias: declared.get(name, name) for alias, name in inside.aliases.items()}
+    tied = {**declared, **{alias: name for alias, name in stored.items() if alias != name}}
+    own = {
+        tied.get(name, name): tensor
+        for name, tensor in inside.tensors.items()
+        if not {name, tied.get(name, name)} & replaced
+    }
+    return replace(folder, own=own, tied=tied)
 
 
 def _copied_ties(stored: NamedTensors, adapter: Adapter) -> dict[str, str]:
@@ -182,12 +211,6 @@ def _untied(base: BaseModel, copied: Set[str]) -> dict[str, StoredTensor]:
         if (alias in copied) != (name in copied) and original is not None:
             untied[alias if name in copied else name] = original
     return untied
-
-
-def _tied(stored: NamedTensors) -> dict[str, str]:
-    """Ties between weights of the base model, by its own names."""
-    pairs = ((read_name(alias), read_name(name)) for alias, name in stored.aliases.items())
-    return {a.of_base: n.of_base for a, n in pairs if not a.adapter and not n.adapter}
 
 
 def _applied(

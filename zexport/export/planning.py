@@ -33,7 +33,7 @@ from zexport.export.shards import (
     plan_heads,
     plan_shards,
 )
-from zexport.export.ties import settle_ties
+from zexport.export.ties import settle_ties, under_tied_sources
 from zexport.extents import paths_of
 from zexport.jsontypes import JsonObject
 from zexport.model.added_tokens import tokens_without_a_row
@@ -118,9 +118,11 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
         model = identify(checkpoint, material.sidecars, stored, options, transformers)
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
     given = under_names_of(model.names, material.given, options.base)
+    given = under_tied_sources(model.names, given)
     given_shapes = {name: tensor.shape for name, tensor in given.items()}
     settled = settle_names(model.trunk, model.names, given_shapes, options, tag_dir)
-    settled = settle_ties(settled, material.files)
+    fills_in = checkpoint.may_lack_weights and not options.exclude_frozen
+    settled = settle_ties(settled, given if fills_in else {}, material.files)
     selection = select_tensors(checkpoint, settled, given, options)
     model = replace(model, sidecars=_with_plain_weights(model.sidecars, selection))
     target = _target(checkpoint, options)

@@ -88,8 +88,11 @@ def select_tensors(
         own, tied = _as_saved(own, tied, names, settled.layout)
     from_base = f"{len(filled)} weights come from the base model" if filled else ""
     loadable = not differences and (settled.layout is not None or _is_saved_so(settled, aliases))
+    written = own | filled
+    if settled.untied:
+        written, tied = _under_all_names(written, tied, settled)
     return Selection(
-        tensors=own | filled,
+        tensors=written,
         tied=tied,
         loadable=loadable,
         architecture=names.architecture if loadable and isinstance(names, ModelNames) else None,
@@ -199,6 +202,8 @@ def _from_base(
             for name, tensor in settled.layout.tensors.items()
             if tensor.sources & wanted.keys() and not tensor.sources & own.keys()
         }
+        untied = settled.layout.aliases
+        needed |= {untied[name]: shape for name, shape in wanted.items() if name in untied}
     else:
         needed = dict(wanted)
         base = {**_under_memory_names(base, settled), **base}
@@ -214,7 +219,8 @@ def _kept_in_fp32(name: str, settled: Settled) -> frozenset[DType]:
     """The element types under which a tensor of the model's files stays in float32."""
     if settled.layout is None or not isinstance(settled.names, ModelNames):
         return frozenset()
-    kept = map(settled.names.kept_in_fp32, settled.layout.tensors[name].sources)
+    made = settled.layout.tensors.get(name)
+    kept = map(settled.names.kept_in_fp32, () if made is None else made.sources)
     return frozenset().union(*kept)
 
 
@@ -243,12 +249,27 @@ def _as_saved(
     saved = {name: tensor for name, tensor in tensors.items() if name not in names.unsaved}
     for name in saved.keys() & set().union(*names.keep_fp32.values()):
         saved[name] = replace(saved[name], fp32_under=names.kept_in_fp32(name))
-    renamed = dict(layout.aliases)
-    for name, tensor in layout.tensors.items():
-        if (same := tensor.is_all_of(names.shapes)) is not None:
-            renamed[same] = name
+    renamed = names.names_in(layout)
     ties = {renamed.get(a, a): renamed.get(n, n) for a, n in tied.items() if a not in names.unsaved}
     return lay_out(saved, layout, names.shapes), ties
+
+
+def _under_all_names(
+    tensors: Mapping[str, StoredTensor], tied: Mapping[str, str], settled: Settled
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors also under the names of ties that hold, where the config must no longer tie any.
+
+    BERT's config ties the weight of its output and its bias, or neither.
+    """
+    names, written = settled.names, dict(tensors)
+    if not isinstance(names, ModelNames):
+        return written, dict(tied)
+    renamed = {} if settled.layout is None else names.names_in(settled.layout)
+    for alias, source in names.tied.items():
+        one, other = renamed.get(alias, alias), renamed.get(source, source)
+        if other in written:
+            written.setdefault(one, written[other])
+    return written, {alias: name for alias, name in tied.items() if alias not in written}
 
 
 def _frozen_left_out(

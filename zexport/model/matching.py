@@ -83,6 +83,15 @@ class ModelNames:
         """Whether transformers passes over a name that the model does not have."""
         return any(re.search(pattern, name) for pattern in self.ignored)
 
+    def names_in(self, layout: HubLayout) -> dict[str, str]:
+        """Name in memory to name in files, of what lies there unchanged; aliases included."""
+        whole = {
+            same: name
+            for name, tensor in layout.tensors.items()
+            if (same := tensor.is_all_of(self.shapes)) is not None
+        }
+        return {**layout.aliases, **whole}
+
     def as_saved(self, layout: HubLayout) -> ModelNames:
         """The model as if it had in memory what ``layout`` has in files."""
         renamed = dict(layout.aliases)
