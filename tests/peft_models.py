@@ -82,10 +82,17 @@ def gpt_oss() -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of adapter: the base model's maker, and the keys of its configuration."""
+    """A kind of adapter.
+
+    Attributes:
+        base: makes the base model.
+        keys: of the adapter's configuration.
+        rows: how many the embeddings are resized to before training; all remain where ``None``.
+    """
 
     base: Callable[[], PreTrainedModel]
     keys: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | None = None
 
     def config(self) -> LoraConfig:
         keys = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **self.keys}
@@ -171,12 +178,17 @@ def train(
     torch.manual_seed(7)
     base = form.base()
     base.save_pretrained(folder / "base")
+    if form.rows is not None:
+        base.name_or_path = str(folder / "base")  # where peft looks for the size it had
+        base.resize_token_embeddings(form.rows, mean_resizing=False)
     base.load_state_dict({name: rounded(value) for name, value in base.state_dict().items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied weights and of fan_in_fan_out
         model = get_peft_model(base, form.config(), adapter_name=adapters[0])
         for name in adapters[1:]:
-            model.add_adapter(name, form.config())
+            config = form.config()
+            config.base_model_name_or_path = base.name_or_path  # which peft sets on the first alone
+            model.add_adapter(name, config)
         for parameter in trained(model, adapters).values():
             parameter.data = torch.randn_like(parameter) / 8
         live = folder / "live"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError
-from zexport.export.kept_adapters import ADAPTER_FILE
 from zexport.export.manifest import MANIFEST_NAME
 from zexport.export.plan import SourceFile
+from zexport.export.saved_beside import ADAPTER_FILE
 from zexport.extents import Extent
 from zexport.model.config import ConfigFile
 from zexport.model.json_files import read_json_object

@@ -9,11 +9,13 @@ from pathlib import Path
 from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.export.plan import SourceFile
 from zexport.export.shards import INDEX_FILE, SINGLE_FILE
 from zexport.model.json_files import read_json_object
 from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.safetensors_file import SafetensorsHeader, read_header
+from zexport.torchfile.archive import Member
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -55,6 +57,21 @@ def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader
         header = read_header(index.with_name(name))
         tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
         yield replace(header, tensors=tensors)
+
+
+def source_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
+    """Weight files that are no torch files, each once."""
+    for header in {header.path: header for header in headers}.values():
+        status = header.path.stat()
+        members = tuple(_members(header))
+        yield SourceFile(header.path, status.st_size, status.st_mtime_ns, members)
+
+
+def _members(header: SafetensorsHeader) -> Iterator[Member]:
+    """The tensors of a safetensors file as its records, which have no CRC."""
+    for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes:
+            yield Member(name, tensor.offset, tensor.nbytes, None)
 
 
 def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:

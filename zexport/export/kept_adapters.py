@@ -14,15 +14,15 @@ from zexport.export.material import Content, Material
 from zexport.export.naming import NamedTensors
 from zexport.export.plan import SideFile, qualified
 from zexport.export.quantized import check_plain
+from zexport.export.saved_beside import ADAPTER_FILE
 from zexport.export.selection import Selection
 from zexport.export.shards import DTYPES, plan_shard
 from zexport.model.adapter_config import ADAPTER_CONFIG, EMBEDDINGS, AdapterConfig
 from zexport.model.adapter_names import PEFT_PREFIX, inner_name, read_name
+from zexport.model.added_tokens import tokens_beyond
 from zexport.model.names import NamesUnknown
 from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions
-
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def keep_adapters(material: Material, options: ExportOptions) -> Content:
@@ -34,17 +34,25 @@ def keep_adapters(material: Material, options: ExportOptions) -> Content:
     checkpoint, stored = material.checkpoint, material.stored
     adapters = choose_adapters(checkpoint, stored, options)
     tensors: dict[str, StoredTensor] = {}
-    shards, from_base, nowhere = [], list[str](), list[str]()
+    shards, from_base, notes = [], list[str](), list[str]()
     for adapter in adapters:
         filename = f"{adapter.folder}{ADAPTER_FILE}"
         kept = _kept_tensors(checkpoint, stored, adapter)
+        if (saved := material.saved.get(adapter.name)) is not None:
+            kept |= {**saved.held, **saved.lacking} if saved.is_of_step else {}
+            notes += [saved.note] if saved.note else []
         lacking = lacking_embeddings(adapter.config, kept)
         filled = {name: material.given[n] for name, n in lacking.items() if n in material.given}
         check_plain(filled.values(), material.given, NamesUnknown("not asked"), options.base)
         kept |= {n: replace(t, module_dtype=checkpoint.cast_dtype) for n, t in filled.items()}
         from_base += [qualified(filename, name) for name in filled]
-        nowhere += [name for name in lacking if name not in filled]
+        notes += [
+            f"without {name}, which peft saves too: give --base"
+            for name in lacking
+            if name not in filled
+        ]
         shards.append(plan_shard(filename, kept, _kept_dtypes(kept, options)))
+        notes += _without_rows(kept, material.sidecars)
         tensors |= {qualified(filename, name): tensor for name, tensor in kept.items()}
     words = "adapter" if len(adapters) == 1 else "adapters"
     names = ", ".join(repr(adapter.name) for adapter in adapters)
@@ -64,7 +72,7 @@ def keep_adapters(material: Material, options: ExportOptions) -> Content:
         (
             *material.notes,
             f"this is the {words} {names} for peft, not a model; --adapter merge makes one",
-            *(f"without {name}, which peft saves too: give --base" for name in nowhere),
+            *notes,
         ),
     )
 
@@ -89,6 +97,17 @@ def _kept_tensors(
     }
     check_whole(checkpoint, stored, adapter, kept)
     return kept | dict(_kept_of_base(every, adapter.config))
+
+
+def _without_rows(kept: Mapping[str, StoredTensor], sidecars: Sidecars) -> Iterator[str]:
+    """What to say where tokens were added, and the embedding that has their rows is not kept."""
+    found = tokens_beyond(sidecars)
+    whole = [t.shape for name, t in kept.items() if not read_name(name).adapter]
+    if found is not None and not any(shape and shape[0] > found.last for shape in whole):
+        yield (
+            f"without the embedding, which was resized if it was trained with {found.last + 1} "
+            f"tokens, and not {found.rows}: no file has it; save it with modules_to_save"
+        )
 
 
 def _kept_files(adapters: Iterable[Adapter], sidecars: Sidecars) -> Iterator[SideFile]:

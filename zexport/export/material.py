@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.export.naming import NamedTensors
 from zexport.export.plan import ShardPlan, SideFile, SourceFile
+from zexport.export.saved_beside import SavedBeside
 from zexport.export.selection import Selection
 from zexport.findings import Finding
 from zexport.model.sidecars import Sidecars
@@ -24,6 +25,7 @@ class Material:
         given: tensors of the base model's folder, by name.
         files: all files that may be read.
         notes: what was done to it so far, in words.
+        saved: what peft saved of the base model beside it, by the adapter's name.
     """
 
     checkpoint: ZeroCheckpoint
@@ -32,6 +34,7 @@ class Material:
     given: Mapping[str, StoredTensor]
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
+    saved: Mapping[str, SavedBeside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.export.adapters import Adapter, check_whole, choose_adapters
 from zexport.export.base_weights import under_names_of, under_prefix
 from zexport.export.material import Material
-from zexport.export.naming import NamedTensors
+from zexport.export.naming import NamedTensors, some
 from zexport.export.quantized import check_plain
 from zexport.export.shards import DTYPES
 from zexport.export.targets import KEEP_ADAPTER, BaseModel, check_method, find_updates
@@ -31,13 +31,20 @@ from zexport.export.updates import (
     update_weight,
 )
 from zexport.model.adapter_names import inner_name, read_name
+from zexport.model.added_tokens import tokens_beyond
 from zexport.model.hub_layout import Shape
 from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
+from zexport.model.side_files import tokenizer_files
 from zexport.options import Engine, ExportOptions
 
 Tensors = Mapping[str, StoredTensor]
+
+_KEEP_ROWS = (
+    "Give the base model as it was resized for the training with --base, train with the embeddings "
+    "in modules_to_save, or leave frozen weights out with --exclude-frozen"
+)
 
 
 def recast(base: Tensors, dtype: DType | None) -> dict[str, StoredTensor]:
@@ -83,7 +90,8 @@ def work_in(material: Material, options: ExportOptions) -> Material:
     if isinstance(names, ModelNames):
         known = without_broken_ties(names, _base_of(material.stored), given, material.files)
     base = BaseModel({}, given, known, {}, model_type, options.base)
-    merged = merge_adapter(checkpoint, material.stored, adapter, base)
+    stored, notes = _with_saved(material, adapter, given, options)
+    merged = merge_adapter(checkpoint, stored, adapter, base)
     lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
     copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
     rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
@@ -94,7 +102,61 @@ def work_in(material: Material, options: ExportOptions) -> Material:
         stored=merged,
         sidecars=replace(sidecars, copied=copied),
         given=given,
-        notes=(*material.notes, note),
+        notes=(*material.notes, note, *notes),
+    )
+
+
+def _with_saved(
+    material: Material, adapter: Adapter, given: Tensors, options: ExportOptions
+) -> tuple[NamedTensors, tuple[str, ...]]:
+    """The stored tensors and what peft saved beside them, and a note where it did.
+
+    Raises:
+        FrozenLeftOutError: it saved resized weights, and not of this step.
+    """
+    stored, saved = material.stored, material.saved.get(adapter.name)
+    if saved is None or not saved.lacking:
+        return stored, ()
+    if saved.is_of_step:
+        return replace(stored, tensors={**stored.tensors, **saved.lacking}), (saved.note,)
+    resized = [n for n, t in saved.of_base.items() if n in given and given[n].shape != t.shape]
+    if resized and not options.exclude_frozen:
+        raise FrozenLeftOutError(
+            "has resized weights that the checkpoint lacks, beside an adapter that is not its own",
+            path=saved.header.path,
+            found=f"{some(tuple(resized))}, of another step or run",
+            expected="the file that peft wrote with the checkpoint",
+            hint=_KEEP_ROWS,
+        )
+    return stored, (saved.note,)
+
+
+def check_embedding(material: Material, options: ExportOptions) -> None:
+    """Nothing, unless tokens were added for which the embedding of the base has no rows.
+
+    A tokenizer of the base itself proves nothing: there are models on the hub with such tokens.
+
+    Args:
+        material: after the merge, with the config of what was merged.
+        options: what was asked for.
+
+    Raises:
+        FrozenLeftOutError: they were, and the embedding is the base's own.
+    """
+    sidecars, base = material.sidecars, options.base
+    beyond = tokens_beyond(sidecars)
+    if beyond is None or base is None or options.exclude_frozen:
+        return
+    shapes = (tensor.shape for tensor in material.stored.tensors.values())
+    is_own = any(len(shape) > 1 and shape[0] == beyond.rows for shape in shapes)
+    if is_own or tokens_beyond(replace(sidecars, copied=tokenizer_files([base]))) is not None:
+        return
+    raise FrozenLeftOutError(
+        "the embedding was resized for added tokens, and left out when the checkpoint was saved",
+        path=material.checkpoint.location.tag_dir,
+        found=f"{beyond} in --base",
+        expected="a row for every token, in the checkpoint or in peft's file beside it",
+        hint=_KEEP_ROWS,
     )
 
 

@@ -12,17 +12,18 @@ from zexport.checkpoint.tensors import Inventory
 from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.export.accounting import account
-from zexport.export.adapters import adapter_mode
-from zexport.export.base_weights import base_tensors, read_base, under_names_of
+from zexport.export.adapters import adapter_mode, choose_adapters
+from zexport.export.base_weights import base_tensors, read_base, source_files, under_names_of
 from zexport.export.expected_shapes import check_shapes
 from zexport.export.gathered import gathered_copies, may_be_gathered
 from zexport.export.identity import Identity, identify
 from zexport.export.kept_adapters import keep_adapters
 from zexport.export.material import Content, Material
 from zexport.export.memory import share_memory
-from zexport.export.merging import work_in
+from zexport.export.merging import check_embedding, work_in
 from zexport.export.naming import name_tensors, settle_names
 from zexport.export.plan import ExportPlan, ShardPlan, SideFile, SourceFile
+from zexport.export.saved_beside import saved_beside
 from zexport.export.selection import Selection, select_tensors
 from zexport.export.shards import (
     DTYPES,
@@ -45,7 +46,6 @@ from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.model.spoilt_files import spoilt_files
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.safetensors_file import SafetensorsHeader
-from zexport.torchfile.archive import Member
 
 
 def plan_export(
@@ -67,12 +67,14 @@ def plan_export(
     stored = name_tensors(checkpoint, options.renames)
     base = read_base(options.base, follow_symlinks=location.boundary.follow)
     beside = _beside(original)
-    files = (*_source_files(checkpoint), *_safetensors_files((*base, *beside)))
+    files = (*_source_files(checkpoint), *source_files((*base, *beside)))
     material = Material(checkpoint, stored, sidecars, base_tensors(base), files)
     mode = adapter_mode(checkpoint, stored, options)
     if options.layout is NameLayout.HUB and (mode or sidecars.config or sidecars.source):
         material = _without_inner_wrappers(material)
     options = replace(options, adapter=mode or options.adapter)
+    if mode is not None:
+        material = _with_saved_beside(material, options)
     if mode is AdapterMode.MERGE:
         material = work_in(material, options)
     content = (
@@ -88,7 +90,7 @@ def plan_export(
         out_dir=Path(out_dir),
         shards=content.shards,
         side_files=content.side_files,
-        sources=_sources(checkpoint, files, content.written, gathered),
+        sources=_sources(checkpoint, material.files, content.written, gathered),
         replicas=checkpoint.replicas,
         gathered=gathered,
         check=options.check,
@@ -110,6 +112,15 @@ def _without_inner_wrappers(material: Material) -> Material:
     return replace(material, stored=stored, notes=(*material.notes, *notes))
 
 
+def _with_saved_beside(material: Material, options: ExportOptions) -> Material:
+    """The same with what peft saved of the base model beside the checkpoint."""
+    checkpoint, stored = material.checkpoint, material.stored
+    adapters = choose_adapters(checkpoint, stored, options)
+    saved = saved_beside(checkpoint, stored, adapters, options.check)
+    more = source_files(one.header for one in saved.values())
+    return replace(material, saved=saved, files=(*material.files, *more))
+
+
 def _model_content(material: Material, options: ExportOptions) -> Content:
     """A model's folder: its tensors by the names it has for them, and the files beside them."""
     checkpoint, stored = material.checkpoint, material.stored
@@ -117,6 +128,8 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
     with NamesClient() as transformers:
         model = identify(checkpoint, material.sidecars, stored, options, transformers)
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
+    if options.adapter is AdapterMode.MERGE:
+        check_embedding(replace(material, sidecars=model.sidecars), options)
     given = under_names_of(model.names, material.given, options.base)
     given = under_tied_sources(model.names, given)
     given_shapes = {name: tensor.shape for name, tensor in given.items()}
@@ -236,21 +249,6 @@ def _sources(
     copies = [c for r in (*checkpoint.replicas, *gathered) for c in (r.kept, r.other)]
     read = paths_of([*kept, *copies])
     return tuple(file for file in files if file.path in read)
-
-
-def _safetensors_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
-    """Weight files that are no torch files, each once."""
-    for header in {header.path: header for header in headers}.values():
-        status = header.path.stat()
-        members = tuple(_members(header))
-        yield SourceFile(header.path, status.st_size, status.st_mtime_ns, members)
-
-
-def _members(header: SafetensorsHeader) -> Iterator[Member]:
-    """The tensors of a safetensors file as its records, which have no CRC."""
-    for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
-        if tensor.nbytes:
-            yield Member(name, tensor.offset, tensor.nbytes, None)
 
 
 def _source_files(checkpoint: ZeroCheckpoint) -> list[SourceFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.model.config import ConfigFile
@@ -16,21 +17,39 @@ _HEAD_NBYTES = 4 << 20
 0.22, ``tokenizer/serialization.rs``)."""
 
 
-def tokens_without_a_row(sidecars: Sidecars) -> str:
-    """What to say where the tokenizer has a token beyond the config's vocabulary; else nothing.
+@dataclass(frozen=True, slots=True)
+class TokensBeyond:
+    """A tokenizer whose last added token has no row in the embedding that the config tells of."""
+
+    last: int
+    rows: int
+
+    def __str__(self) -> str:
+        """Both in words."""
+        return f"tokens up to number {self.last}, and the embedding {self.rows} rows"
+
+
+def tokens_beyond(sidecars: Sidecars) -> TokensBeyond | None:
+    """The tokenizer's last added token, if it is beyond the config's vocabulary.
 
     Such a token ends a model with an index error, or worse. Tokens that were never added are not
     looked at.
     """
     rows, path = _largest_vocabulary(sidecars.config), sidecars.copied.get(_TOKENIZER)
     if rows is None or path is None:
-        return ""
+        return None
     last = _last_added_token(path)
-    if last is None or last < rows:
+    return None if last is None or last < rows else TokensBeyond(last, rows)
+
+
+def tokens_without_a_row(sidecars: Sidecars) -> str:
+    """What to say where the tokenizer has a token beyond the config's vocabulary; else nothing."""
+    found = tokens_beyond(sidecars)
+    if found is None:
         return ""
     return (
-        f"the tokenizer has tokens up to number {last}, and the embedding {rows} rows: the last "
-        "ones cannot be embedded; give the tokenizer that the model was trained with"
+        f"the tokenizer has {found}: the last ones cannot be embedded; give the tokenizer that the "
+        "model was trained with"
     )
 
 
