@@ -25,7 +25,7 @@ from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.ranks import is_zero0
 from zexport.checkpoint.states import read_model_states
 from zexport.checkpoint.tensors import Inventory
-from zexport.errors import UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.findings import FindingKind
 from zexport.layouts import LayoutError
 from zexport.layouts.zero0 import is_tiled, match_in_order
@@ -193,6 +193,22 @@ def test_masters_that_fit_no_weight_are_refused(tmp_path: Path) -> None:
     module = {"a": torch.ones(4, dtype=torch.bfloat16)}
     with pytest.raises(UnsupportedError, match="do not fit the module's weights"):
         save(tmp_path, module, {"fp32_groups": [[torch.ones(5)]]})
+
+
+@pytest.mark.parametrize("form", ["fp32_groups", "fp32_groups_flat"])
+def test_masters_of_integers_are_refused(form: str, tmp_path: Path) -> None:
+    groups = [torch.ones(4, dtype=torch.int32)]
+    module = {"a": torch.ones(4, dtype=torch.bfloat16)}
+    with pytest.raises(DamagedCheckpointError, match=r"of a type that no masters have .*int32"):
+        save(tmp_path, module, {form: [groups] if form == "fp32_groups" else groups})
+
+
+@pytest.mark.usefixtures("named_as_deepspeeds")
+def test_named_masters_of_integers_are_refused(tmp_path: Path) -> None:
+    module = {"a": torch.ones(4, dtype=torch.bfloat16)}
+    flat = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(DamagedCheckpointError, match="of a type that no masters have"):
+        save(tmp_path, module, bf16_optimizer(flat, {"a": (0, 4)}))
 
 
 def test_a_master_of_no_weight_leaves_the_others_to_be_known_by_their_values(

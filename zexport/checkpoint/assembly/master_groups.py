@@ -29,17 +29,33 @@ def unnamed_masters(optimizer: Value) -> Groups:
     """The masters of each parameter group that have no names; a fused group has one.
 
     Raises:
-        DamagedCheckpointError: they are no tensors, or fewer or more than the parameters.
+        DamagedCheckpointError: they are no floating-point tensors, or fewer or more than the
+            parameters.
     """
     form = form_of(optimizer)
     groups = optimizer.get(form).items() if form in (UNFUSED, FUSED) else []
     masters = [
-        [item.tensor() for item in (group.items() if form == UNFUSED else [group])]
+        [master_tensor(item) for item in (group.items() if form == UNFUSED else [group])]
         for group in groups
     ]
     if form in (UNFUSED, FUSED):
         _check_counts(optimizer, masters)
     return masters
+
+
+def master_tensor(item: Value) -> TensorRef:
+    """The tensor of masters that ``item`` must be, of floating-point numbers.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/fp16/`` and ``runtime/bf16_optimizer.py``: ``float()``
+    of the weights.
+
+    Raises:
+        DamagedCheckpointError: it is no tensor, or one of another kind.
+    """
+    tensor = item.tensor()
+    if not tensor.dtype.is_floating:
+        item.fail("is of a type that no masters have", tensor.dtype.torch_name)
+    return tensor
 
 
 def _check_counts(optimizer: Value, groups: Groups) -> None:

@@ -14,6 +14,7 @@ from zexport.checkpoint.assembly.master_groups import (
     UNFUSED,
     expert_flags,
     form_of,
+    master_tensor,
     unnamed_masters,
 )
 from zexport.checkpoint.untrusted import Shape, Value
@@ -298,7 +299,7 @@ def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weig
     flats = optimizer.need(NAMED).items()
     mappings = optimizer.need("param_slice_mappings").items()
     for flat, mapping in zip(flats, mappings, strict=False):
-        tensor = flat.tensor()
+        tensor = master_tensor(flat)
         source, itemsize = file.source(tensor), tensor.dtype.itemsize
         for name, entry in mapping.entries().items():
             place = entry.value
