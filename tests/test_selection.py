@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.checkpoints import Model, Run, save, small_model, values
+from tests.checkpoints import Model, Run, edit, model_file, save, small_model, values
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.dtypes import DType
@@ -312,3 +313,26 @@ def test_a_left_out_tie_needs_only_its_source_from_the_base(tmp_path: Path) -> N
     selection = _select(root, _names(model), base=base)
     assert selection.from_base == ("norm.weight", "norm.bias")
     assert selection.loadable
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+@pytest.mark.parametrize("layout", [NameLayout.MEMORY, NameLayout.HUB])
+def test_a_base_fills_in_nothing_where_weights_were_trained_under_other_names(
+    are_known: bool, layout: NameLayout, tmp_path: Path
+) -> None:
+    """Wrappers that only the state dict leaves out: its names would get the base's weights."""
+    model, run = small_model(), Run(stage=3)
+    root = save(model, run, tmp_path)
+
+    def wrap(state: dict[str, Any]) -> None:
+        state["param_shapes"] = [
+            {f"wrapped_{name}": shape for name, shape in shapes.items()}
+            for shapes in state["param_shapes"]
+        ]
+
+    for rank in range(run.world_size):
+        edit(model_file(root / "global_step2", run, rank), wrap)
+    base = _base(**{name.replace(".", "_"): tuple(v.shape) for name, v in model.masters.items()})
+    names = _names(model) if are_known else _UNKNOWN
+    with pytest.raises((FrozenLeftOutError, NamesMismatchError), match=r"wrapped_emb\.weight"):
+        _select(root, names, ExportOptions(layout=layout), base)

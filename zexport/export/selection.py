@@ -164,13 +164,18 @@ def _wanted(
         if not more or not stored.tensors.keys() <= base.keys():
             raise _frozen_left_out(checkpoint, ("names that only a config would tell",), options)
         return more
+    others = _unknown(names, stored) - base.keys()
+    if others and any(n in base for n in stored.left_out):
+        raise _other_names(checkpoint, stored.left_out, tuple(sorted(others)))
     return {n: base[n].shape if n in base else () for n in stored.left_out}
 
 
-def _unknown(names: ModelNames, stored: NamedTensors) -> list[str]:
+def _unknown(names: ModelNames | NamesUnknown, stored: NamedTensors) -> set[str]:
     """The weights that a model does not have, value heads and what it passes over aside."""
-    others = stored.shapes.keys() - names.shapes.keys() - stored.buffers
-    return [name for name in others if not (names.ignores(name) or is_value_head(name))]
+    others = {n for n in stored.shapes.keys() - stored.buffers if not is_value_head(n)}
+    if isinstance(names, NamesUnknown):
+        return others
+    return {n for n in others - names.shapes.keys() if not names.ignores(n)}
 
 
 def _missing_weights(
@@ -285,6 +290,20 @@ def _frozen_left_out(
         expected="every weight of the model",
         hint="Give the model that training began from with --base, or leave these weights out on "
         "purpose with --exclude-frozen",
+    )
+
+
+def _other_names(
+    checkpoint: ZeroCheckpoint, lost: tuple[str, ...], others: tuple[str, ...]
+) -> FrozenLeftOutError:
+    return FrozenLeftOutError(
+        "weights have no values, and to take the base's would be a guess: others were trained "
+        "under names that it does not have",
+        path=checkpoint.location.tag_dir,
+        found=f"no values for {some(lost)}; {some(others)} beside them",
+        expected="the base's names throughout",
+        hint="Put the names right with --rename, or save again from the model without the wrapper "
+        "that changes its names",
     )
 
 
