@@ -24,6 +24,20 @@ Stored = Mapping[str, Shape | None]
 """Names to shapes; ``None`` where the values are in no file."""
 
 
+_TASKS = {
+    "SEQ_CLS": ("ForSequenceClassification",),
+    "TOKEN_CLS": ("ForTokenClassification",),
+    "QUESTION_ANS": ("ForQuestionAnswering",),
+    "CAUSAL_LM": ("ForCausalLM", "LMHeadModel"),
+    "SEQ_2_SEQ_LM": ("ForConditionalGeneration",),
+}
+"""How the names of the classes end that an adapter's task is for.
+
+Source: peft 0.21, ``utils/peft_types.py`` (``TaskType``); transformers 5.23,
+``models/auto/modeling_auto.py``.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What model a checkpoint is.
@@ -59,14 +73,30 @@ def identify(
     stored: NamedTensors,
     options: ExportOptions,
     transformers: NamesClient,
+    *,
+    task: str = "",
 ) -> Identity:
-    """The model of a checkpoint, and what is its config's and what is not."""
+    """The model of a checkpoint, and what is its config's and what is not.
+
+    Args:
+        checkpoint: what was opened.
+        sidecars: what lies around it.
+        stored: its tensors, or those of the model that its adapter was merged into.
+        options: which names the output has, and what is left out.
+        transformers: to be asked for names.
+        task: what that adapter was trained for, as peft calls it; empty where that is not known.
+
+    Raises:
+        NamesMismatchError: several classes fit, and it would be a guess which.
+    """
     known = stored.known_shapes
     if options.layout is not NameLayout.MEMORY:
         buffers = stored.buffers
         weights = {name: shape for name, shape in known.items() if name not in buffers}
         may_lack = checkpoint.may_lack_weights
-        sidecars = _with_fitting_class(sidecars, weights, transformers, may_lack_weights=may_lack)
+        sidecars = _with_fitting_class(
+            sidecars, weights, transformers, task=task, may_lack_weights=may_lack
+        )
     sidecars = _with_mended_sizes(sidecars, stored.shapes, transformers)
     names = learn_names(sidecars, known, transformers)
     if not isinstance(names, ModelNames) or options.layout is NameLayout.MEMORY:
@@ -89,18 +119,25 @@ def identify(
 
 
 def _with_fitting_class(
-    sidecars: Sidecars, stored: Stored, transformers: NamesClient, *, may_lack_weights: bool
+    sidecars: Sidecars,
+    stored: Stored,
+    transformers: NamesClient,
+    *,
+    task: str,
+    may_lack_weights: bool,
 ) -> Sidecars:
     """With another class of the same model type, where the one of the config has other weights.
 
     So the config of a base model serves a reward model that was made of it. The other class must
     fit in every name, value heads aside; what sizes it has is asked only where several fit. Where
-    frozen weights may have been left out it must have all that is stored, and the fewest beside.
+    frozen weights may have been left out it must have all that is stored. Of several, an adapter's
+    task decides.
 
     Args:
         sidecars: with the config.
         stored: the weights, without buffers: older versions saved some that no class has today.
         transformers: to be asked for the classes.
+        task: what an adapter was trained for, as peft calls it.
         may_lack_weights: whether the save may have left frozen ones out.
 
     Raises:
@@ -118,12 +155,13 @@ def _with_fitting_class(
     others = {
         other.architecture: found
         for other in learn_classes(sidecars, transformers)
-        if (found := _lacking(other, trunk)) is not None and (may_lack_weights or not found)
+        if (found := _lacking(other, trunk)) is not None
+        and (may_lack_weights or not found)
+        and not _lacks_its_head(other, found)
     }
     fitting = {
         architecture: replace(sidecars, config=sidecars.config.with_architecture(architecture))
-        for architecture, found in others.items()
-        if found == min(others.values())
+        for architecture in _for_task(task, _possible(others, trunk))
     }
     if len(fitting) > 1:
         fitting = {
@@ -134,6 +172,35 @@ def _with_fitting_class(
     if len(fitting) > 1:
         raise _undecided(sidecars.config, map(str, fitting))
     return next(iter(fitting.values()), sidecars)
+
+
+def _possible(lacking: Mapping[str | None, frozenset[str]], stored: Stored) -> list[str | None]:
+    """The classes that may have been trained, of those that have every stored weight.
+
+    What one lacks and another does not would have been frozen; not so beside a trained weight of
+    the same module. A head without its bias is none that has one.
+    """
+    common = frozenset.intersection(*lacking.values()) if lacking else frozenset()
+    modules = {name.rpartition(".")[0] for name in stored}
+    return [
+        architecture
+        for architecture, names in lacking.items()
+        if modules.isdisjoint(name.rpartition(".")[0] for name in names - common)
+    ]
+
+
+def _lacks_its_head(names: ModelNames, lacking: frozenset[str]) -> bool:
+    """Whether a class has a head of its own, and none of it is stored: it would be untrained."""
+    inner = f"{names.base_prefix}."
+    untrained = names.buffers | names.tied.keys()
+    head = {n for n in names.shapes.keys() - untrained if not n.startswith(inner)}
+    return bool(head) and all(any(f".{one}".endswith(f".{n}") for one in lacking) for n in head)
+
+
+def _for_task(task: str, classes: list[str | None]) -> list[str | None]:
+    """Those of several classes that are for a task, if any is."""
+    endings = _TASKS.get(task, ())
+    return [name for name in classes if endings and (name or "").endswith(endings)] or classes
 
 
 def _has_shapes(sidecars: Sidecars, stored: Stored, transformers: NamesClient) -> bool:
@@ -155,11 +222,11 @@ def _undecided(config: ConfigFile, classes: Iterable[str]) -> NamesMismatchError
     )
 
 
-def _lacking(names: ModelNames, stored: Stored) -> int | None:
-    """How many weights a model has beside those stored; ``None`` if it does not have all these."""
+def _lacking(names: ModelNames, stored: Stored) -> frozenset[str] | None:
+    """The weights a model has beside those stored, as named there; ``None`` if not all of these."""
     fit = best_fit(names, stored)
-    missing = [name for name in fit.difference.missing if name not in fit.names.buffers]
-    return None if fit.difference.unexpected else len(missing)
+    missing = (name for name in fit.difference.missing if name not in fit.names.buffers)
+    return None if fit.difference.unexpected else frozenset(fit.prefix + name for name in missing)
 
 
 def _with_mended_sizes(

@@ -26,6 +26,7 @@ class Material:
         files: all files that may be read.
         notes: what was done to it so far, in words.
         saved: what peft saved of the base model beside it, by the adapter's name.
+        task: what the adapter was trained for that was merged into it, as peft calls it.
     """
 
     checkpoint: ZeroCheckpoint
@@ -35,6 +36,7 @@ class Material:
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
     saved: Mapping[str, SavedBeside] = field(default_factory=dict)
+    task: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ def work_in(material: Material, options: ExportOptions) -> Material:
         sidecars=replace(sidecars, copied=copied),
         given=given,
         notes=(*material.notes, note, *notes),
+        task=adapter.config.task,
     )
 
 

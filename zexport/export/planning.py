@@ -126,7 +126,9 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
     checkpoint, stored = material.checkpoint, material.stored
     tag_dir = checkpoint.location.tag_dir
     with NamesClient() as transformers:
-        model = identify(checkpoint, material.sidecars, stored, options, transformers)
+        model = identify(
+            checkpoint, material.sidecars, stored, options, transformers, task=material.task
+        )
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
     if options.adapter is AdapterMode.MERGE:
         check_embedding(replace(material, sidecars=model.sidecars), options)

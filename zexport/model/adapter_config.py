@@ -81,6 +81,11 @@ class AdapterConfig:
         return str(self.content.get("peft_type") or "")
 
     @property
+    def task(self) -> str:
+        """What it was trained for, such as ``SEQ_CLS``; empty where the file does not say."""
+        return str(self.content.get("task_type") or "")
+
+    @property
     def is_kept_by_name(self) -> bool:
         """Whether what the method saves can be told by the names of the module's tensors."""
         return self.peft_type in _KEPT_BY_NAME
