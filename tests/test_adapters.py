@@ -143,6 +143,20 @@ def test_an_adapter_is_merged_into_the_files_of_the_model_inside(tmp_path: Path)
     assert_close(found, saved(merged_by_peft(trained), tmp_path / "peft"))
 
 
+def test_a_classifiers_adapter_is_merged_into_the_files_of_its_encoder(tmp_path: Path) -> None:
+    """Whose config names the encoder's class, and whose names have no ``bert.``."""
+    form = Form(peft_models.bert_classifier, {"target_modules": ["query"], "task_type": "SEQ_CLS"})
+    trained = peft_models.train(form, tmp_path, RUNS["zero2_without_base"])
+    encoder = trained.model.get_base_model().bert
+    weights = load_file(trained.base / "model.safetensors")
+    inner = {n.removeprefix("bert."): v for n, v in weights.items() if n.startswith("bert.")}
+    encoder.config.architectures = ["BertModel"]
+    encoder.config.save_pretrained(trained.base)
+    save_file(inner, trained.base / "model.safetensors", metadata={"format": "pt"})
+    found = merge_of(trained, tmp_path / "out", base=True)
+    assert_close(found, saved(merged_by_peft(trained), tmp_path / "peft"))
+
+
 def test_another_adapter_is_not_the_one_asked_for(tmp_path: Path) -> None:
     """Of two adapters each is kept in the folder that peft gives it, and one is merged by name."""
     form = Form(peft_models.llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
