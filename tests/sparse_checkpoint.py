@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from isal.isal_zlib import crc32, crc32_combine
 from torch._utils import _rebuild_tensor_v2
 
 Shape = tuple[int, ...]
@@ -58,7 +59,7 @@ def _skip_record(archive: zipfile.ZipFile, name: str, nbytes: int) -> None:
     info = zipfile.ZipInfo(name)
     info.file_size = info.compress_size = nbytes
     info.header_offset = archive.start_dir
-    info.CRC = 0
+    info.CRC = _crc_of_zeros(nbytes)
     assert archive.fp is not None
     archive.fp.seek(info.header_offset)
     archive.fp.write(info.FileHeader(zip64=True))
@@ -66,6 +67,16 @@ def _skip_record(archive: zipfile.ZipFile, name: str, nbytes: int) -> None:
     archive.start_dir = archive.fp.tell()
     archive.filelist.append(info)
     archive.NameToInfo[name] = info
+
+
+def _crc_of_zeros(nbytes: int) -> int:
+    """The CRC-32 of so many zeros, put together from those of powers of two."""
+    crc, power, length = 0, crc32(b"\0"), 1
+    while length <= nbytes:
+        if nbytes & length:
+            crc = crc32_combine(crc, power, length)
+        power, length = crc32_combine(power, power, length), length * 2
+    return crc
 
 
 def write_sparse_zero3(root: Path, shapes: Mapping[str, Shape], world_size: int) -> None:

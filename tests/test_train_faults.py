@@ -30,7 +30,7 @@ from zexport.train.options import TrainOptions
 from zexport.train.outcome import Failure, failure_of
 from zexport.train.save import recorded_failures
 
-PROMPTLY_S = 20
+PROMPTLY_S = 60
 MANY_STEPS = ("--steps", 100_000)
 
 
