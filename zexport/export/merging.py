@@ -57,7 +57,7 @@ def recast(base: Tensors, dtype: DType | None) -> dict[str, StoredTensor]:
     }
 
 
-def work_in(material: Material, options: ExportOptions) -> Material:
+def work_in(material: Material, options: ExportOptions, transformers: NamesClient) -> Material:
     """What an export is made of, as if the base model itself had been trained, and no adapter.
 
     Raises:
@@ -78,8 +78,7 @@ def work_in(material: Material, options: ExportOptions) -> Material:
             hint="Name it with --adapter-name",
         )
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
-    with NamesClient() as transformers:
-        names = learn_names(sidecars, _base_shapes(material), transformers)
+    names = learn_names(sidecars, _base_shapes(material), transformers)
     given = under_names_of(names, material.given, options.base)
     if isinstance(names, ModelNames) and names.base_prefix:
         given = under_prefix(f"{names.base_prefix}.", _adapted(material, adapter), given)
@@ -285,7 +284,7 @@ def _applied(
     if weight is None:
         names = base.names or NamesUnknown("there is no config")
         check_plain((), base.given, names, base.path, absent=(update.weight,))
-        raise _no_base(adapter, update.weight)
+        raise _no_base(adapter, update.weight, base)
     if name not in base.own and adapter.config.rewrites_base:
         raise UnsupportedError(
             "is of an adapter whose base weights peft changed before training",
@@ -305,11 +304,13 @@ def _applied(
     return applied
 
 
-def _no_base(adapter: Adapter, name: str) -> FrozenLeftOutError:
+def _no_base(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError:
+    is_empty = base.path is not None and not base.given
+    nowhere = f", and no safetensors files in {base.path}" if is_empty else ""
     return FrozenLeftOutError(
         f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
         path=adapter.config.path,
-        found=f"no values for {name}",
+        found=f"no values for {name}{nowhere}",
         expected="the base model's weights, in the checkpoint or in --base",
         hint=f"Give the base model with --base{_as_named(adapter)}, or export the adapter itself "
         "with --adapter keep",
@@ -319,7 +320,7 @@ def _no_base(adapter: Adapter, name: str) -> FrozenLeftOutError:
 def _no_bias(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError | UnsupportedError:
     known = base.given if base.names is None else base.names.shapes
     if not known or name in known:
-        return _no_base(adapter, name)
+        return _no_base(adapter, name, base)
     return UnsupportedError(
         f"is of an adapter with a bias that the base model has no place for: {name}",
         path=adapter.config.path,

@@ -63,25 +63,15 @@ def plan_export(
     share_memory(options)
     location = checkpoint.location
     sidecars = find_sidecars(location.root, options.base, location.boundary)
-    original, checkpoint = checkpoint, _with_fused_experts(checkpoint, sidecars, options)
-    stored = name_tensors(checkpoint, options.renames)
-    base = read_base(options.base, follow_symlinks=location.boundary.follow)
-    beside = _beside(original)
-    files = (*_source_files(checkpoint), *source_files((*base, *beside)))
-    material = Material(checkpoint, stored, sidecars, base_tensors(base), files)
-    mode = adapter_mode(checkpoint, stored, options)
-    if options.layout is NameLayout.HUB and (mode or sidecars.config or sidecars.source):
-        material = _without_inner_wrappers(material)
-    options = replace(options, adapter=mode or options.adapter)
-    if mode is not None:
-        material = _with_saved_beside(material, options)
-    if mode is AdapterMode.MERGE:
-        material = work_in(material, options)
-    content = (
-        keep_adapters(material, options)
-        if mode is AdapterMode.KEEP
-        else _model_content(material, options)
-    )
+    beside = _beside(checkpoint)
+    with NamesClient() as transformers:
+        original = checkpoint
+        checkpoint = _with_fused_experts(checkpoint, sidecars, options, transformers)
+        material = _material(checkpoint, sidecars, beside, options)
+        mode = adapter_mode(checkpoint, material.stored, options)
+        options = replace(options, adapter=mode or options.adapter)
+        material = _prepared(material, mode, options)
+        content = _content(material, mode, options, transformers)
     if not content.selection.tensors:
         raise _no_weights(checkpoint)
     gathered = gathered_copies(original, beside)
@@ -105,6 +95,41 @@ def plan_export(
     )
 
 
+def _material(
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    beside: Iterable[SafetensorsHeader],
+    options: ExportOptions,
+) -> Material:
+    """What the checkpoint, the base and the options give, before an adapter is thought of."""
+    stored = name_tensors(checkpoint, options.renames)
+    base = read_base(options.base, follow_symlinks=checkpoint.location.boundary.follow)
+    files = (*_source_files(checkpoint), *source_files((*base, *beside)))
+    return Material(checkpoint, stored, sidecars, base_tensors(base), files)
+
+
+def _prepared(material: Material, mode: AdapterMode | None, options: ExportOptions) -> Material:
+    """The same without the names of inner wrappers, and with what peft saved beside it."""
+    sidecars = material.sidecars
+    if options.layout is NameLayout.HUB and (mode or sidecars.config or sidecars.source):
+        material = _without_inner_wrappers(material)
+    return material if mode is None else _with_saved_beside(material, options)
+
+
+def _content(
+    material: Material,
+    mode: AdapterMode | None,
+    options: ExportOptions,
+    transformers: NamesClient,
+) -> Content:
+    """What the folder will hold: adapters kept, one merged into its base, or a model."""
+    if mode is AdapterMode.KEEP:
+        return keep_adapters(material, options)
+    if mode is AdapterMode.MERGE:
+        material = work_in(material, options, transformers)
+    return _model_content(material, options, transformers)
+
+
 def _without_inner_wrappers(material: Material) -> Material:
     """The same under names that no wrapper of a single module put its own into."""
     stored, parts = material.stored.without_inner_wrappers()
@@ -121,14 +146,15 @@ def _with_saved_beside(material: Material, options: ExportOptions) -> Material:
     return replace(material, saved=saved, files=(*material.files, *more))
 
 
-def _model_content(material: Material, options: ExportOptions) -> Content:
+def _model_content(
+    material: Material, options: ExportOptions, transformers: NamesClient
+) -> Content:
     """A model's folder: its tensors by the names it has for them, and the files beside them."""
     checkpoint, stored = material.checkpoint, material.stored
     tag_dir = checkpoint.location.tag_dir
-    with NamesClient() as transformers:
-        model = identify(
-            checkpoint, material.sidecars, stored, options, transformers, task=material.task
-        )
+    model = identify(
+        checkpoint, material.sidecars, stored, options, transformers, task=material.task
+    )
     findings = check_shapes(model.trunk, model.names, options, tag_dir)
     if options.adapter is AdapterMode.MERGE:
         check_embedding(replace(material, sidecars=model.sidecars), options)
@@ -158,7 +184,10 @@ def _model_content(material: Material, options: ExportOptions) -> Content:
 
 
 def _with_fused_experts(
-    checkpoint: ZeroCheckpoint, sidecars: Sidecars, options: ExportOptions
+    checkpoint: ZeroCheckpoint,
+    sidecars: Sidecars,
+    options: ExportOptions,
+    transformers: NamesClient,
 ) -> ZeroCheckpoint:
     """The checkpoint with AutoEP's experts as the Hugging Face model has them, if it is one."""
     is_split = any(tensor.name.endswith(".experts.w1") for tensor in checkpoint.tensors)
@@ -171,8 +200,7 @@ def _with_fused_experts(
 
     inventory = fuse_experts(Inventory(checkpoint.tensors, checkpoint.aliases, checkpoint.left_out))
     shapes = {tensor.name: tensor.shape for tensor in inventory.tensors}
-    with NamesClient() as transformers:
-        names = learn_names(sidecars, shapes, transformers)
+    names = learn_names(sidecars, shapes, transformers)
     if not isinstance(names, ModelNames):
         return checkpoint
     inventory = with_original_names(inventory, names.shapes)
