@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,15 +16,27 @@ from pathlib import Path
 import pytest
 import torch
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 _GROUPS = ("z1_", "z2_", "z3_", "hf_trainer_", "accelerate_")
 
 
 def _cases() -> list[Path]:
-    folders = [Path(__file__).parents[1] / "fixtures"]
+    folders = [FIXTURES]
     if own := os.environ.get("ZEXPORT_CASES"):
         folders.append(Path(own))
     found = [file.parent for folder in folders for file in folder.glob("*/case.json")]
     return sorted(case for case in found if case.name.startswith(_GROUPS))
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A fixture's checkpoint, to be damaged."""
+    return shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "ckpt")
+
+
+def file_of(root: Path, pattern: str) -> Path:
+    """The one file of a checkpoint's tag that a pattern means."""
+    (path,) = root.glob(f"global_step*/{pattern}")
+    return path
 
 
 def handed_over(case: Path) -> Path:

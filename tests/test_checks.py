@@ -18,25 +18,16 @@ import zexport
 from tests.checkpoints import Model, Run, edit, save, values
 from tests.expert_checkpoints import rewrite
 from tests.oracles import differences
+from tests.real_cases import copied, file_of
 from zexport.cli.main import cli
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.export.manifest import read_manifest
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, NameLayout
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 
 Edit = Callable[[dict[str, Any]], object]
-
-
-def _copy(name: str, tmp_path: Path) -> Path:
-    return shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "ckpt")
-
-
-def _file(root: Path, pattern: str) -> Path:
-    (path,) = root.glob(f"global_step*/{pattern}")
-    return path
 
 
 def _flats(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -83,8 +74,8 @@ def _scaled(state: dict[str, Any]) -> None:
 def test_weights_of_another_save_are_known_by_unnamed_masters_in_an_order_of_their_own(
     changed: str, of_layer: str, tmp_path: Path
 ) -> None:
-    root = _copy("autoep_z0_w2_ep2", tmp_path)
-    rewrite(_file(root, changed), _scaled)
+    root = copied("autoep_z0_w2_ep2", tmp_path)
+    rewrite(file_of(root, changed), _scaled)
     error = _refused(root, tmp_path / "out")
     assert "holds fp32 masters that no weight of the module is, rounded" in str(error)
     assert "go on all the same with --allow cast-mismatch" in str(error)
@@ -114,8 +105,8 @@ def test_weights_of_another_save_are_known_by_unnamed_masters_in_an_order_of_the
 def test_masters_of_another_step_are_known_by_the_modules_own_weights(
     name: str, changed: str, held_against: str, check: CheckMode, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
-    path = _file(root, changed)
+    root = copied(name, tmp_path)
+    path = file_of(root, changed)
     rewrite(path, _trained_on)
     error = _refused(root, tmp_path / "out", _allowing(check=check))
     assert "holds other weights than the masters in the optimizer files, rounded" in str(error)
@@ -131,7 +122,7 @@ def test_masters_of_another_step_are_known_by_the_modules_own_weights(
 
 
 def test_a_universal_weight_is_held_against_the_copied_model_file(tmp_path: Path) -> None:
-    root = _copy("uni_z2_w2_bf16_odd", tmp_path)
+    root = copied("uni_z2_w2_bf16_odd", tmp_path)
     model = next(root.glob("*/mp_rank_00_model_states.pt"))
 
     def change(state: dict[str, Any]) -> None:
@@ -145,7 +136,7 @@ def test_all_weights_that_differ_are_told_together_but_not_at_any_length(tmp_pat
     group = {f"layer{number}": values((5, 3), number) for number in range(20)}
     root = save(Model([group]), Run(stage=2), tmp_path / "ckpt")
     for rank in (0, 1):
-        edit(_file(root, f"*rank_{rank}_mp*optim*"), _trained_on)
+        edit(file_of(root, f"*rank_{rank}_mp*optim*"), _trained_on)
     error = _refused(root, tmp_path / "out")
     assert "20 of 20 weights differ" in str(error.found)
     assert "layer7 (15 of 15 compared) and 12 more" in str(error.found)
@@ -157,7 +148,8 @@ def test_all_weights_that_differ_are_told_together_but_not_at_any_length(tmp_pat
 def test_rounding_in_another_way_is_told_apart_from_another_step(tmp_path: Path) -> None:
     root = save(Model([{"w": values((40,), 1)}]), Run(stage=1), tmp_path / "ckpt")
     edit(
-        _file(root, "*model_states*"), lambda state: state["module"]["w"].view(torch.int16).add_(1)
+        file_of(root, "*model_states*"),
+        lambda state: state["module"]["w"].view(torch.int16).add_(1),
     )
     assert "differ in the last place alone" in _refused(root, tmp_path / "out").hint
 
@@ -173,7 +165,7 @@ def test_samples_reach_into_what_each_rank_holds_of_every_weight(
     def change(state: dict[str, Any]) -> None:
         _flats(state)[0][place] += 1
 
-    edit(_file(root, f"*rank_{rank}_mp*optim*"), change)
+    edit(file_of(root, f"*rank_{rank}_mp*optim*"), change)
     error = _refused(root, tmp_path / "out")
     assert f"zero_pp_rank_{rank}_mp" in str(error.found)
     assert "w (1 of 2304 compared)" in str(error.found)
@@ -185,7 +177,7 @@ def test_every_element_is_compared_where_that_is_asked_for(tmp_path: Path) -> No
     def change(state: dict[str, Any]) -> None:
         _flats(state)[0][4321] += 1
 
-    edit(_file(root, "*rank_0_mp*optim*"), change)
+    edit(file_of(root, "*rank_0_mp*optim*"), change)
     zexport.consolidate(root, tmp_path / "sampled", _MEMORY)
     error = _refused(root, tmp_path / "full", _allowing(check=CheckMode.FULL))
     assert "w (1 of 30000 compared)" in str(error.found)
@@ -219,7 +211,7 @@ def test_values_beyond_the_narrower_type_are_no_difference(
 def test_a_shape_that_the_module_contradicts_is_refused(tmp_path: Path) -> None:
     root = save(Model([{"w": values((4, 6), 1)}]), Run(stage=2), tmp_path / "ckpt")
     edit(
-        _file(root, "*model_states*"),
+        file_of(root, "*model_states*"),
         lambda state: state["param_shapes"][0].update(w=torch.Size([6, 4])),
     )
     error = _refused(root, tmp_path / "out")
@@ -233,7 +225,7 @@ def test_a_shape_that_the_module_contradicts_is_refused(tmp_path: Path) -> None:
 def test_files_of_different_steps_are_exported_where_that_is_allowed(tmp_path: Path) -> None:
     model = Model([{"w": values((5,), 1)}], buffers={"b": torch.ones(2)})
     root = save(model, Run(world_size=2), tmp_path / "ckpt")
-    edit(_file(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
+    edit(file_of(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
     error = _refused(root, tmp_path / "out")
     assert error.hint.endswith("or go on all the same with --allow mixed-steps")
     report = zexport.consolidate(root, tmp_path / "out", _allowing(FindingKind.MIXED_STEPS))
@@ -248,7 +240,7 @@ def test_files_beyond_the_world_size_are_left_alone_where_that_is_allowed(tmp_pa
     model = Model([{"w": values((50,), 1)}])
     root = save(model, Run(stage=3, world_size=2), tmp_path / "ckpt")
     larger = save(Model([{"w": values((50,), 2)}]), Run(world_size=3, steps=1), tmp_path / "other")
-    shutil.copy(_file(larger, "*rank_2_*optim*"), root / "global_step2")
+    shutil.copy(file_of(larger, "*rank_2_*optim*"), root / "global_step2")
     assert _refused(root, tmp_path / "out").finding is FindingKind.STRAY_FILES
     report = zexport.consolidate(root, tmp_path / "out", _allowing(FindingKind.STRAY_FILES))
     assert [finding.kind for finding in report.findings] == [FindingKind.STRAY_FILES]
@@ -256,15 +248,15 @@ def test_files_beyond_the_world_size_are_left_alone_where_that_is_allowed(tmp_pa
 
 
 def test_copies_on_several_ranks_may_differ_where_that_is_allowed(tmp_path: Path) -> None:
-    root = _copy("tp2_z1_w2_bf16_tied", tmp_path)
-    buffer = _file(root, "mp_rank_01_model*")
+    root = copied("tp2_z1_w2_bf16_tied", tmp_path)
+    buffer = file_of(root, "mp_rank_01_model*")
 
     def change(state: dict[str, Any]) -> None:
         state["module"]["extra"] = torch.zeros(2)
         state["buffer_names"].append("extra")
 
     rewrite(buffer, change)
-    rewrite(_file(root, "mp_rank_00_model*"), change)
+    rewrite(file_of(root, "mp_rank_00_model*"), change)
     rewrite(buffer, lambda state: state["module"]["extra"].add_(1))
     assert _refused(root, tmp_path / "out").finding is FindingKind.REPLICA_MISMATCH
     report = zexport.consolidate(root, tmp_path / "out", _allowing(FindingKind.REPLICA_MISMATCH))
@@ -320,7 +312,7 @@ def test_all_zero_and_nan_are_named_for_frozen_weights_and_buffers_as_well(tmp_p
 
 def test_the_command_line_takes_kinds_and_lists_them(tmp_path: Path) -> None:
     root = save(Model([{"w": values((5,), 1)}]), Run(), tmp_path / "ckpt")
-    edit(_file(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
+    edit(file_of(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
     words = ["consolidate", str(root), str(tmp_path / "out"), "--json"]
     run = CliRunner()
     unknown = run.invoke(cli, [*words, "--allow", "anything"])
@@ -364,8 +356,8 @@ def _reordered(state: dict[str, Any]) -> None:
 def test_contradictions_in_lengths_types_and_names_are_never_allowed(
     name: str, pattern: str, change: Edit, match: str, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
-    rewrite(_file(root, pattern), change)
+    root = copied(name, tmp_path)
+    rewrite(file_of(root, pattern), change)
     with pytest.raises(DamagedCheckpointError, match=match):
         zexport.consolidate(root, tmp_path / "out", _allowing(*FindingKind))
     assert not (tmp_path / "out").exists()
@@ -375,8 +367,8 @@ def test_contradictions_in_lengths_types_and_names_are_never_allowed(
 def test_exchanged_rank_files_are_known_by_their_values_where_nothing_else_tells(
     name: str, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
-    one, other = (_file(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
+    root = copied(name, tmp_path)
+    one, other = (file_of(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
     kept: dict[Path, Any] = {}
     for path in (one, other):
         rewrite(path, lambda state, path=path: kept.update({path: dict(state)}))
@@ -396,9 +388,9 @@ def test_exchanged_rank_files_are_known_by_their_values_where_nothing_else_tells
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     root = save(Model([{"w": values((5,), 1)}]), Run(world_size=4), tmp_path / "ckpt")
-    edit(_file(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
-    edit(_file(root, "*rank_3_*optim*"), lambda state: state.update(ds_version="0.1"))
-    _file(root, "*rank_2_*optim*").unlink()
+    edit(file_of(root, "*rank_1_*model*"), lambda state: state.update(global_steps=9))
+    edit(file_of(root, "*rank_3_*optim*"), lambda state: state.update(ds_version="0.1"))
+    file_of(root, "*rank_2_*optim*").unlink()
     error = _refused(root, tmp_path / "out", _allowing(FindingKind.MIXED_STEPS))
     assert "2 problems" in error.problem
     assert "DeepSpeed version differs" in str(error.found)
@@ -417,9 +409,9 @@ def _transposed(state: dict[str, Any]) -> None:
 def test_dimensions_in_another_order_are_known_by_the_config(
     layout: NameLayout, tmp_path: Path
 ) -> None:
-    root = _copy("z3_w2_bf16", tmp_path)
+    root = copied("z3_w2_bf16", tmp_path)
     for rank in (0, 1):
-        rewrite(_file(root, f"*rank_{rank}_*model*"), _transposed)
+        rewrite(file_of(root, f"*rank_{rank}_*model*"), _transposed)
     error = _refused(root, tmp_path / "out", ExportOptions(layout=layout))
     assert error.finding is FindingKind.SHAPE_MISMATCH
     assert "model.layers.0.mlp.up_proj.weight [" in str(error.found)
@@ -437,7 +429,7 @@ def test_dimensions_in_another_order_are_known_by_the_config(
 def test_a_config_of_another_model_is_refused_and_one_of_another_vocabulary_is_not(
     key: str, value: int, is_refused: bool, tmp_path: Path
 ) -> None:
-    root = _copy("z3_w2_bf16", tmp_path)
+    root = copied("z3_w2_bf16", tmp_path)
     (root / "zexport_source.json").unlink()
     config = json.loads((root / "config.json").read_text())
     assert config[key] != value
@@ -464,13 +456,13 @@ def test_exchanged_ranks_of_zero3_are_told_by_weights_that_were_gathered(tmp_pat
     assert zexport.consolidate(root, tmp_path / "out", _MEMORY).findings == ()
     kept: list[list[torch.Tensor]] = []
     for rank in (0, 1):
-        edit(_file(root, f"*rank_{rank}_*optim*"), lambda s: kept.append(list(_flats(s))))
+        edit(file_of(root, f"*rank_{rank}_*optim*"), lambda s: kept.append(list(_flats(s))))
     for rank in (0, 1):
 
         def change(state: dict[str, Any], flats: list[torch.Tensor] = kept[1 - rank]) -> None:
             _flats(state)[:] = flats
 
-        edit(_file(root, f"*rank_{rank}_*optim*"), change)
+        edit(file_of(root, f"*rank_{rank}_*optim*"), change)
     report = zexport.consolidate(root, tmp_path / "wrong", _MEMORY)
     found = {finding.tensor: finding for finding in report.findings}
     assert found["w"].kind is FindingKind.GATHERED_MISMATCH

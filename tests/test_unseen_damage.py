@@ -16,24 +16,15 @@ from safetensors.torch import load_file
 import zexport
 from tests.checkpoints import Model, Run, save, values
 from tests.expert_checkpoints import rank_file_classes, rewrite
+from tests.real_cases import copied, file_of
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, NameLayout
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
 _PARTITIONS = "single_partition_of_fp32_groups"
 
 Edit = Callable[[dict[str, Any]], object]
-
-
-def _copy(name: str, tmp_path: Path) -> Path:
-    return shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "ckpt")
-
-
-def _file(root: Path, pattern: str) -> Path:
-    (path,) = root.glob(f"global_step*/{pattern}")
-    return path
 
 
 def _flat_groups(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -68,35 +59,35 @@ def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
 def test_a_rank_with_fewer_flat_groups_than_the_first_is_refused(
     name: str, left: list[object] | None, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
-    path = _file(root, "*rank_1_mp_rank_00_optim*")
+    root = copied(name, tmp_path)
+    path = file_of(root, "*rank_1_mp_rank_00_optim*")
     rewrite(path, lambda state: state["optimizer_state_dict"].update({_PARTITIONS: left}))
     error = _refused(root, tmp_path / "out", "number of flat groups differs")
     assert f"0 flat groups in {path.name}" in str(error)
 
 
 def test_a_name_more_than_the_paddings_of_an_expert_group_is_refused(tmp_path: Path) -> None:
-    root = _copy("moe_z2_w4_ep2", tmp_path)
+    root = copied("moe_z2_w4_ep2", tmp_path)
 
     def add_name(state: dict[str, Any]) -> None:
         experts = state["param_shapes"][1]
         name = next(iter(experts))
         experts[f"{name}_x"] = experts[name]
 
-    rewrite(_file(root, "mp_rank_00_model*"), add_name)
+    rewrite(file_of(root, "mp_rank_00_model*"), add_name)
     error = _refused(root, tmp_path / "out", "param_alignment_paddings does not fit")
     assert error.path == root / "global_step2"
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_tied", "z3_w2_bf16"])
 def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: Path) -> None:
-    root = _copy(name, tmp_path)
+    root = copied(name, tmp_path)
 
     def spread(state: dict[str, Any]) -> None:
         flats = _flat_groups(state)
         flats[0] = torch.stack([flats[0], flats[0]], -1)[:, 0]
 
-    path = _file(root, "*rank_1_*optim*")
+    path = file_of(root, "*rank_1_*optim*")
     rewrite(path, spread)
     error = _refused(root, tmp_path / "out", "is not one run of elements")
     assert error.path == path
@@ -122,11 +113,11 @@ def _save_nameless(path: Path, *, is_old: bool) -> None:
 def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
     name: str, is_old: bool, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
+    root = copied(name, tmp_path)
     for path in root.glob("global_step*/*optim*"):
         _save_nameless(path, is_old=is_old)
     assert zexport.open_checkpoint(root).problems == ()
-    one, two = (_file(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
+    one, two = (file_of(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
     shutil.copy(two, one)
     error = _refused(root, tmp_path / "out", "is the optimizer file of rank 0 to the last byte")
     assert error.path == two
@@ -150,7 +141,7 @@ def test_stripes_that_may_rightly_be_equal_are_no_copies(
     value: torch.Tensor, steps: int, tmp_path: Path
 ) -> None:
     root = _stripes(value, steps, tmp_path / "ckpt")
-    shutil.copy(_file(root, "*rank_1_*optim*"), _file(root, "*rank_0_*optim*"))
+    shutil.copy(file_of(root, "*rank_1_*optim*"), file_of(root, "*rank_0_*optim*"))
     assert zexport.open_checkpoint(root).problems == ()
 
 
@@ -161,13 +152,13 @@ def test_stripes_that_may_rightly_be_equal_are_no_copies(
 def test_a_trained_weight_that_the_module_holds_in_whole_numbers_is_refused(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    root = _copy("z1_w2_bf16", tmp_path)
+    root = copied("z1_w2_bf16", tmp_path)
 
     def make_whole(state: dict[str, Any]) -> None:
         module = state["module"]
         module["model.norm.weight"] = module["model.norm.weight"].to(dtype)
 
-    rewrite(_file(root, "mp_rank_00_model*"), make_whole)
+    rewrite(file_of(root, "mp_rank_00_model*"), make_whole)
     error = _refused(root, tmp_path / "out", "'model.norm.weight', which was trained, in whole")
     assert error.found == str(dtype).removeprefix("torch.")
 
@@ -185,7 +176,7 @@ def test_a_double_in_the_module_is_held_against_its_master(
         state["module"]["w"] = master.double() * (1 + 1e-12)
         state["module"]["w"][7, 8] += float(is_damaged)
 
-    rewrite(_file(root, "mp_rank_00_model*"), widen)
+    rewrite(file_of(root, "mp_rank_00_model*"), widen)
     if is_damaged:
         with pytest.raises(DamagedCheckpointError, match=r"w \(1 of 1200 compared\)"):
             zexport.consolidate(root, tmp_path / "out", replace(_MEMORY, check=CheckMode.FULL))
@@ -197,13 +188,13 @@ def test_a_double_in_the_module_is_held_against_its_master(
 def test_a_trained_weight_that_the_module_spells_otherwise_is_refused(
     name: str, tmp_path: Path
 ) -> None:
-    root = _copy(name, tmp_path)
+    root = copied(name, tmp_path)
 
     def misspell(state: dict[str, Any]) -> None:
         module = state["module"]
         module["model.norm.weightx"] = module.pop("model.norm.weight")
 
-    rewrite(_file(root, "mp_rank_00_model*"), misspell)
+    rewrite(file_of(root, "mp_rank_00_model*"), misspell)
     error = _refused(root, tmp_path / "out", "lacks 'model.norm.weight', which was trained")
     assert (error.found, error.expected) == ("model.norm.weightx", "model.norm.weight")
 
@@ -218,7 +209,7 @@ def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
 ) -> None:
     masters = {"part.1.w": values((9, 5), 1), "rest": values((3,), 2)}
     root = save(Model([masters], frozen=frozen), Run(stage=1), tmp_path / "ckpt")
-    rewrite(_file(root, "mp_rank_00_model*"), lambda state: state["module"].pop("part.1.w"))
+    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["module"].pop("part.1.w"))
     zexport.consolidate(root, tmp_path / "out", _MEMORY)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == {*masters, *frozen}
@@ -236,8 +227,8 @@ def _tied_to(name: str) -> Edit:
 
 
 def test_a_tie_to_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
-    root = _copy("z2_w2_bf16_tied", tmp_path)
-    rewrite(_file(root, "mp_rank_00_model*"), _tied_to("model.layers.0.mlp.up_proj.weight"))
+    root = copied("z2_w2_bf16_tied", tmp_path)
+    rewrite(file_of(root, "mp_rank_00_model*"), _tied_to("model.layers.0.mlp.up_proj.weight"))
     _refused(root, tmp_path / "out", "ties 'lm_head.weight' to 'model.layers.0.mlp.up_proj.weight'")
 
 
@@ -246,20 +237,20 @@ def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> N
     masters = {"one": values((40, 30), 1), "two": values((40, 30), 2)}
     root = save(Model([masters], tied={"again": "one"}), Run(stage=2), tmp_path / "ckpt")
     record = {"again": "two"}
-    rewrite(_file(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
+    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
     with pytest.raises(DamagedCheckpointError, match=r"again \(768 of 768 compared\)") as caught:
         zexport.consolidate(root, tmp_path / "out", _MEMORY)
     assert caught.value.finding is FindingKind.CAST_MISMATCH
 
 
 def test_a_tie_to_another_weight_than_the_placeholder_is_of_is_refused(tmp_path: Path) -> None:
-    root = _copy("z3_w3_bf16_tied", tmp_path)
+    root = copied("z3_w3_bf16_tied", tmp_path)
 
     def tie_anew(state: dict[str, Any]) -> None:
         state["module"][_TIED] = state["module"][_EMBEDDING]  # torch.load makes two storages of it
         _tied_to("model.norm.weight")(state)
 
-    rewrite(_file(root, "*rank_0_*model*"), tie_anew)
+    rewrite(file_of(root, "*rank_0_*model*"), tie_anew)
     error = _refused(root, tmp_path / "out", "ties 'lm_head.weight' to another weight")
     assert (error.found, error.expected) == ("model.norm.weight", _EMBEDDING)
 

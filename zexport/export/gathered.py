@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zexport.checkpoint.contents import CastReplica, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import CastReplica, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.states import ZERO3
 from zexport.safetensors_file import SafetensorsHeader
@@ -38,17 +38,27 @@ def gathered_copies(
             tensor = known.get(name)
             if tensor is None or tensor.shape != copy.shape:
                 return ()
-            is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
-            may_be_one = is_narrower or copy.dtype is tensor.dtype
-            if tensor.role is Role.TRAINABLE and may_be_one and tensor.source is not None:
-                copies[tensor.name] = CastReplica(
-                    name=tensor.name,
-                    path=header.path,
-                    kept=tensor.source,
-                    kept_dtype=tensor.dtype,
-                    other=header.source(name),
-                    other_dtype=copy.dtype,
-                    names_it=False,
-                )
+            replica = copy_of(tensor, header, name)
+            if tensor.role is Role.TRAINABLE and replica is not None:
+                copies[tensor.name] = replica
     trained = {t.name for t in checkpoint.of_role(Role.TRAINABLE) if t.numel}
     return tuple(copies.values()) if trained <= copies.keys() else ()
+
+
+def copy_of(tensor: StoredTensor, header: SafetensorsHeader, name: str) -> CastReplica | None:
+    """A file's tensor as the copy of a checkpoint's; ``None`` where its shape or type forbid it."""
+    copy = header.tensors[name]
+    is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
+    if tensor.source is None or copy.shape != tensor.shape:
+        return None
+    if copy.dtype is not tensor.dtype and not is_narrower:
+        return None
+    return CastReplica(
+        name=tensor.name,
+        path=header.path,
+        kept=tensor.source,
+        kept_dtype=tensor.dtype,
+        other=header.source(name),
+        other_dtype=copy.dtype,
+        names_it=False,
+    )

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from zexport.checkpoint.assembly.cast_check import compare_casts
 from zexport.checkpoint.boundary import Boundary
-from zexport.checkpoint.contents import CastReplica, Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
 from zexport.export.adapters import Adapter
 from zexport.export.base_weights import source_files
+from zexport.export.gathered import copy_of
 from zexport.export.naming import NamedTensors
 from zexport.model.adapter_names import PEFT_PREFIX, read_name
 from zexport.options import CheckMode
@@ -139,24 +140,12 @@ def _holds(
     check: CheckMode,
 ) -> bool:
     """Whether the file has all of these, as rounding the checkpoint's masters gives it."""
-    copies: list[CastReplica] = []
-    for name, tensor in own.items():
-        copy = header.tensors.get(name)
-        if copy is None or tensor.source is None or copy.shape != tensor.shape:
-            return False
-        is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
-        if copy.dtype is not tensor.dtype and not is_narrower:
-            return False
-        copies.append(
-            CastReplica(
-                name=name,
-                path=header.path,
-                kept=tensor.source,
-                kept_dtype=tensor.dtype,
-                other=header.source(name),
-                other_dtype=copy.dtype,
-                names_it=False,
-            )
-        )
+    copies = [
+        copy_of(tensor, header, name) if name in header.tensors else None
+        for name, tensor in own.items()
+    ]
+    whole = [copy for copy in copies if copy is not None]
+    if len(whole) < len(copies):
+        return False
     with SourceReader([*checkpoint.torch_files, *source_files([header])]) as reader:
-        return not compare_casts(copies, reader, full=check is CheckMode.FULL)
+        return not compare_casts(whole, reader, full=check is CheckMode.FULL)
