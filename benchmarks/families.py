@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
-from zexport.conversion.describe import describe_model
+from zexport.model.conversion import describe_model
 from zexport.model.hub_layout import HubLayout, HubTensor, read_hub_layout
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

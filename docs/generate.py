@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from zexport.checkpoint.support import SUPPORT
+from docs.support import SUPPORT
 from zexport.cli.main import cli
 from zexport.findings import FindingKind
 
@@ -24,14 +24,14 @@ SCHEMAS = tuple(sorted((DOCS / "schemas").glob("*.json")))
 _CLI_HEAD = """\
 # Commands
 
-Made from the commands by `python docs/generate.py`; do not edit.
+Made from the commands by `python -m docs.generate`; do not edit.
 """
 _ROOMS_HEAD = """\
 # Rooms
 
 What each module knows that no other does, in its own words; from the top floor down.
 [architecture.md](architecture.md) tells how they work together.
-Made from the docstrings by `python docs/generate.py`; do not edit.
+Made from the docstrings by `python -m docs.generate`; do not edit.
 """
 _TYPES = {"boolean": "true or false", "array": "list", "object": "table"}
 

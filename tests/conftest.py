@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import Run, save, small_model
-from tests.error_goldens import Update, departures, normalised, noted, read_goldens
+from tests.support.checkpoints import Run, save, small_model
+from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()

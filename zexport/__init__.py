@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from zexport.api import consolidate, diff_models, run_export, verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
-    from zexport.comparison.diff import DiffReport
-    from zexport.comparison.outcome import Outcome, TensorDiff
-    from zexport.comparison.verdict import Cause
+    from zexport.compare.diff import DiffReport
+    from zexport.compare.outcome import Outcome, TensorDiff
+    from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
-    from zexport.export.execute import ExportReport, Progress, VerifyMode
-    from zexport.export.plan import ExportPlan
-    from zexport.export.planning import plan_export
-    from zexport.export.verify_report import VerifyReport
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+    from zexport.plan.plan import ExportPlan
+    from zexport.planning import plan_export
+    from zexport.run.execute import ExportReport, Progress, VerifyMode
+    from zexport.run.verify_report import VerifyReport
 
 __all__ = [
     "Cause",
@@ -68,14 +68,14 @@ _HOMES = {
     "api": ("consolidate", "diff_models", "run_export", "verify_export"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
-    "comparison.diff": ("DiffReport",),
-    "comparison.outcome": ("Outcome", "TensorDiff"),
-    "comparison.verdict": ("Cause",),
+    "compare.diff": ("DiffReport",),
+    "compare.outcome": ("Outcome", "TensorDiff"),
+    "compare.verdict": ("Cause",),
     "errors": ("ZexportError",),
-    "export.execute": ("ExportReport", "Progress", "VerifyMode"),
-    "export.plan": ("ExportPlan",),
-    "export.planning": ("plan_export",),
-    "export.verify_report": ("VerifyReport",),
+    "run.execute": ("ExportReport", "Progress", "VerifyMode"),
+    "plan.plan": ("ExportPlan",),
+    "planning": ("plan_export",),
+    "run.verify_report": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -10,18 +10,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.comparison.diff import DiffReport, diff_weights
+from zexport.compare.diff import DiffReport, diff_weights
 from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
-from zexport.export import execute, verify
-from zexport.export.execute import ExportReport, Progress, VerifyMode
-from zexport.export.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zexport.export.plan import ExportPlan
-from zexport.export.planning import plan_export
-from zexport.export.verify_report import VerifyReport
 from zexport.options import CheckMode, ExportOptions
+from zexport.plan.plan import ExportPlan
+from zexport.planning import plan_export
+from zexport.run import execute, verify
+from zexport.run.execute import ExportReport, Progress, VerifyMode
+from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zexport.run.verify_report import VerifyReport
+from zexport.store.boundary import Boundary
 
 OnProgress = Callable[[Progress], None]
 
@@ -49,7 +49,7 @@ def run_export(
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
-            from zexport.export.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
+            from zexport.run.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
             opened = open_reference(plan.reference.location, plan.reference.tensors)
             reader = stack.enter_context(opened)

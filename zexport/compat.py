@@ -28,8 +28,8 @@ from zexport.errors import (
     FrozenLeftOutError,
     ZexportError,
 )
-from zexport.streams.reader import SourceReader
-from zexport.torchfile.archive import TorchFile
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.reader import SourceReader
 
 if TYPE_CHECKING:
     import torch

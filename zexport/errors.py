@@ -173,3 +173,18 @@ class TrainingError(ZexportError):
 
     exit_code = 8
     kind = "training"
+
+
+class LayoutError(Exception):
+    """The numbers in a checkpoint contradict its layout; the one error that pure arithmetic raises.
+
+    Attributes:
+        problem: what does not fit, without a full stop.
+        found, expected: the two numbers (or lists of numbers) that differ.
+    """
+
+    def __init__(self, problem: str, found: object, expected: object) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.found = found
+        self.expected = expected

@@ -11,8 +11,8 @@ import torch
 
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport.torchfile.archive import TorchFile, read_torch_file
-from zexport.torchfile.pickles import TensorRef
+from zexport.formats.pickles import TensorRef
+from zexport.formats.torch_file import TorchFile, read_torch_file
 
 
 def saved(*, legacy: bool) -> Sequence[bytes]:

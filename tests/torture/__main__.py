@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.stopping import SHARDS, files_of, four_shards
+from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
 from tests.torture.refusals import FAULTS, every_fault

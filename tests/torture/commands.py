@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stopping import files
+from tests.support.stopping import files
 
 LIMIT_S = 300
 _INTERRUPTED = 130

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zexport.export import disk
+from zexport.store import disk
 
 WRITES = ("pwrite", "ftruncate", "fallocate", "open", "mkdir", "unlink", "rmdir")
 SYNCS = ("fsync", "fdatasync")
@@ -50,8 +50,8 @@ def watched(calls: Calls) -> Iterator[Calls]:
             if name != "fallocate":
                 patch.setattr(os, name, _through(calls, name, getattr(os, name)))
         patch.setattr(disk, "_take_room", _through(calls, "fallocate", disk._take_room))
-        patch.setattr("zexport.retries.PAUSES_SECONDS", (0.0,) * 4)
-        patch.setattr("zexport.export.writer._FLUSH_NBYTES", 1)  # small shards are flushed, too
+        patch.setattr("zexport.store.retries.PAUSES_SECONDS", (0.0,) * 4)
+        patch.setattr("zexport.run.writer._FLUSH_NBYTES", 1)  # small shards are flushed, too
         yield calls
 
 

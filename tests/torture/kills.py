@@ -6,10 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.stopping import files
+from tests.support.stopping import files
 from tests.torture.faults import Calls, killing, watched
-from zexport.export.execute import run_plan
-from zexport.export.plan import ExportPlan
+from zexport.plan.plan import ExportPlan
+from zexport.run.execute import run_plan
 
 
 def count_calls(plan: ExportPlan) -> int:

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.stopping import files
+from tests.support.stopping import files
 from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, Calls, failing, watched
 from zexport.errors import CheckpointError, OutputError
-from zexport.export.execute import run_plan
-from zexport.export.journal import JOURNAL_NAME, finished_shards
-from zexport.export.plan import ExportPlan
+from zexport.plan.plan import ExportPlan
+from zexport.run.execute import run_plan
+from zexport.run.journal import JOURNAL_NAME, finished_shards
 
 ALWAYS = 1 << 30
 _CUT_SHORT = (errno.EINTR, errno.EAGAIN)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tests.stopping import files, files_of, four_shards
+from tests.support.stopping import files, files_of, four_shards
 from zexport.errors import OutputError
-from zexport.export.execute import run_plan
-from zexport.export.plan import ExportPlan
+from zexport.plan.plan import ExportPlan
+from zexport.run.execute import run_plan
 
 _PAGE = 4096
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import assert_type
 
 import zexport
-from zexport.export.verify_report import Problem
 from zexport.findings import Finding
+from zexport.run.verify_report import Problem
 
 
 def the_whole_job(path: Path, out: Path) -> None:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.states import read_model_states
 from zexport.errors import ZexportError
-from zexport.torchfile.archive import read_torch_file
+from zexport.formats.torch_file import read_torch_file
+from zexport.store.boundary import Boundary
 
 _TAGS_READ_MAX = 16
 """So many tags are looked into for their step; among the others, names decide."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.dtypes import DType
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
+from zexport.ranges.dtypes import DType
 
 _STEP_BITS = 64
 _SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}

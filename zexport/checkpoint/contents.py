@@ -11,12 +11,13 @@ from pathlib import Path
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.checkpoint.untrusted import Shape
-from zexport.dtypes import DType
 from zexport.errors import ZexportError
-from zexport.extents import ByteSource
 from zexport.findings import Finding
-from zexport.torchfile.archive import TorchFile
-from zexport.torchfile.pickles import Global
+from zexport.formats.pickles import Global
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource
 
 
 class Role(Enum):
@@ -86,52 +87,6 @@ class FlatData:
     def numel(self) -> int:
         """Elements, padding included."""
         return self.source.nbytes // self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A second copy of bytes that an export reads from the first, to be compared with it.
-
-    Attributes:
-        name: the tensor that both hold.
-        kept: the copy that is exported.
-        other: the copy that must be equal to it, byte for byte.
-    """
-
-    name: str
-    kept: ByteSource
-    other: ByteSource
-
-
-@dataclass(frozen=True, slots=True)
-class CastReplica:
-    """A second copy of a tensor in another type; the narrower of the two is the other, rounded.
-
-    Attributes:
-        name: the tensor that both hold.
-        path: the file, for messages.
-        kept: the copy that is exported.
-        kept_dtype: its element type.
-        other: the copy that is not exported; both may have one type.
-        other_dtype: its element type.
-        names_it: whether the two are held to be one tensor because they are alike, and nothing
-            else says so. Then every element is compared, whatever was asked for.
-        advice: what to do where they differ, as an imperative sentence without a full stop.
-    """
-
-    name: str
-    path: Path
-    kept: ByteSource
-    kept_dtype: DType
-    other: ByteSource
-    other_dtype: DType
-    names_it: bool = True
-    advice: str = "Copy all files of one save again"
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.other.nbytes // self.other_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator, Mapping
 
 from zexport.checkpoint.agreement import step_of
+from zexport.checkpoint.layouts.zero3 import StripedParameter, stripe_parameters
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.checkpoint.states import ZERO3, ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.extents import ByteSource, Chain
-from zexport.layouts.zero3 import StripedParameter, stripe_parameters
-from zexport.torchfile.archive import TorchFile
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.extents import ByteSource, Chain
 
 _SAMPLE_NUMEL = 1024
 _DISTINCT_MIN = 64

@@ -8,10 +8,10 @@ from enum import Enum
 from pathlib import Path
 
 from zexport.checkpoint.ages import by_number, models_of_accelerate
-from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
-from zexport.regular_files import read_regular
+from zexport.store.boundary import Boundary
+from zexport.store.files import read_regular
 
 _LATEST_NBYTES_MAX = 4096
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from zexport.checkpoint.assembly.assemble import Assembled, assemble
-from zexport.checkpoint.assembly.cells import disagreements
-from zexport.checkpoint.assembly.missing_files import missing_files
-from zexport.checkpoint.assembly.node_local import unite
-from zexport.checkpoint.assembly.parallelism import parallelism_of
-from zexport.checkpoint.assembly.structure import (
-    Structure,
-    lacking_optimizer_files,
-    recognise,
-)
-from zexport.checkpoint.choice import locate, locate_all
+from zexport.checkpoint.cells import disagreements
 from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
+from zexport.checkpoint.find import locate, locate_all
+from zexport.checkpoint.layouts.assemble import Assembled, assemble
+from zexport.checkpoint.layouts.data import Inventory
 from zexport.checkpoint.location import Location
+from zexport.checkpoint.missing_files import missing_files
+from zexport.checkpoint.node_local import unite
+from zexport.checkpoint.parallelism import parallelism_of
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.runs import newer_than
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.tensors import Inventory
+from zexport.checkpoint.structure import (
+    Structure,
+    lacking_optimizer_files,
+    recognise,
+)
 from zexport.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -32,9 +32,9 @@ from zexport.errors import (
     UsageError,
     ZexportError,
 )
-from zexport.extents import paths_of
 from zexport.findings import Finding, FindingKind
-from zexport.torchfile.archive import Container, TorchFile
+from zexport.formats.torch_file import Container, TorchFile
+from zexport.ranges.extents import paths_of
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""

@@ -25,8 +25,8 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.findings import FindingKind
-from zexport.torchfile.archive import TorchFile, read_torch_file
-from zexport.torchfile.pickles import Pickle
+from zexport.formats.pickles import Pickle
+from zexport.formats.torch_file import TorchFile, read_torch_file
 
 WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""

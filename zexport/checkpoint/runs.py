@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zexport.checkpoint.ages import are_of_one_run, by_age, newest_last, recorded_steps
-from zexport.checkpoint.boundary import Boundary
 from zexport.checkpoint.location import Location, TagChoice, list_children, list_tags
+from zexport.store.boundary import Boundary
 
 _CHECKPOINT = re.compile(r"checkpoint[-_]\d{1,18}", re.ASCII)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zexport.checkpoint.layouts.zero12 import Fragments
 from zexport.checkpoint.untrusted import Shape, Value
-from zexport.dtypes import DType
-from zexport.layouts.zero12 import Fragments
-from zexport.torchfile.archive import TorchFile
-from zexport.torchfile.pickles import FragmentAddress, TensorRef
+from zexport.formats.pickles import FragmentAddress, TensorRef
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.dtypes import DType
 
 ZERO3 = 3
 """The stage that stripes parameters over the ranks."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from zexport.checkpoint.states import ModelStates
-from zexport.layouts import LayoutError
-from zexport.torchfile.pickles import StorageRef, TensorRef
+from zexport.errors import LayoutError
+from zexport.formats.pickles import StorageRef, TensorRef
 
 
 def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -> dict[str, str]:

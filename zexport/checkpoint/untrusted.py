@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from zexport.errors import DamagedCheckpointError, UnsafeError
-from zexport.torchfile.inert import MAX_NDIM, MAX_SIZE
-from zexport.torchfile.pickles import Opaque, TensorRef
+from zexport.formats.inert import MAX_NDIM, MAX_SIZE
+from zexport.formats.pickles import Opaque, TensorRef
 
 Shape = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Shape
-from zexport.layouts import LayoutError
+from zexport.errors import LayoutError
 
 _HIDDEN = "_checkpoint_wrapped_module."
 

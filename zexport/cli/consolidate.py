@@ -24,7 +24,7 @@ from zexport.findings import FindingKind
 from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 
 if TYPE_CHECKING:
-    from zexport.export.plan import ExportPlan
+    from zexport.plan.plan import ExportPlan
 
 _DEFAULTS = ExportOptions()
 _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
@@ -142,9 +142,9 @@ def consolidate(
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.export.execute import VerifyMode
-    from zexport.export.planning import plan_export
+    from zexport.planning import plan_export
     from zexport.report.export import export_json, print_export
+    from zexport.run.execute import VerifyMode
 
     options = ExportOptions(
         dtype=ExportDType(dtype),

@@ -12,7 +12,7 @@ from zexport.cli.options import PATH, jobs_option, json_option, progress_options
 from zexport.errors import VerificationError
 
 if TYPE_CHECKING:
-    from zexport.comparison.diff import DiffReport
+    from zexport.compare.diff import DiffReport
 
 
 @click.command(short_help="Compare two models, such as an export and its base, tensor by tensor.")
@@ -66,7 +66,7 @@ def diff(
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.comparison.outcome import Outcome
+    from zexport.compare.outcome import Outcome
 
     accepted = {
         "none": frozenset(Outcome),

@@ -12,7 +12,7 @@ from zexport.cli.options import PATH, json_option, links_option, progress_option
 
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
-    from zexport.inspection.statistics import TensorStatistics
+    from zexport.inspect.statistics import TensorStatistics
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
@@ -46,7 +46,7 @@ def inspect(
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
-    from zexport.inspection.inspect import inspect_checkpoint
+    from zexport.inspect.inspect import inspect_checkpoint
     from zexport.report.inspect import inspection_json, print_inspection
 
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
@@ -66,7 +66,7 @@ def _measure(
     checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool
 ) -> tuple[TensorStatistics, ...]:
     from zexport.cli.progress import ProgressPrinter
-    from zexport.inspection.statistics import measure
+    from zexport.inspect.statistics import measure
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         return measure(checkpoint, progress=on_progress)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from zexport.export.execute import Progress
+    from zexport.run.execute import Progress
 
 _LINE_SECONDS = 10.0
 _LINE_SECONDS_MIN = 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Sidecars
-from zexport.regular_files import open_regular
+from zexport.store.files import open_regular
 
 _TOKENIZER = "tokenizer.json"
 _KEY = b'"added_tokens"'

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.dtypes import DType
 from zexport.model.origin import find_origin
 from zexport.model.sidecars import Sidecars
 from zexport.printable import printable
+from zexport.ranges.dtypes import DType
 from zexport.version import __version__
 
 _TASKS = (

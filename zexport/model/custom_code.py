@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
-from zexport.jsontypes import Json
-from zexport.regular_files import read_regular
+from zexport.store.files import read_regular
+from zexport.store.jsontypes import Json
 
 _SOURCE_NBYTES_MAX = 4 << 20
 _FILES_MAX = 256

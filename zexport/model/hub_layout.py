@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zexport.jsontypes import Json
-from zexport.mosaic import row_major
+from zexport.ranges.mosaic import row_major
+from zexport.store.jsontypes import Json
 
 Shape = tuple[int, ...]
 
@@ -85,7 +85,7 @@ class HubLayout:
 
 
 def read_hub_layout(content: Mapping[str, Json], shapes: Mapping[str, Shape]) -> HubLayout:
-    """The layout that ``zexport.conversion.describe`` wrote.
+    """The layout that ``zexport.model.conversion`` wrote.
 
     Args:
         content: an element of its ``layouts``.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from zexport.jsontypes import Json
 from zexport.model.config import ConfigFile
+from zexport.store.jsontypes import Json
 
 Shape = tuple[int, ...]
 ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]

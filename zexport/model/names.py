@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zexport.dtypes import DType
-from zexport.jsontypes import Json, JsonObject
 from zexport.model.config import ConfigFile
 from zexport.model.hub_layout import Shape, read_hub_layout
 from zexport.model.matching import ModelNames, best_fit, choose_class
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
+from zexport.ranges.dtypes import DType
+from zexport.store.jsontypes import Json, JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _from_transformers(
 
 
 def _model_names(described: Mapping[str, Json], provenance: str) -> ModelNames:
-    """The names that ``zexport.conversion.describe`` wrote.
+    """The names that ``zexport.model.conversion`` wrote.
 
     Raises:
         ValueError: they are not of that form.

@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Self, cast
 
-from zexport.jsontypes import Json, JsonObject
-from zexport.regular_files import read_regular
+from zexport.store.files import read_regular
+from zexport.store.jsontypes import Json, JsonObject
 
 _SCHEMA = 5
 _CACHED_NBYTES_MAX = 64 << 20

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from zexport.conversion.describe import describe_model, ignored_names
+from zexport.model.conversion import describe_model, ignored_names
 
 _BUILDING_SECONDS = 45
 _BUILDING_NBYTES = 2 << 30

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
-from zexport.jsontypes import Json, JsonObject
 from zexport.model.custom_code import code_files, modules_named
-from zexport.model.json_files import read_json_list, read_json_object
+from zexport.store.json_files import read_json_list, read_json_object
+from zexport.store.jsontypes import Json, JsonObject
 
 Files = dict[str, Path]
 """Name in the output to the file that is copied there."""

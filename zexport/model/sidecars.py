@@ -6,11 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.boundary import Boundary
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
-from zexport.jsontypes import Json, JsonObject
 from zexport.model.config import ConfigFile
-from zexport.model.json_files import read_json_object
 from zexport.model.side_files import (
     Files,
     config_code,
@@ -20,6 +17,9 @@ from zexport.model.side_files import (
     sentence_transformers_files,
     tokenizer_files,
 )
+from zexport.store.boundary import Boundary
+from zexport.store.json_files import read_json_object
+from zexport.store.jsontypes import Json, JsonObject
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from zexport.regular_files import open_regular
+from zexport.store.files import open_regular
 
 _PARSED_NBYTES_MAX = 1 << 20
 _BRACKETS = {b"{": b"}", b"[": b"]"}

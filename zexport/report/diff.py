@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zexport.comparison.outcome import Outcome, TensorDiff
-from zexport.jsontypes import JsonObject
+from zexport.compare.outcome import Outcome, TensorDiff
 from zexport.report.text import print_facts, print_line, print_table
+from zexport.store.jsontypes import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zexport.comparison.diff import DiffReport
-    from zexport.comparison.values import PairSums, Rounding
+    from zexport.compare.diff import DiffReport
+    from zexport.compare.values import PairSums, Rounding
 
 _SCHEMA = 1
 _ROWS_SHOWN = 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zexport.jsontypes import JsonObject
 from zexport.report.findings import finding_lines
 from zexport.report.text import (
     duration,
@@ -16,13 +15,14 @@ from zexport.report.text import (
     size,
     some,
 )
+from zexport.store.jsontypes import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zexport.export.execute import ExportReport
-    from zexport.export.plan import ExportPlan
-    from zexport.export.verify_report import Problem, VerifyReport
+    from zexport.plan.plan import ExportPlan
+    from zexport.run.execute import ExportReport
+    from zexport.run.verify_report import Problem, VerifyReport
 
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {

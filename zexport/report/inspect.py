@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
-from zexport.dtypes import DType
-from zexport.inspection.inspect import Count, Inspection, Outcome
+from zexport.inspect.inspect import Count, Inspection, Outcome
+from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
     plural,
@@ -23,10 +23,10 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zexport.inspection.adapters import AdapterSummary
-    from zexport.inspection.statistics import TensorStatistics
-    from zexport.inspection.tag_summary import TagSummary
-    from zexport.inspection.weight_files import WeightFile
+    from zexport.inspect.adapters import AdapterSummary
+    from zexport.inspect.statistics import TensorStatistics
+    from zexport.inspect.tags import TagSummary
+    from zexport.inspect.weight_files import WeightFile
 
 __all__ = ["inspection_json", "print_inspection"]
 

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
-from zexport.dtypes import DType
-from zexport.inspection.inspect import Inspection, Outcome
-from zexport.jsontypes import Json, JsonObject
+from zexport.inspect.inspect import Inspection, Outcome
+from zexport.ranges.dtypes import DType
 from zexport.report.failure import problem_json
+from zexport.store.jsontypes import Json, JsonObject
 
 if TYPE_CHECKING:
-    from zexport.inspection.adapters import AdapterSummary
-    from zexport.inspection.statistics import TensorStatistics
-    from zexport.inspection.tag_summary import TagSummary
-    from zexport.inspection.weight_files import WeightFile
+    from zexport.inspect.adapters import AdapterSummary
+    from zexport.inspect.statistics import TensorStatistics
+    from zexport.inspect.tags import TagSummary
+    from zexport.inspect.weight_files import WeightFile
 
 _SCHEMA = 1
 

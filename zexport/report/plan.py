@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zexport.jsontypes import JsonObject
 from zexport.report.findings import finding_lines
 from zexport.report.text import (
     duration,
@@ -16,13 +15,14 @@ from zexport.report.text import (
     print_table,
     size,
 )
+from zexport.store.jsontypes import JsonObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import Console
 
-    from zexport.export.plan import ExportPlan, ShardPlan
+    from zexport.plan.plan import ExportPlan, ShardPlan
 
 _SCHEMA = 1
 _ESTIMATE_BYTES_PER_SECOND = 1_000_000_000
@@ -38,7 +38,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     ``warnings``, and those of the plan's provenance: ``checkpoint``, ``options``, ``loadable``,
     ``tied``, ``from_base``, ``accounting``, ``heads``, ``mended``.
     """
-    from zexport.export.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.plan.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     return {
         "schema": _SCHEMA,
@@ -64,7 +64,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
 
 def print_plan(console: Console, plan: ExportPlan) -> None:
     """The plan for people; nothing has been written."""
-    from zexport.export.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
+    from zexport.plan.memory import memory_nbytes  # noqa: PLC0415 - other reports do without
 
     tensors = sum(len(shard.tensors) for shard in plan.shards)
     print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")

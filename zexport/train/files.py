@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zexport.retries import steadily, synced
+from zexport.store.retries import steadily, synced
 
 
 def write_atomically(path: Path, text: str) -> None:

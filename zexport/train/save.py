@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from zexport.retries import steadily
+from zexport.store.retries import steadily
 from zexport.train.files import cause_of, sync, write_atomically
 from zexport.train.gather import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
 from zexport.train.options import TrainOptions

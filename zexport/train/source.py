@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zexport.conversion.describe import describe_model
+from zexport.model.conversion import describe_model
 from zexport.version import __version__
 
 if TYPE_CHECKING:

@@ -1,0 +1,107 @@
+"""The arithmetic of the stages, on numbers alone, against partitions cut by hand."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.strategies import SHAPES
+from zexport.checkpoint.layouts import zero3, zero12
+from zexport.errors import LayoutError
+
+_SHAPES = st.lists(SHAPES, max_size=5).map(
+    lambda shapes: {f"p{index}": shape for index, shape in enumerate(shapes)}
+)
+
+
+@given(shapes=_SHAPES, world_size=st.integers(1, 6))
+def test_stripes_hold_every_element_once_in_order(
+    shapes: dict[str, tuple[int, ...]], world_size: int
+) -> None:
+    flats: list[list[object]] = [[] for _ in range(world_size)]
+    for name, shape in shapes.items():
+        elements: list[object] = [(name, index) for index in range(prod(shape))]
+        while len(elements) % world_size:
+            elements.append("padding")
+        share = len(elements) // world_size
+        for rank in range(world_size):
+            flats[rank] += elements[rank * share : (rank + 1) * share]
+    zero3.check_flat_numels([shapes], [len(flat) for flat in flats])
+    for place in zero3.stripe_parameters([shapes], world_size):
+        stop = place.offset + place.stripe_numel
+        found = [element for flat in flats for element in flat[place.offset : stop]]
+        assert found[: place.numel] == [(place.name, index) for index in range(place.numel)]
+        assert set(found[place.numel :]) <= {"padding"}
+
+
+@pytest.mark.parametrize("numels", [[3, 4], [4, 3], [5, 5], [3, 3]])
+def test_a_stripe_too_long_or_too_short_is_a_contradiction(numels: list[int]) -> None:
+    with pytest.raises(LayoutError, match="do not add up"):
+        zero3.check_flat_numels([{"a": (7,)}], numels)
+
+
+def test_parameters_of_a_group_follow_one_another() -> None:
+    places = list(zero12.place_parameters({"a": (2, 3), "b": (), "c": (0, 4), "d": (5,)}))
+    assert [(p.name, p.offset, p.numel) for p in places] == [
+        ("a", 0, 6),
+        ("b", 6, 1),
+        ("c", 7, 0),
+        ("d", 7, 5),
+    ]
+
+
+def test_alignment_padding_comes_after_its_parameter() -> None:
+    places = list(zero12.place_parameters({"a": (5,), "b": (3,)}, [3, 0]))
+    assert [p.offset for p in places] == [0, 8]
+
+
+@pytest.mark.parametrize(
+    ("numel", "partitions"),
+    [
+        (10, [4, 4, 2]),  # trimmed, as ZeRO-1/2 saves them
+        (10, [4, 4, 4]),  # whole, as BF16_Optimizer does
+        (3, [2, 1, 0, 0]),  # a group smaller than the world
+        (4, [2, 2, 0, 0]),
+        (1, [1]),
+        (0, [0, 0]),
+    ],
+)
+def test_partitions_that_deepspeed_saves_are_accepted(numel: int, partitions: list[int]) -> None:
+    zero12.check_partitions({"a": (numel,)}, partitions)
+
+
+@pytest.mark.parametrize(
+    ("numel", "partitions"),
+    [
+        (10, [4, 4]),  # too few elements
+        (10, [4, 2, 4]),  # a short partition in the middle would shift what follows
+        (10, [3, 4, 4]),  # a short first one as well
+        (10, [6, 6, 0]),  # more than the padding to twice the world size
+        (10, [8, 2]),
+        (10, [4, 6, 2]),
+        (10, [4, 4, 5]),
+        (3, [2, 0, 1, 0]),
+        (4, [4, 4]),
+    ],
+)
+def test_partitions_that_would_shift_a_parameter_are_a_contradiction(
+    numel: int, partitions: list[int]
+) -> None:
+    with pytest.raises(LayoutError):
+        zero12.check_partitions({"a": (numel,)}, partitions)
+
+
+@pytest.mark.parametrize("paddings", [[1], [0, 0, 0], [-1, 1]])
+def test_paddings_that_do_not_fit_the_parameters_are_a_contradiction(paddings: list[int]) -> None:
+    with pytest.raises(LayoutError, match="param_alignment_paddings"):
+        zero12.check_partitions({"a": (2,), "b": (2,)}, [4], paddings=paddings)
+
+
+def test_padding_after_each_parameter_needs_its_room_in_the_partitions() -> None:
+    shapes = {"a": (3,), "b": (3,)}
+    zero12.check_partitions(shapes, [4, 4], paddings=[1, 1])
+    with pytest.raises(LayoutError, match="wrong length"):
+        zero12.check_partitions(shapes, [4, 3], paddings=[1, 1])

@@ -1,0 +1,604 @@
+"""The command line as users meet it: processes, pipes, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import deepspeed_names, edit
+from tests.support.sparse_checkpoint import write_sparse_zero3
+from zexport.cli.main import cli
+from zexport.version import __version__
+
+_ROOT = click.Context(cli)
+COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+ZERO3 = FIXTURES / "z3_w2_bf16" / "ckpt"
+TAG = "global_step2"
+COMMAND = (sys.executable, "-m", "zexport")
+LIMIT_S = 60
+HEAVY = ("torch", "transformers", "deepspeed")
+
+
+class Unpickled:
+    """Runs a command when it is unpickled by anything that runs what it reads."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def run(
+    *words: object, interpreter: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``zexport``, run to its end; ``interpreter`` are options of Python's."""
+    return subprocess.run(
+        [sys.executable, *interpreter, "-m", "zexport", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def result(*words: object, **environment: str) -> Any:
+    """The one JSON object that a command prints."""
+    done = run(*words, "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def failure(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a failed ``--json`` command says to programs, which must be all there is on stdout."""
+    content = json.loads(done.stdout)
+    assert set(content) == {"schema", "error"}
+    assert set(content["error"]) == {"code", "kind", "path", "message", "hint"}
+    assert content["error"]["code"] == done.returncode
+    assert done.stderr == f"Error: {content['error']['message']}\n"
+    return content["error"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A ZeRO-3 checkpoint that DeepSpeed wrote, free to be damaged."""
+    return shutil.copytree(ZERO3, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An export of it."""
+    out = tmp_path / "model"
+    assert run("consolidate", ZERO3, out).returncode == 0
+    return out
+
+
+def optimizer_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+# --- a good end ---
+
+
+def test_an_export_holds_the_live_weights_and_says_so_on_stdout(tmp_path: Path) -> None:
+    done = run("consolidate", ZERO3, tmp_path / "model")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Exported to {tmp_path / 'model'}" in done.stdout
+    truth = load_file(FIXTURES / "z3_w2_bf16" / "truth.safetensors")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == truth.keys()
+    assert all(torch.equal(exported[name], truth[name]) for name in truth)
+
+
+def test_every_command_prints_one_json_object(tmp_path: Path) -> None:
+    exported = result("consolidate", ZERO3, tmp_path / "model")
+    assert (exported["schema"], exported["tensors"], exported["loadable"]) == (1, 21, True)
+    assert result("inspect", ZERO3)["verdict"]["exportable"] is True
+    verified = result("verify", tmp_path / "model", "--against", ZERO3)
+    assert (verified["ok"], verified["against_checkpoint"]) == (True, True)
+
+
+def test_what_is_written_for_people_has_no_colours_and_no_carriage_return_in_a_pipe(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "model"
+    for words in (("inspect", ZERO3), ("consolidate", ZERO3, out), ("verify", out)):
+        done = run(*words, FORCE_COLOR="", TERM="xterm-256color")
+        assert done.returncode == 0
+        assert not re.search(r"[\r\x1b]", done.stdout + done.stderr)
+
+
+def test_quiet_says_nothing_of_a_good_end(tmp_path: Path) -> None:
+    done = run("consolidate", ZERO3, tmp_path / "model", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_quiet_json_is_still_the_result(tmp_path: Path) -> None:
+    done = run("consolidate", ZERO3, tmp_path / "model", "-q", "--json")
+    assert json.loads(done.stdout)["tensors"] == 21
+    assert done.stderr == ""
+
+
+def test_json_progress_is_lines_on_stderr_that_end_at_the_total(tmp_path: Path) -> None:
+    done = run("consolidate", ZERO3, tmp_path / "model", "--progress", "json", "--json")
+    assert json.loads(done.stdout)["tensors"] == 21
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    keys = {"phase", "nbytes_done", "nbytes_total", "nbytes_resumed"}
+    keys |= {"bytes_per_second", "seconds_left"}
+    assert lines
+    assert all(set(line) == keys for line in lines)
+    assert lines[-1]["phase"] == "verify"
+    assert lines[-1]["nbytes_done"] == lines[-1]["nbytes_total"]
+
+
+def test_a_dry_run_tells_the_bytes_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    plan = result("consolidate", ZERO3, out, "--dry-run")
+    assert list(tmp_path.iterdir()) == []
+    done = result("consolidate", ZERO3, out)
+    weights = [name for name in done["files"] if name.endswith(".safetensors")]
+    assert plan["nbytes_to_read"] == done["nbytes_read"]
+    assert plan["nbytes_to_write"] == sum((out / name).stat().st_size for name in weights)
+    assert {*plan["side_files"], *weights, "zexport_manifest.json"} == set(done["files"])
+
+
+def test_a_dry_run_for_people_tells_sizes(tmp_path: Path) -> None:
+    done = run("consolidate", ZERO3, tmp_path / "model", "--dry-run")
+    assert "nothing is written" in done.stdout
+    assert "52.5 kB of 2 files" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "stale.txt").write_text("old")
+    assert run("consolidate", ZERO3, out, "--overwrite").returncode == 0
+    assert not (out / "stale.txt").exists()
+    assert (out / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+# --- settings ---
+
+
+def test_the_environment_sets_options(tmp_path: Path) -> None:
+    settings = {
+        "ZEXPORT_CONSOLIDATE_DTYPE": "bf16",
+        "ZEXPORT_CONSOLIDATE_VERIFY": "none",
+        "ZEXPORT_CONSOLIDATE_RENAME": "^model=net",
+        "ZEXPORT_CONSOLIDATE_LAYOUT": "memory",
+        "ZEXPORT_CONSOLIDATE_MAX_SHARD_SIZE": "10kB",
+        "ZEXPORT_CONSOLIDATE_JSON": "1",
+    }
+    done = run("consolidate", ZERO3, tmp_path / "model", **settings)
+    report = json.loads(done.stdout)
+    assert report["verified"] == "none"
+    assert report["options"]["dtype"] == "bf16"
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 1
+    with safe_open(shards[-1], framework="pt") as shard:
+        names = list(shard.keys())
+        assert all(name.startswith(("net.", "lm_head.")) for name in names)
+        assert shard.get_tensor(names[0]).dtype is torch.bfloat16
+
+
+def test_an_option_on_the_command_line_wins_over_the_environment(tmp_path: Path) -> None:
+    words = ("consolidate", ZERO3, tmp_path / "model", "--dtype", "fp16", "--dry-run")
+    assert result(*words, ZEXPORT_CONSOLIDATE_DTYPE="bf16")["options"]["dtype"] == "fp16"
+
+
+def test_a_failure_is_json_too_where_the_environment_asks_for_json(tmp_path: Path) -> None:
+    assert failure(run("inspect", tmp_path, ZEXPORT_INSPECT_JSON="yes"))["code"] == 3
+    assert run("inspect", tmp_path, ZEXPORT_VERIFY_JSON="yes").stdout == ""
+
+
+def test_every_option_reads_the_variable_that_its_name_says() -> None:
+    for command in COMMANDS.values():
+        for option in command.params:
+            long = [name for name in option.opts if name.startswith("--")]
+            assert not long or option.name in {n[2:].replace("-", "_") for n in long}, option.opts
+
+
+# --- exit codes ---
+
+
+def refused(code: int, kind: str, *words: object, **environment: str) -> Any:
+    """The error of a command that must end so, told alike to people and to programs."""
+    done = run(*words, **environment)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    error = failure(run(*words, "--json", **environment))
+    assert error["kind"] == kind, error
+    assert done.stderr == f"Error: {error['message']}\n"
+    assert "Traceback" not in done.stderr
+    return error
+
+
+def test_several_tags_without_latest_end_with_2_and_are_listed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint / TAG, checkpoint / "global_step10")
+    (checkpoint / "latest").unlink()
+    error = refused(2, "ambiguous_tag", "consolidate", checkpoint, tmp_path / "model")
+    assert f"{TAG}, global_step10" in error["message"]
+    chosen = ("--tag", "global_step10")
+    assert run("consolidate", checkpoint, tmp_path / "model", *chosen).returncode == 0
+
+
+def test_too_little_memory_ends_with_2_before_anything_is_written(tmp_path: Path) -> None:
+    words = ("consolidate", ZERO3, tmp_path / "model", "--max-memory", "1MB")
+    refused(2, "memory_limit", *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("consolidate",),
+        ("consolidate", "a", "b", "--dtype", "fp8"),
+        ("consolidate", "a", "b", "--max-shard-size", "many"),
+        ("consolidate", "a", "b", "--rename", "no-equals-sign"),
+        ("inspect", "a", "--nonsense"),
+        ("sing",),
+    ],
+)
+def test_words_that_mean_nothing_end_with_2_and_the_way_to_help(words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--help" in done.stderr or "-h" in done.stderr
+    assert failure(run(*words, "--json"))["kind"] == "usage"
+
+
+def test_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
+    refused(3, "not_a_checkpoint", "consolidate", tmp_path / "nowhere", tmp_path / "model")
+    refused(3, "not_a_checkpoint", "inspect", tmp_path)
+
+
+def test_a_missing_rank_ends_with_3_and_names_the_file_to_fetch(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    lost = optimizer_file(checkpoint, 1)
+    lost.unlink()
+    refused(3, "incomplete", "consolidate", checkpoint, tmp_path / "model")
+    missing = result("inspect", checkpoint)["checkpoint"]["missing"]
+    assert missing["optimizer_ranks"] == [1]
+    assert missing["files"] == [lost.name]
+
+
+def test_a_truncated_file_ends_with_3_and_its_path(checkpoint: Path, tmp_path: Path) -> None:
+    path = optimizer_file(checkpoint, 0)
+    os.truncate(path, path.stat().st_size // 2)
+    error = refused(3, "damaged", "consolidate", checkpoint, tmp_path / "model")
+    assert str(path) in error["message"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_flipped_bit_in_the_weights_ends_with_3_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = optimizer_file(checkpoint, 0)
+    content = bytearray(path.read_bytes())
+    with deepspeed_names():
+        states = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    weights = states["fp32_flat_groups"][0].detach().numpy().tobytes()
+    content[content.index(weights) + len(weights) // 2] ^= 1
+    path.write_bytes(content)
+    refused(3, "damaged", "consolidate", checkpoint, tmp_path / "model")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_frozen_weights_that_were_left_out_end_with_3_and_name_the_way_on(
+    tmp_path: Path,
+) -> None:
+    checkpoint = shutil.copytree(FIXTURES / "z3_w2_bf16_frozen" / "ckpt", tmp_path / "checkpoint")
+    for path in (checkpoint / TAG).glob("*_model_states.pt"):
+        edit(path, without_frozen)
+    error = refused(3, "frozen_left_out", "consolidate", checkpoint, tmp_path / "model")
+    assert "--base" in error["hint"]
+    words = ("consolidate", checkpoint, tmp_path / "model", "--exclude-frozen")
+    assert run(*words).returncode == 0
+
+
+def without_frozen(state: dict[str, Any]) -> None:
+    """As ``exclude_frozen_parameters=True`` saves it."""
+    for name in state["frozen_param_shapes"]:
+        del state["module"][name]
+    state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
+
+
+def test_masters_swapped_to_nvme_end_with_4(checkpoint: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        edit(optimizer_file(checkpoint, rank), without_masters)
+    (checkpoint / TAG / "offloaded_tensors").mkdir()
+    error = refused(4, "unsupported", "consolidate", checkpoint, tmp_path / "model")
+    assert "NVMe" in error["message"]
+
+
+def without_masters(state: dict[str, Any]) -> None:
+    groups = state["optimizer_state_dict"]["fp32_flat_groups"]
+    groups[:] = [torch.empty(0) for _ in groups]
+
+
+def test_latest_that_leads_outside_ends_with_5(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint / TAG, tmp_path / "elsewhere")
+    (checkpoint / "latest").write_text("../elsewhere")
+    refused(5, "unsafe", "consolidate", checkpoint, tmp_path / "model")
+    refused(5, "unsafe", "inspect", checkpoint)
+
+
+def test_code_in_place_of_a_weight_ends_with_5_and_does_not_run(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "ran"
+
+    def hide(state: dict[str, Any]) -> None:
+        state["optimizer_state_dict"]["fp32_flat_groups"] = Unpickled(f"touch {trace}")
+
+    edit(optimizer_file(checkpoint, 0), hide)
+    refused(5, "unsafe", "consolidate", checkpoint, tmp_path / "model")
+    assert not trace.exists()
+
+
+def test_a_folder_that_exists_ends_with_6_and_stays(model: Path) -> None:
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    refused(6, "output", "consolidate", ZERO3, model)
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_a_damaged_export_ends_with_7_and_every_problem_is_listed(model: Path) -> None:
+    shard = model / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    (model / "config.json").unlink()
+    done = run("verify", model)
+    assert (done.returncode, done.stderr) == (7, "")
+    told = run("verify", model, "--json")
+    found = json.loads(told.stdout)
+    assert (told.returncode, found["ok"]) == (7, False)
+    assert {"model.safetensors", "config.json"} == {p["file"] for p in found["problems"]}
+    for problem in found["problems"]:
+        assert problem["file"] in done.stdout
+        assert problem["problem"] in done.stdout
+
+
+def test_another_checkpoint_ends_with_7_and_names_the_tensors_that_differ(model: Path) -> None:
+    other = FIXTURES / "z3_w2_fp32"
+    mine = load_file(ZERO3.parent / "truth.safetensors")
+    theirs = load_file(other / "truth.safetensors")
+    differing = {name for name in mine if not torch.equal(mine[name], theirs[name])}
+    done = run("verify", model, "--against", other / "ckpt", "--json")
+    assert done.returncode == 7
+    assert differing
+    assert {problem["tensor"] for problem in json.loads(done.stdout)["problems"]} == differing
+
+
+def test_no_export_to_verify_ends_with_7(tmp_path: Path) -> None:
+    done = run("verify", tmp_path)
+    assert done.returncode == 7
+    assert "zexport_manifest.json" in done.stdout + done.stderr
+
+
+# --- interruptions ---
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A checkpoint of 2 GB that takes no room: long enough to be interrupted."""
+    root = tmp_path / "large"
+    write_sparse_zero3(root, {f"w{index}": (8192, 8192) for index in range(8)}, 2)
+    return root
+
+
+@contextmanager
+def writing(checkpoint: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """An export under way: it has written its first bytes when the context begins."""
+    words = ("consolidate", str(checkpoint), str(out), "--progress", "json", "--jobs", "1")
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        assert json.loads(process.stderr.readline())["phase"] == "write"
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
+    large: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    with writing(large, tmp_path / "a" / "model") as process:
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=LIMIT_S)
+    said = [line for line in err.split("\n") if not line.startswith("{")]
+    assert (process.returncode, out, said) == (130, "", ["Interrupted.", ""])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_killed_export_leaves_nothing_that_looks_finished_and_a_rerun_clears_it(
+    large: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "model"
+    with writing(large, out) as process:
+        process.kill()
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+    assert not out.exists()
+    assert run("consolidate", ZERO3, out).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "model"]
+
+
+def test_a_reader_that_leaves_early_ends_it_quietly(tmp_path: Path) -> None:
+    root = tmp_path / "many"
+    write_sparse_zero3(root, {f"layer.{index}.weight": (2, 3) for index in range(4000)}, 2)
+    for extra in ((), ("--json",)):
+        process = subprocess.Popen(
+            [*COMMAND, "inspect", str(root), "--tensors", *extra],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        process.stderr.close()
+        process.wait(LIMIT_S)
+
+
+# --- help ---
+
+
+def test_the_version_is_told() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"zexport, version {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_every_help_has_an_example_that_the_command_understands(command: str | None) -> None:
+    words = [command] if command else []
+    for option in ("-h", "--help"):
+        done = CliRunner().invoke(cli, [*words, option], prog_name="zexport")
+        assert done.exit_code == 0
+        example = re.search(r"Example: zexport (.+)", done.output)
+        assert example
+        name, *arguments = example[1].split()
+        assert command in (None, name)
+        root = cli.make_context("zexport", [], resilient_parsing=True)
+        parsed = COMMANDS[name].make_context(name, arguments, root, resilient_parsing=True)
+        assert parsed.args == []
+        assert parsed.params
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_comes_out_for_every_shell(shell: str) -> None:
+    done = run(_ZEXPORT_COMPLETE=f"{shell}_source")
+    assert done.returncode == 0
+    assert "_ZEXPORT_COMPLETE" in done.stdout
+    assert "zexport" in done.stdout
+
+
+def test_completion_knows_commands_and_choices() -> None:
+    done = run(_ZEXPORT_COMPLETE="bash_complete", COMP_WORDS="zexport con", COMP_CWORD="1")
+    assert done.stdout == "plain,consolidate\n"
+    words = {"COMP_WORDS": "zexport consolidate a b --dtype b", "COMP_CWORD": "5"}
+    assert run(_ZEXPORT_COMPLETE="bash_complete", **words).stdout == "plain,bf16\n"
+
+
+# --- what is imported ---
+
+
+def imported(*words: object, **environment: str) -> set[str]:
+    """Top-level packages that a command which must succeed imports, as Python itself tells."""
+    done = run(*words, interpreter=("-X", "importtime"), **environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "click" in packages
+    return packages
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
+    assert not imported(*command, "--help") & {*HEAVY, "numpy", "rich"}
+
+
+def test_inspecting_and_verifying_import_no_framework(model: Path) -> None:
+    assert not imported("inspect", ZERO3) & {*HEAVY, "numpy"}
+    assert not imported("verify", model, "--against", ZERO3) & {*HEAVY}
+
+
+@pytest.mark.parametrize("extra", [(), ("--layout", "memory")])
+def test_a_plain_export_imports_no_framework_and_asks_no_other_process(
+    checkpoint: Path, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    if extra:
+        for name in ("zexport_source.json", "config.json"):
+            (checkpoint / name).unlink()
+    cache = tmp_path / "cache"
+    words = ("consolidate", checkpoint, tmp_path / "model", *extra)
+    assert not imported(*words, XDG_CACHE_HOME=str(cache)) & {*HEAVY}
+    assert not cache.exists()
+
+
+@pytest.fixture
+def without_deepspeed(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Python finds no deepspeed."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Finder(PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        hidden = name.partition('.')[0] == 'deepspeed'\n"
+        "        return None if hidden else super().find_spec(name, path, target)\n"
+        "sys.meta_path = [Finder if f is PathFinder else f for f in sys.meta_path]\n"
+    )
+    return {"PYTHONPATH": str(tmp_path / "site")}
+
+
+def test_training_without_deepspeed_ends_with_2_and_what_to_install(
+    tmp_path: Path, without_deepspeed: dict[str, str]
+) -> None:
+    done = run("train", tmp_path / "run", **without_deepspeed)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'zexport[deepspeed]'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_deepspeed_engine_without_deepspeed_ends_with_2_and_what_to_install(
+    tmp_path: Path, without_deepspeed: dict[str, str]
+) -> None:
+    words = ("consolidate", ZERO3, tmp_path / "model", "--engine", "deepspeed")
+    done = run(*words, **without_deepspeed)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'zexport[deepspeed]'" in done.stderr
+    assert not (tmp_path / "model").exists()
+
+
+def test_everything_else_does_without_deepspeed(
+    tmp_path: Path, without_deepspeed: dict[str, str]
+) -> None:
+    out = tmp_path / "model"
+    for words in (("inspect", ZERO3), ("consolidate", ZERO3, out), ("verify", out)):
+        assert run(*words, **without_deepspeed).returncode == 0
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_what_deepspeed_itself_cannot_rebuild_ends_with_4(tmp_path: Path) -> None:
+    checkpoint = FIXTURES / "z1_w2_bf16opt" / "ckpt"
+    words = ("consolidate", checkpoint, tmp_path / "model", "--engine", "deepspeed")
+    error = refused(4, "unsupported", *words)
+    assert "--engine native" in error["hint"]
+    assert run("consolidate", checkpoint, tmp_path / "model").returncode == 0

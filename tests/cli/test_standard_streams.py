@@ -1,0 +1,115 @@
+"""Standard streams that are closed or full: the work is done, the exit code says what was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from io import BufferedWriter, TextIOWrapper
+from pathlib import Path
+
+import pytest
+
+from zexport.api import verify_export
+from zexport.cli.streams import _Notes, _Results
+from zexport.errors import OutputError
+
+ZERO3 = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
+FULL = "/dev/full"
+
+
+def run(words: str, redirections: str, **variables: object) -> subprocess.CompletedProcess[str]:
+    """A command line with shell redirections; ``$NAME`` are the variables."""
+    script = f'"$PYTHON" -m zexport {words} {redirections}'
+    environment = {name: str(value) for name, value in variables.items()}
+    return subprocess.run(
+        ["/bin/sh", "-c", script],
+        env={**os.environ, "PYTHON": sys.executable, "CKPT": str(ZERO3), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("mode", ["", "--json"])
+@pytest.mark.parametrize(
+    ("redirections", "code"),
+    [
+        ("2>&-", 0),
+        (">&-", 0),
+        ("<&- >&- 2>&-", 0),
+        ("2>/dev/full", 0),
+        (">/dev/full", 6),
+        (">/dev/full 2>&1", 6),
+    ],
+)
+def test_an_export_is_complete_whatever_becomes_of_its_streams(
+    tmp_path: Path, redirections: str, code: int, mode: str
+) -> None:
+    out = tmp_path / "model"
+    words = f'consolidate "$CKPT" "$OUT" --layout memory --progress json {mode}'
+    done = run(words, redirections, OUT=out)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert verify_export(out).ok
+    if mode and redirections in ("2>&-", "2>/dev/full"):
+        assert json.loads(done.stdout)["tensors"] == 21
+
+
+@pytest.mark.parametrize("mode", ["", "--json"])
+@pytest.mark.parametrize("words", ['inspect "$CKPT"', 'verify "$MODEL"', 'diff "$MODEL" "$MODEL"'])
+def test_a_result_that_cannot_be_written_ends_with_6(tmp_path: Path, words: str, mode: str) -> None:
+    model = tmp_path / "model"
+    assert run('consolidate "$CKPT" "$OUT" -q', "", OUT=model).returncode == 0
+    done = run(f"{words} {mode}", ">/dev/full", MODEL=model)
+    assert done.returncode == 6
+    assert done.stderr.startswith("Error: the result cannot be written to standard output: No sp")
+    assert done.stderr.count("\n") == 1
+    assert run(f"{words} {mode}", ">&- 2>&-", MODEL=model).returncode == 0
+
+
+def test_a_failure_that_cannot_be_told_keeps_its_exit_code(tmp_path: Path) -> None:
+    for redirections in (">/dev/full", ">&-", "2>/dev/full", "2>&-"):
+        done = run('inspect "$CKPT" --json', redirections, CKPT=tmp_path / "nothing")
+        assert done.returncode == 3
+        assert "Traceback" not in done.stderr
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(ZERO3, tmp_path / "modèle")
+    done = run('inspect "$CKPT"', "", CKPT=checkpoint, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert done.returncode == 0
+    assert "mod\\xe8le" in done.stdout
+
+
+def test_what_is_not_taken_is_an_error_of_results_and_not_of_notes() -> None:
+    results = TextIOWrapper(BufferedWriter(_Results(FULL, "w")))
+    results.write("result")
+    with pytest.raises(OutputError, match="the result cannot be written to standard output"):
+        results.flush()
+    results.close()
+    notes = TextIOWrapper(BufferedWriter(_Notes(FULL, "w")))
+    notes.write("note")
+    notes.flush()
+    notes.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'consolidate "$CKPT" "" --overwrite',
+        'consolidate "" out',
+        'consolidate "$CKPT" out --base ""',
+        'inspect ""',
+        'verify "" --json',
+        'diff "$CKPT" ""',
+        'train ""',
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(words: str) -> None:
+    done = run(words, "")
+    assert done.returncode == 2
+    assert "a path may not be empty" in done.stderr

@@ -1,0 +1,596 @@
+"""Two models side by side: every figure against torch, every outcome against how it was made."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from zexport.api import consolidate, diff_models
+from zexport.checkpoint.contents import Role
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.cli.main import cli
+from zexport.compare.diff import DiffReport
+from zexport.compare.outcome import Outcome, TensorDiff
+from zexport.compare.values import PairSums, Side
+from zexport.compare.verdict import Cause, judge
+from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError, ZexportError
+from zexport.formats.safetensors_file import HeaderEntry, build_header
+from zexport.options import ExportDType, ExportOptions, NameLayout
+from zexport.ranges.dtypes import DType
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+PLAIN = FIXTURES / "z3_w2_bf16" / "ckpt"
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [*FLOATS, *WHOLE, torch.complex64]
+ODD = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, 3e38, 65520.0, 464.0, 500.0, 1e-7]
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def written(folder: Path, tensors: Tensors) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def compared(tmp_path: Path, a: Tensors, b: Tensors) -> DiffReport:
+    return diff_models(written(tmp_path / "a", a), written(tmp_path / "b", b))
+
+
+def only(report: DiffReport) -> TensorDiff:
+    (tensor,) = report.tensors
+    return tensor
+
+
+def sums(tensor: TensorDiff) -> PairSums:
+    assert tensor.sums is not None
+    return tensor.sums
+
+
+def random(dtype: torch.dtype, numel: int, seed: int, *, odd: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in WHOLE:
+        return torch.randint(
+            0, 2 if dtype is torch.bool else 100, (numel,), generator=generator
+        ).to(dtype)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64)
+    if odd and dtype is not torch.complex64:
+        values[: len(ODD)] = torch.tensor(ODD, dtype=torch.float64)
+    return values.to(torch.float32).to(dtype)
+
+
+def naive(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
+    """The figures, all in memory."""
+    if a.is_complex() or b.is_complex():
+        a, b = (torch.view_as_real(t.to(torch.complex128)).flatten() for t in (a, b))
+    x, y = a.double(), b.double()
+    both = x.isfinite() & y.isfinite()
+    nan = x.isnan() | y.isnan()
+    d = (x - y)[both].abs()
+    xf, yf = x[both], y[both]
+    norms = float(xf.norm() * yf.norm())
+    return {
+        "max": float(d.max()) if d.numel() else None,
+        "mean": float(d.mean()) if d.numel() else None,
+        "relative": 0.0
+        if not d.any()
+        else (float(d.norm() / xf.norm()) if float(xf.norm()) else None),
+        "cosine": float(xf @ yf) / norms if norms else None,
+        "nan": (int(x.isnan().sum()), int(y.isnan().sum()), int((x.isnan() ^ y.isnan()).sum())),
+        "inf": int((~both & ~nan & (x != y)).sum()),
+    }
+
+
+def check_figures(tensor: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> None:
+    seen, wanted = sums(tensor), naive(a, b)
+    close = {"rel": 1e-9, "abs": 1e-300}
+    assert seen.largest == wanted["max"]
+    assert seen.abs_mean == pytest.approx(wanted["mean"], **close)
+    assert seen.relative_norm == pytest.approx(wanted["relative"], **close)
+    assert seen.cosine == pytest.approx(wanted["cosine"], abs=1e-12)
+    assert (seen.a_nan, seen.b_nan, seen.nan_in_one) == wanted["nan"]
+    assert seen.inf_in_one == wanted["inf"]
+
+
+# --- figures, against torch ---
+
+
+@pytest.mark.parametrize("b_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("a_dtype", DTYPES, ids=str)
+def test_the_figures_of_any_two_element_types_are_those_of_torch(
+    a_dtype: torch.dtype, b_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    a, b = random(a_dtype, 1000, 1, odd=True), random(b_dtype, 1000, 2, odd=False)
+    tensor = only(compared(tmp_path, {"x": a}, {"x": b}))
+    assert tensor.outcome is Outcome.DIFFERENT
+    check_figures(tensor, a, b)
+
+
+@pytest.mark.parametrize("b_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("a_dtype", FLOATS, ids=str)
+def test_what_torch_rounded_is_cast_equal_in_either_order(
+    a_dtype: torch.dtype, b_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    a = random(a_dtype, 5000, 3, odd=True)
+    b = a.to(b_dtype)
+    expected = Outcome.EQUAL if a_dtype is b_dtype else Outcome.CAST_EQUAL
+    there = only(compared(tmp_path / "there", {"x": a}, {"x": b}))
+    back = only(compared(tmp_path / "back", {"x": b}, {"x": a}))
+    assert (there.outcome, back.outcome) == (expected, expected)
+    check_figures(there, a, b)
+    spoilt = b.clone()
+    spoilt[-1] = 8.0
+    assert only(compared(tmp_path / "no", {"x": a}, {"x": spoilt})).outcome is Outcome.DIFFERENT
+
+
+@pytest.mark.parametrize("through", [torch.bfloat16, torch.float16], ids=str)
+def test_values_that_went_through_a_narrow_type_are_cast_equal(
+    through: torch.dtype, tmp_path: Path
+) -> None:
+    a = random(torch.float32, 1000, 4, odd=True)
+    report = compared(tmp_path, {"x": a}, {"x": a.to(through).float()})
+    tensor = only(report)
+    assert tensor.outcome is Outcome.CAST_EQUAL
+    assert tensor.rounding is not None
+    assert tensor.rounding.side is Side.A
+    assert tensor.rounding.dtype.torch_name == str(through).removeprefix("torch.")
+    assert report.verdict.cause is Cause.ROUNDING
+
+
+def test_a_tensor_of_which_only_a_part_was_rounded_is_different(tmp_path: Path) -> None:
+    a = random(torch.float32, 200_000, 5, odd=False)
+    b = a.clone()
+    b[100_000:] = b[100_000:].bfloat16().float()
+    assert only(compared(tmp_path, {"x": a}, {"x": b})).outcome is Outcome.DIFFERENT
+
+
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_the_same_whole_numbers_in_another_type_are_cast_equal(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    a = random(dtype, 100, 6, odd=False)
+    other = torch.int16 if dtype is torch.int64 else torch.int64
+    tensor = only(compared(tmp_path, {"x": a}, {"x": a.to(other)}))
+    assert tensor.outcome is Outcome.CAST_EQUAL
+
+
+def test_whole_numbers_that_a_double_cannot_tell_apart_are_different(tmp_path: Path) -> None:
+    a = torch.tensor([2**60])
+    assert only(compared(tmp_path, {"x": a}, {"x": a + 1})).outcome is Outcome.DIFFERENT
+
+
+def test_zeros_of_the_other_sign_are_told_though_they_differ_by_nothing(tmp_path: Path) -> None:
+    tensor = only(compared(tmp_path, {"x": torch.zeros(3)}, {"x": -torch.zeros(3)}))
+    assert (tensor.outcome, sums(tensor).unequal) == (Outcome.DIFFERENT, 3)
+    assert (sums(tensor).largest, tensor.worst_at) == (0.0, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+def test_equal_tensors_are_equal_of_every_type_and_shape(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    a = random(dtype, math.prod(shape), 7, odd=False).reshape(shape)
+    tensor = only(compared(tmp_path, {"x": a}, {"x": a}))
+    assert tensor.outcome is Outcome.EQUAL
+    assert (tensor.a_shape, tensor.worst_at) == (shape, None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.tuples(st.floats(width=64), st.floats(width=64)), min_size=1, max_size=40),
+    dtype=st.sampled_from(FLOATS[:4]),
+)
+def test_any_numbers_give_the_figures_that_torch_gives(
+    values: list[tuple[float, float]], dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    a, b = (torch.tensor(side, dtype=torch.float64) for side in zip(*values, strict=True))
+    if dtype is torch.float64:  # squares of larger doubles are beyond what a double holds
+        a, b = (t.clamp(-1e150, 1e150) for t in (a, b))
+    a, b = a.to(dtype), b.to(dtype)
+    tensor = only(compared(tmp_path_factory.mktemp("any"), {"x": a}, {"x": b}))
+    seen, wanted = sums(tensor), naive(a, b)
+    assert seen.largest == wanted["max"]
+    assert (seen.a_nan, seen.b_nan, seen.nan_in_one) == wanted["nan"]
+    assert seen.inf_in_one == wanted["inf"]
+    if wanted["mean"] is not None:
+        assert seen.abs_mean == pytest.approx(wanted["mean"], rel=1e-9)
+
+
+def test_figures_that_a_double_cannot_hold_are_left_out(tmp_path: Path) -> None:
+    a = torch.tensor([1.7e308, 1.0], dtype=torch.float64)
+    seen = sums(only(compared(tmp_path, {"x": a}, {"x": -a})))
+    assert (seen.largest, seen.abs_mean, seen.relative_norm, seen.cosine) == (None,) * 4
+
+
+def test_a_tensor_of_many_pieces_adds_up_and_names_the_place_of_the_largest_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zexport.compare import diff, values
+
+    a = random(torch.float32, 7 * 11 * 13, 8, odd=True).reshape(7, 11, 13)
+    b = a.clone()
+    b[2:] += 0.5
+    b[5, 3, 7] = 1000
+    whole = only(compared(tmp_path / "whole", {"x": a}, {"x": b}))
+    monkeypatch.setattr(diff, "_PIECE_NUMEL", 64)
+    monkeypatch.setattr(diff, "_CHUNK_NUMEL", 7)
+    monkeypatch.setattr(values, "_BLOCK_NUMEL", 3)
+    parts = only(compared(tmp_path / "parts", {"x": a}, {"x": b}))
+    assert whole.worst_at == parts.worst_at == (5, 3, 7)
+    check_figures(parts, a.flatten(), b.flatten())
+    assert sums(parts).unequal == sums(whole).unequal
+
+
+# --- folders ---
+
+
+def test_names_on_one_side_and_other_shapes_are_listed_first(tmp_path: Path) -> None:
+    both = {"same": torch.ones(2), "wide": torch.ones(3)}
+    report = compared(
+        tmp_path,
+        both | {"mine": torch.ones(1)},
+        both | {"wide": torch.ones(4), "yours": torch.ones(1)},
+    )
+    assert [(t.outcome, t.name) for t in report.tensors] == [
+        (Outcome.ONLY_IN_A, "mine"),
+        (Outcome.ONLY_IN_B, "yours"),
+        (Outcome.SHAPE, "wide"),
+        (Outcome.EQUAL, "same"),
+    ]
+    assert report.verdict.cause is Cause.TENSORS
+
+
+def test_the_tensor_that_differs_most_comes_first(tmp_path: Path) -> None:
+    base = {name: torch.ones(4) for name in "abcd"}
+    changed = {
+        "a": torch.ones(4),
+        "b": torch.full((4,), 1.1),
+        "c": torch.full((4,), 3.0),
+        "d": torch.tensor([1.0, 1, 1, math.nan]),
+    }
+    report = compared(tmp_path, base, changed)
+    assert [tensor.name for tensor in report.tensors] == ["d", "c", "b", "a"]
+
+
+def test_shards_of_one_side_are_compared_with_the_single_file_of_the_other(tmp_path: Path) -> None:
+    consolidate(PLAIN, tmp_path / "one")
+    consolidate(PLAIN, tmp_path / "many", ExportOptions(max_shard_nbytes=4000))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    report = diff_models(tmp_path / "one", tmp_path / "many")
+    assert {tensor.outcome for tensor in report.tensors} == {Outcome.EQUAL}
+    assert report.verdict.cause is Cause.NONE
+
+
+def test_an_export_in_16_bits_is_told_from_training(tmp_path: Path) -> None:
+    consolidate(PLAIN, tmp_path / "fp32")
+    consolidate(PLAIN, tmp_path / "bf16", ExportOptions(dtype=ExportDType.BF16))
+    report = diff_models(tmp_path / "fp32", tmp_path / "bf16")
+    assert {tensor.outcome for tensor in report.tensors} == {Outcome.CAST_EQUAL}
+    assert report.verdict.cause is Cause.ROUNDING
+    assert "bfloat16" in report.verdict.sentence
+
+
+@pytest.mark.parametrize("case", ["z1_w2_bf16", "z2_w2_fp16", "z3_w4_bf16_odd", "z3_w3_bf16_tied"])
+def test_an_export_and_the_live_weights_of_the_engine_are_the_same(
+    case: str, tmp_path: Path
+) -> None:
+    consolidate(FIXTURES / case / "ckpt", tmp_path / "out")
+    report = diff_models(tmp_path / "out", FIXTURES / case / "truth.safetensors")
+    assert {tensor.outcome for tensor in report.tensors} == {Outcome.EQUAL}
+
+
+@pytest.mark.parametrize("case", ["z2_w2_bf16_lora", "z3_w2_bf16_frozen"])
+def test_an_export_and_its_base_differ_in_what_was_trained(case: str, tmp_path: Path) -> None:
+    """The base is the export itself as it was before the trainable weights moved."""
+    checkpoint = open_checkpoint(FIXTURES / case / "ckpt")
+    trained = {t.name for t in checkpoint.tensors if t.role is Role.TRAINABLE}
+    consolidate(FIXTURES / case / "ckpt", tmp_path / "out", ExportOptions(layout=NameLayout.MEMORY))
+    live = load_file(tmp_path / "out" / "model.safetensors")
+    torch.manual_seed(3)
+    base = {
+        name: value + 0.01 * value.std() * torch.randn_like(value) if name in trained else value
+        for name, value in live.items()
+    }
+    report = diff_models(tmp_path / "out", written(tmp_path / "base", base))
+    assert {t.name for t in report.tensors if t.outcome is Outcome.DIFFERENT} == trained
+    assert report.verdict.cause is Cause.TRAINING
+
+
+def test_a_single_file_may_be_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", {"x": torch.ones(2)})
+    report = diff_models(folder / "model.safetensors", folder)
+    assert report.count(Outcome.EQUAL) == 1
+
+
+def test_a_tie_that_a_manifest_records_is_compared_with_its_source(tmp_path: Path) -> None:
+    tied = FIXTURES / "z3_w3_bf16_tied" / "ckpt"
+    consolidate(tied, tmp_path / "tied")
+    manifest = json.loads((tmp_path / "tied" / "zexport_manifest.json").read_bytes())
+    ((alias, source),) = manifest["tied"].items()
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    untied = written(tmp_path / "untied", tensors | {alias: tensors[source]})
+    for report in (diff_models(tmp_path / "tied", untied), diff_models(untied, tmp_path / "tied")):
+        assert {tensor.outcome for tensor in report.tensors} == {Outcome.EQUAL}
+        names = {(t.a_name, t.b_name) for t in report.tensors if t.a_name != t.b_name}
+        assert names in ({(source, alias)}, {(alias, source)})
+    other = written(tmp_path / "other", tensors | {alias: tensors[source] + 1})
+    assert diff_models(tmp_path / "tied", other).count(Outcome.DIFFERENT) == 1
+
+
+@pytest.mark.slow
+def test_a_tie_that_only_the_config_knows_is_compared_with_its_source(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 12,
+    }
+    weights = {"model.embed_tokens.weight": torch.ones(12, 8)}
+    full = weights | {"lm_head.weight": torch.ones(12, 8)}
+    a, b = written(tmp_path / "a", full), written(tmp_path / "b", weights)
+    for ties, left in ((True, 0), (False, 1)):
+        (b / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": ties}))
+        assert diff_models(a, b).count(Outcome.ONLY_IN_A) == left
+
+
+def broken(folder: Path, index: object) -> Path:
+    written(folder, {"x": torch.ones(1)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("index", "kind"),
+    [
+        ({"weight_map": {}}, DamagedCheckpointError),
+        ([], DamagedCheckpointError),
+        ({"weight_map": {"y": "model.safetensors"}}, DamagedCheckpointError),
+        ({"weight_map": {"x": "../model.safetensors"}}, UnsafeError),
+        ({"weight_map": {"x": 1}}, UnsafeError),
+        ({"weight_map": {"x": "gone.safetensors"}}, CheckpointError),
+    ],
+    ids=["empty", "list", "lacks", "outside", "number", "gone"],
+)
+def test_a_wrong_index_is_refused(index: object, kind: type[ZexportError], tmp_path: Path) -> None:
+    with pytest.raises(kind):
+        diff_models(broken(tmp_path / "a", index), tmp_path / "a")
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_file({"x": torch.ones(1)}, written(tmp_path / "a", {}) / f"{name}.safetensors")
+    (tmp_path / "a" / "model.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match="another file"):
+        diff_models(tmp_path / "a", tmp_path / "a")
+
+
+@pytest.mark.parametrize("path", [PLAIN, PLAIN / "gone"], ids=["checkpoint", "nothing"])
+def test_what_is_no_model_folder_is_refused_with_the_way_to_compare_a_checkpoint(
+    path: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match="verify --against"):
+        diff_models(path, path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "a", {"x": torch.ones(4), "y": torch.ones(4)})
+    with pytest.raises(DamagedCheckpointError, match="changed"):
+        diff_models(folder, folder, progress=lambda _: written(folder, {"x": torch.ones(4)}))
+
+
+# --- the answer ---
+
+
+def moved(base: Tensors, by: float) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: tensor + by * torch.randn_like(tensor) for name, tensor in base.items()}
+
+
+@pytest.fixture
+def base() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    matrices = {f"layer.{index}.weight": torch.randn(16, 16) for index in range(6)}
+    return matrices | {"norm.weight": torch.ones(16), "bias": torch.zeros(16)}
+
+
+def test_weights_that_moved_a_little_were_trained(base: Tensors, tmp_path: Path) -> None:
+    report = compared(tmp_path, moved(base, 0.1), base)
+    assert report.verdict.cause is Cause.TRAINING
+    assert report.verdict.sentence.startswith("It is the training, not the conversion: 8 tensors")
+
+
+def test_a_few_that_became_something_else_were_converted_wrongly(
+    base: Tensors, tmp_path: Path
+) -> None:
+    swapped = dict(base) | {"layer.1.weight": base["layer.2.weight"]}
+    report = compared(tmp_path, swapped, base)
+    assert report.verdict.cause is Cause.CONVERSION
+    assert "(layer.1.weight)" in report.verdict.sentence
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_a_tensor_that_was_wiped_out_was_converted_wrongly(
+    value: float, base: Tensors, tmp_path: Path
+) -> None:
+    wiped = moved(base, 0.01) | {"layer.3.weight": torch.full((16, 16), value)}
+    assert compared(tmp_path, wiped, base).verdict.cause is Cause.CONVERSION
+
+
+def test_models_that_share_nothing_but_names_are_told_apart(base: Tensors, tmp_path: Path) -> None:
+    other = {name: torch.randn_like(tensor) for name, tensor in base.items()}
+    assert compared(tmp_path, other, base).verdict.cause is Cause.OTHER_MODEL
+
+
+def test_the_answer_says_what_could_not_be_compared(base: Tensors, tmp_path: Path) -> None:
+    report = compared(tmp_path, moved(base, 0.1) | {"new": torch.ones(1)}, base)
+    assert report.verdict.cause is Cause.TRAINING
+    assert report.verdict.sentence.endswith("not compared: 1 in A alone")
+
+
+def test_nothing_in_common_is_an_answer_too(tmp_path: Path) -> None:
+    assert compared(tmp_path, {"x": torch.ones(1)}, {"y": torch.ones(1)}).verdict.cause is (
+        Cause.OTHER_MODEL
+    )
+    assert judge(()).cause is Cause.OTHER_MODEL
+
+
+def test_an_adapter_and_a_model_are_not_two_models(base: Tensors, tmp_path: Path) -> None:
+    kept, out = FIXTURES / "z2_w2_bf16_lora" / "ckpt", tmp_path / "adapter"
+    consolidate(kept, out)
+    model = written(tmp_path / "model", base)
+    verdicts = [diff_models(*sides).verdict for sides in ((out, model), (model, out))]
+    assert [verdict.cause for verdict in verdicts] == [Cause.TENSORS] * 2
+    assert verdicts[0].sentence.startswith("A is an adapter and B is a model")
+    assert verdicts[1].sentence.startswith("A is a model and B is an adapter")
+    assert all("--adapter merge" in verdict.sentence for verdict in verdicts)
+    assert diff_models(out, out).verdict.cause is Cause.NONE
+
+
+# --- the command ---
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["diff", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def test_the_table_has_what_differs_and_every_tensor_with_all(
+    base: Tensors, tmp_path: Path
+) -> None:
+    a = written(tmp_path / "a", dict(base) | {"bias": torch.ones(16)})
+    b = written(tmp_path / "b", base)
+    code, text = run(a, b)
+    assert code == 0
+    assert "bias" in text
+    assert "layer.1.weight" not in text
+    assert text.rstrip().splitlines()[-1].startswith("It is the training")
+    assert "layer.1.weight" in run(a, b, "--all")[1]
+
+
+def test_the_table_is_bounded(tmp_path: Path) -> None:
+    many = {f"t{index:03}": torch.full((2,), 1.0) for index in range(100)}
+    a, b = (
+        written(tmp_path / "a", many),
+        written(tmp_path / "b", {n: t * 2 for n, t in many.items()}),
+    )
+    assert len(re.findall(r"^  t\d+", run(a, b)[1], re.MULTILINE)) == 40
+    assert "and 60 more; --all lists all of them" in run(a, b)[1]
+    assert len(re.findall(r"^  t\d+", run(a, b, "--all")[1], re.MULTILINE)) == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "codes"),
+    [
+        ("equal", {"none": 0, "different": 0, "not-cast-equal": 0}),
+        ("rounded", {"none": 0, "different": 7, "not-cast-equal": 0}),
+        ("trained", {"none": 0, "different": 7, "not-cast-equal": 7}),
+        ("missing", {"none": 0, "different": 7, "not-cast-equal": 7}),
+    ],
+)
+def test_the_exit_code_is_0_unless_it_is_asked_to_tell(
+    change: str, codes: dict[str, int], base: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    changed = {
+        "equal": base,
+        "rounded": {name: tensor.bfloat16() for name, tensor in base.items()},
+        "trained": moved(base, 0.1),
+        "missing": {name: tensor for name, tensor in base.items() if name != "bias"},
+    }[change]
+    a, b = written(tmp_path / "a", changed), written(tmp_path / "b", base)
+    assert {word: run(a, b, "--fail-on", word)[0] for word in codes} == codes
+
+
+def test_json_lists_what_differs_and_every_tensor_with_all(base: Tensors, tmp_path: Path) -> None:
+    a = written(tmp_path / "a", dict(base) | {"bias": torch.full((16,), math.nan)})
+    b = written(tmp_path / "b", base)
+    told = json.loads(run(a, b, "--json")[1])
+    assert [tensor["a_name"] for tensor in told["tensors"]] == ["bias"]
+    assert told["tensors"][0]["values"]["nan_in_one"] == 16
+    assert told["counts"]["equal"] == len(base) - 1
+    assert len(json.loads(run(a, b, "--json", "--all")[1])["tensors"]) == len(base)
+
+
+def test_progress_ends_at_the_bytes_of_both(base: Tensors, tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a", base), written(tmp_path / "b", base)
+    told = []
+    report = diff_models(a, b, jobs=3, progress=told.append)
+    numel = sum(tensor.numel() for tensor in base.values())
+    assert told[-1].nbytes_done == told[-1].nbytes_total == report.nbytes_read == 8 * numel
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_on_files_of_four_gigabytes(tmp_path: Path) -> None:
+    """Sparse files: 1 G elements in bf16 (2 GB) and fp32 (4 GB), without torch."""
+    for name, dtype in (("a", DType.F32), ("b", DType.BF16)):
+        header, _ = build_header([HeaderEntry("x", dtype, (1 << 10, 1 << 20))])
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + (dtype.itemsize << 30))
+    script = (
+        "import re, sys\n"
+        "from pathlib import Path\n"
+        "from zexport import diff_models\n"
+        "report = diff_models(sys.argv[1], sys.argv[2], jobs=4)\n"
+        "assert report.verdict.cause.value == 'rounding', report.verdict\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a"), str(tmp_path / "b")],
+        capture_output=True,
+        check=True,
+        timeout=600,
+        text=True,
+    )
+    assert int(done.stdout) < 150 * 1024
+
+
+def test_what_is_no_model_is_told_for_what_it_is(tmp_path: Path) -> None:
+    for path, words in (
+        (Path("/dev/null"), "is neither a folder nor a regular file"),
+        (tmp_path / "nope", "does not exist"),
+        (tmp_path, "holds no safetensors weights"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            diff_models(path, path)
+
+
+def test_a_model_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_file(path: Path) -> bool:  # root may read anywhere
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        diff_models(tmp_path, tmp_path)

@@ -1,0 +1,155 @@
+"""The safetensors header, written and read, down to each rule of the format."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from zexport.errors import DamagedCheckpointError, UnsupportedError, VerificationError
+from zexport.formats.safetensors_file import HeaderEntry, build_header, read_header
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Extent
+
+ENTRIES = [
+    HeaderEntry("b", DType.F32, (2, 3)),
+    HeaderEntry("a", DType.BF16, ()),
+    HeaderEntry("none", DType.I64, (0, 4)),
+    HeaderEntry("flags", DType.BOOL, (3,)),
+]
+
+
+def _write(path: Path, table: object, data: bytes = b"") -> Path:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def _tensor(begin: int, end: int, dtype: str = "F32", shape: object = None) -> dict[str, object]:
+    return {
+        "dtype": dtype,
+        "shape": [(end - begin) // 4] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
+
+
+def test_a_header_has_these_bytes() -> None:
+    header, offsets = build_header(ENTRIES[:2])
+    text = (
+        b'{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+        b'"a":{"dtype":"BF16","shape":[],"data_offsets":[24,26]}}'
+    )
+    padding = -len(text) % 8
+    assert header == struct.pack("<Q", len(text) + padding) + text + b" " * padding
+    assert offsets == (0, 24)
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_every_header_ends_on_a_multiple_of_eight(count: int) -> None:
+    header, _ = build_header([HeaderEntry("x" * count, DType.U8, (1,))])
+    assert len(header) % 8 == 0
+    assert struct.unpack("<Q", header[:8])[0] == len(header) - 8
+
+
+def test_what_was_built_is_read_back(tmp_path: Path) -> None:
+    header, offsets = build_header(ENTRIES)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header + bytes(24 + 2 + 3))
+    found = read_header(path)
+    assert [HeaderEntry(t.name, t.dtype, t.shape) for t in found.tensors.values()] == ENTRIES
+    assert [t.offset - len(header) for t in found.tensors.values()] == list(offsets)
+    assert found.metadata == {"format": "pt"}
+    assert found.data_offset == len(header)
+    assert found.source("flags") == Extent(path, len(header) + 26, 3)
+
+
+def test_names_need_not_be_ascii(tmp_path: Path) -> None:
+    header, _ = build_header([HeaderEntry("层.权重", DType.U8, (1,))])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header + b"\0")
+    assert list(read_header(path).tensors) == ["层.权重"]
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "twice"])
+def test_a_name_that_is_taken_cannot_be_written(name: str) -> None:
+    entries = [HeaderEntry("twice", DType.U8, (1,)), HeaderEntry(name, DType.U8, (1,))]
+    with pytest.raises(UnsupportedError, match=f"cannot hold a tensor named '{name}'"):
+        build_header(entries)
+
+
+def test_a_name_that_is_not_unicode_cannot_be_written() -> None:
+    with pytest.raises(UnsupportedError, match="not valid Unicode"):
+        build_header([HeaderEntry("\ud800", DType.U8, (1,))])
+
+
+def test_a_header_beyond_the_limit_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zexport.formats.safetensors_file.HEADER_NBYTES_LIMIT", 64)
+    with pytest.raises(UnsupportedError, match="header of a shard is too long"):
+        build_header(ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("table", "nbytes", "message"),
+    [
+        ({"a": _tensor(4, 8)}, 8, "does not begin where the one before it ends"),
+        ({"a": _tensor(0, 8), "b": _tensor(4, 8)}, 8, "does not begin where"),
+        ({"a": _tensor(0, 4), "b": _tensor(8, 12)}, 12, "does not begin where"),
+        ({"a": _tensor(0, 8, shape=[3])}, 8, "length that does not fit its shape"),
+        ({"a": _tensor(0, 8, shape=[2**62, 8])}, 8, "length that does not fit its shape"),
+        ({"a": _tensor(4, 0, shape=[1])}, 4, "does not begin where"),
+        ({"a": _tensor(0, 4)}, 5, "another size than its header says"),
+        ({"a": _tensor(0, 4)}, 3, "another size than its header says"),
+        ({"a": _tensor(0, 4, shape=[-1])}, 4, "not natural numbers"),
+        ({"a": _tensor(0, 4, shape=[True])}, 4, "not natural numbers"),
+        ({"a": _tensor(0, 4, shape=[1.0])}, 4, "not natural numbers"),
+        ({"a": _tensor(0, 4, shape="1")}, 4, "not natural numbers"),
+        ({"a": {**_tensor(0, 4), "data_offsets": [0]}}, 4, "not natural numbers"),
+        ({"a": {**_tensor(0, 4), "more": 1}}, 4, "not described by dtype, shape"),
+        ({"a": 7}, 0, "not described by dtype, shape"),
+        ({"__metadata__": {"a": 1}}, 0, "not a table of strings"),
+        ({"__metadata__": 3}, 0, "not a table of strings"),
+        ([], 0, "not a JSON object"),
+        (b"{", 0, "not JSON"),
+        (b"\xff\xfe{}", 0, "not JSON"),
+        (b"[" * 100_000, 0, "not JSON"),
+        (b'{"a":1,"a":2}', 0, "names something twice"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused(
+    tmp_path: Path, table: object, nbytes: int, message: str
+) -> None:
+    path = _write(tmp_path / "model.safetensors", table, bytes(nbytes))
+    with pytest.raises(DamagedCheckpointError, match=message) as caught:
+        read_header(path)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567"])
+def test_a_file_without_a_length_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="too short"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("claim", [3, 100_000_001, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, claim: int) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", claim) + b"{}")
+    with pytest.raises(DamagedCheckpointError, match="claims a header longer"):
+        read_header(path)
+
+
+def test_a_type_that_is_not_known_is_named(tmp_path: Path) -> None:
+    path = _write(tmp_path / "model.safetensors", {"a": _tensor(0, 4, "U32")}, bytes(4))
+    with pytest.raises(
+        UnsupportedError, match=r"element type that zexport does not know \(found U32"
+    ):
+        read_header(path)
+
+
+def test_the_caller_says_whose_fault_it_is(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="cannot be read: No such file"):
+        read_header(tmp_path / "absent.safetensors", error=VerificationError)

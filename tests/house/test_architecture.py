@@ -1,0 +1,167 @@
+"""What may be imported where, and what may be said and done where, for the package as a whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "zexport"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FUNCTION_LINES_MAX = 60
+LIMIT_S = 120
+
+
+def where(is_wrong: Callable[[Path], object]) -> list[str]:
+    """The modules of which something is true that must not be."""
+    return [path.relative_to(PACKAGE).as_posix() for path in MODULES if is_wrong(path)]
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def runtime_nodes(node: ast.AST, *, functions: bool = True) -> Iterator[ast.AST]:
+    """Everything below ``node`` that runs, in its functions too or not; no types-only imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.FunctionDef) and not functions:
+            continue
+        yield child
+        yield from runtime_nodes(child, functions=functions)
+
+
+def packages(path: Path, *, functions: bool = True) -> set[str]:
+    """The top-level packages that a module imports."""
+    names = []
+    for node in runtime_nodes(tree_of(path), functions=functions):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+def called(path: Path) -> set[str]:
+    """The names of what a module calls, as they are written."""
+    nodes = runtime_nodes(tree_of(path))
+    return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+
+
+def test_there_are_modules_to_look_at() -> None:
+    assert len(MODULES) > 50
+    assert "click" in packages(PACKAGE / "cli" / "main.py")
+    assert "sys.exit" in called(PACKAGE / "cli" / "main.py")
+
+
+def test_deepspeed_is_imported_only_to_train_and_as_the_reference() -> None:
+    users = where(lambda path: packages(path) & {"deepspeed", "peft"})
+    assert users
+    assert not [name for name in users if not re.search(r"(^train/|\breference\b)", name)]
+
+
+def test_frameworks_are_imported_only_in_processes_of_their_own_or_when_needed() -> None:
+    users = where(lambda path: packages(path, functions=False) & {"torch", "transformers"})
+    assert users
+    own_process = r"(^train/|^model/(conversion|trace|names_process)\.py$)"
+    assert not [name for name in users if not re.search(own_process, name)]
+
+
+def test_only_the_command_line_and_the_reports_know_a_terminal() -> None:
+    users = where(lambda path: packages(path) & {"click", "rich"})
+    assert users
+    assert not [name for name in users if not name.startswith(("cli/", "report/"))]
+
+
+def test_the_library_neither_prints_nor_ends_the_process() -> None:
+    speaking = {"print", "input", "exit", "quit", "sys.exit", "os._exit"}
+    users = where(lambda path: called(path) & speaking)
+    own_process = r"(^cli/|\bnames_process\.py$|^train/worker\.py$)"
+    assert users
+    assert not [name for name in users if not re.search(own_process, name)]
+
+
+def test_errors_are_caught_by_name() -> None:
+    """The one exception: whatever the model or DeepSpeed raises ends a training worker's run."""
+    assert where(_catches_anything) == ["train/worker.py"]
+
+
+def _catches_anything(path: Path) -> bool:
+    handlers = (n for n in runtime_nodes(tree_of(path)) if isinstance(n, ast.ExceptHandler))
+    return not all(map(_is_narrow, handlers))
+
+
+def _is_narrow(handler: ast.ExceptHandler) -> bool:
+    """Whether it names its errors, or only tidies up after any and lets it go on."""
+    caught = "" if handler.type is None else ast.unparse(handler.type)
+    goes_on = isinstance(handler.body[-1], ast.Raise) and handler.body[-1].exc is None
+    if re.search(r"\bBaseException\b", caught):
+        return goes_on
+    return bool(caught) and not re.search(r"\bException\b", caught)
+
+
+def test_a_module_says_what_it_knows() -> None:
+    assert where(lambda path: not ast.get_docstring(tree_of(path))) == []
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    long = {
+        f"{path.relative_to(PACKAGE).as_posix()}: {node.name}": lines
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+        if (lines := _lines(node)) > FUNCTION_LINES_MAX
+    }
+    assert not long
+
+
+def _lines(function: ast.FunctionDef) -> int:
+    """Lines from its ``def`` to its end, but for the docstring."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    said = 0
+    if ast.get_docstring(function) is not None and first.end_lineno is not None:
+        said = first.end_lineno - first.lineno + 1
+    return function.end_lineno - function.lineno + 1 - said
+
+
+def test_imports_only_go_down() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [str(linter), "--no-cache"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_tells_of_the_machine_it_was_made_on() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, timeout=LIMIT_S, check=True
+    )
+    paths = [REPOSITORY / name for name in listed.stdout.decode().split("\0") if name]
+    assert paths
+    telling = re.compile("|".join(_telling()).encode())
+    found = {
+        path.relative_to(REPOSITORY).as_posix(): match[0]
+        for path in paths
+        if path.is_file() and (match := telling.search(path.read_bytes()))
+    }
+    assert not found
+
+
+def _telling() -> Iterator[str]:
+    """Folders that only one machine has, and its name unless that is an ordinary word."""
+    yield r"(?<![\w.~})>-])/(?:work|root|home)/\w"
+    name = socket.gethostname()
+    if re.search(r"\d", name) and re.search("[a-z]", name) and len(name) > 5:
+        yield rf"\b{re.escape(name)}\b"

@@ -1,0 +1,234 @@
+"""The pages say what is so: commands, errors, links, examples and the tests they name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import zexport
+from docs.generate import pages
+from zexport.cli.main import cli
+from zexport.errors import ZexportError
+
+_ROOT = click.Context(cli)
+COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+README = REPOSITORY / "README.md"
+OURS = re.compile(r"zexport(\.\w+)+")
+LINES = re.DOTALL | re.MULTILINE
+PAGES = [
+    *sorted(REPOSITORY.glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *sorted(REPOSITORY.glob("*/README.md")),
+]
+
+each_page = pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.relative_to(REPOSITORY).as_posix()) for page in PAGES]
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The fenced blocks of a page in these languages."""
+    fenced = re.findall(r"^```(\w+)\n(.*?)^```$", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return [body for language, body in fenced if language in languages]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+# --- pages that are made ---
+
+
+@pytest.mark.parametrize("name", ["cli.md", "interfaces.md", "rooms.md"])
+def test_a_page_that_is_made_from_the_code_is_not_stale(name: str) -> None:
+    assert text_of(DOCS / name) == pages()[DOCS / name], "run python -m docs.generate"
+
+
+def test_the_generator_says_what_is_stale_and_mends_nothing_when_it_only_checks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "docs.generate", "--check"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_command_and_every_option_is_documented() -> None:
+    sections = dict(
+        re.findall(r"^## zexport ?(\w*)\n(.*?)(?=^## |\Z)", text_of(DOCS / "cli.md"), LINES)
+    )
+    assert set(sections) == {"", *COMMANDS}
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                assert parameter.help, parameter.opts
+                assert all(opt in sections[name] for opt in parameter.opts), parameter.opts
+
+
+# --- errors ---
+
+
+def errors(root: type[ZexportError] = ZexportError) -> Iterator[type[ZexportError]]:
+    """The whole tree."""
+    yield root
+    for child in root.__subclasses__():
+        yield from errors(child)
+
+
+def test_every_kind_of_error_has_its_code_its_cause_and_its_cure() -> None:
+    found = re.findall(
+        r"^\| `(\w+)` \| (\d) \| (.+?) \| (.*?) ?\|$", text_of(DOCS / "errors.md"), re.MULTILINE
+    )
+    rows = {kind: (int(code), cause, cure) for kind, code, cause, cure in found}
+    assert {kind: row[0] for kind, row in rows.items()} == {e.kind: e.exit_code for e in errors()}
+    assert all(cause for _, cause, _ in rows.values())
+    assert [kind for kind, row in rows.items() if not row[2]] == ["internal"]
+
+
+SYMPTOMS = (
+    "size mismatch for",
+    "torch.Size([0])",
+    "consumed X numels out of Y - something is wrong",
+    "Expected N of '*_optim_states.pt'",
+    "but found M files",
+    "Unable to find 'latest' file at",
+    "unknown zero stage 0",
+    "unknown zero stage 1",
+    "is not a zero checkpoint",
+    "Weights only load failed",
+    "Unsupported global",
+    "ZeroStageEnum",
+    "LossScaler",
+    "Some tensors share memory",
+    'Missing key(s) in state_dict: "lm_head.weight"',
+    "Removed shared tensor",
+    "pytorch_model.bin does not exist",
+    "failed finding central directory",
+    "The following zero checkpoints paths are missing",
+    "DP world size of A but the current world size is B",
+    "KeyError: 'lm_head.weight'",
+)
+"""What users search for when a ZeRO checkpoint gives them trouble, in the words of other tools."""
+
+
+def test_what_users_search_for_is_explained() -> None:
+    section = text_of(DOCS / "errors.md").partition("## What you may have searched for")[2]
+    rows = re.findall(r"^\| (.*`.*) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    messages = " ".join(message for message, _, _ in rows)
+    assert [symptom for symptom in SYMPTOMS if symptom not in messages] == []
+    assert all(behind.endswith(".") and ours.endswith(".") for _, behind, ours in rows)
+
+
+def test_every_exit_code_is_explained() -> None:
+    section = text_of(DOCS / "interfaces.md").partition("## Exit codes")[2].partition("##")[0]
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    assert codes == {0, 130, *(error.exit_code for error in errors())}
+
+
+# --- links, names, examples ---
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are linked by, as the usual renderers make it."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@each_page
+def test_tests_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`(test_\w+)`", text_of(page)))
+    code = "\n".join(path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert named <= {*re.findall(r"^def (test_\w+)", code, re.MULTILINE)}
+    assert named or page.name != "format-notes.md"
+
+
+@each_page
+def test_commands_in_examples_are_understood(page: Path) -> None:
+    for block in blocks(page, "sh", "bash", "console"):
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[:1] == ["zexport"] and words[1:]:
+                root = cli.make_context("zexport", words[1:])
+                COMMANDS[words[1]].make_context(words[1], words[2:], parent=root)
+
+
+@each_page
+def test_python_examples_compile_and_use_what_there_is(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            check_example(node)
+    assert blocks(page, "python") or page != README
+
+
+def check_example(node: ast.AST) -> None:
+    """Names of the library exist, and its functions take the keywords that they are given."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "zexport":
+        module = __import__(node.module or "", fromlist=["_"])
+        assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+    if isinstance(node, ast.Attribute) and OURS.fullmatch(ast.unparse(node)):
+        assert named(ast.unparse(node)) is not None
+    if isinstance(node, ast.Call) and OURS.fullmatch(ast.unparse(node.func)):
+        keywords = inspect.signature(named(ast.unparse(node.func))).parameters  # type: ignore[arg-type]
+        assert {keyword.arg for keyword in node.keywords} <= set(keywords), ast.unparse(node)
+
+
+def named(dotted: str) -> object:
+    """What a dotted name under ``zexport`` is."""
+    found: object = zexport
+    for name in dotted.split(".")[1:]:
+        found = getattr(found, name)
+    return found
+
+
+def test_the_python_example_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture = REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-100").symlink_to(fixture)
+    monkeypatch.chdir(tmp_path)
+    example = blocks(README, "python")[0]
+    exec(compile(example, str(README), "exec"), {})  # noqa: S102 - our own page
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_the_readme_shows_the_commands_of_the_demo() -> None:
+    found = re.search(r"<!-- demo -->\n(.*?)<!-- /demo -->", text_of(README), re.DOTALL)
+    assert found, "the markers of the demo are gone"
+    shown = re.findall(r"^\$ (.+)$", found[1], re.MULTILINE)
+    run = re.findall(r"^say (.+)$", text_of(REPOSITORY / "examples" / "demo.sh"), re.MULTILINE)
+    assert run
+    if found[1].strip():
+        assert [shlex.split(line) for line in shown] == [shlex.split(line) for line in run]

@@ -1,0 +1,410 @@
+"""``zexport inspect``: what it says of whole, damaged, unsupported and very large checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.support.checkpoints import (
+    Model,
+    Run,
+    edit,
+    model_file,
+    optimizer_file,
+    save,
+    small_model,
+)
+from tests.support.sparse_checkpoint import write_sparse_zero3
+from zexport.api import consolidate, plan_export
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.errors import UnsafeError, UnsupportedError
+from zexport.formats import torch_zip as zip_container
+from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
+from zexport.options import ExportDType, ExportOptions, NameLayout
+from zexport.ranges.dtypes import DType
+from zexport.report.inspect import inspection_json, print_inspection
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+TAG = "global_step2"
+
+_NOTHING_TO_DESCRIBE = {"dmg_latest_traversal": UnsafeError, "dmg_z3_deflated": UnsupportedError}
+
+
+def text_of(inspection: Inspection, **options: Any) -> str:
+    out = io.StringIO()
+    print_inspection(Console(file=out, width=80), inspection, **options)
+    return out.getvalue()
+
+
+def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zexport", "inspect", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def as_json(*args: str | Path) -> Any:
+    done = run(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def real_cases() -> list[Path]:
+    folders = [Path(__file__).parents[2] / "fixtures", Path(os.environ.get("ZEXPORT_CASES", ""))]
+    return sorted({file.parent for folder in folders for file in folder.glob("*/case.json")})
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in real_cases()])
+def test_every_real_checkpoint_is_described_or_refused_in_words(case: Path) -> None:
+    facts = json.loads((case / "case.json").read_text())
+    root = case / "ckpt" / facts.get("hand_over", "")
+    if case.name in _NOTHING_TO_DESCRIBE:
+        with pytest.raises(_NOTHING_TO_DESCRIBE[case.name]):
+            inspect_checkpoint(root)
+        return
+    found = inspect_checkpoint(root)
+    shown = text_of(found, tensors=True, files=True)
+    assert "Verdict: " in shown
+    content = json.loads(json.dumps(inspection_json(found, tensors=True), allow_nan=False))
+    assert content["verdict"]["exportable"] == (not content["problems"] and not _waits(found))
+
+
+def _waits(found: Inspection) -> bool:
+    return found.verdict.outcome in (Outcome.NEEDS_BASE, Outcome.CHOOSE_TAG)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_says_what_the_run_was(tmp_path: Path, stage: int) -> None:
+    model = small_model()
+    found = as_json(save(model, Run(stage=stage, world_size=3, steps=7), tmp_path))
+    checkpoint = found["checkpoint"]
+    assert found["schema"] == 1
+    assert found["verdict"]["exportable"]
+    assert (checkpoint["stage"], checkpoint["world_size"]) == (stage, 3)
+    assert (checkpoint["global_steps"], checkpoint["deepspeed_version"]) == (7, "0.19.8")
+    assert (checkpoint["module_dtype"], checkpoint["master_dtype"]) == ("bfloat16", "float32")
+    assert checkpoint["optimizer"] == "AdamW"
+    for role, tensors in (
+        ("trainable", model.masters),
+        ("frozen", model.frozen),
+        ("buffers", model.buffers),
+    ):
+        numel = sum(tensor.numel() for tensor in tensors.values())
+        assert checkpoint["parameters"][role] == {"tensors": len(tensors), "numel": numel}
+    tied = sum(model.tensors[name].numel() for name in model.tied.values())
+    assert checkpoint["parameters"]["tied"] == {"tensors": len(model.tied), "numel": tied}
+
+
+@pytest.mark.parametrize("dtype", [ExportDType.FP32, ExportDType.BF16])
+def test_the_bytes_it_promises_are_those_of_a_plan(
+    zero2: Path, tmp_path: Path, dtype: ExportDType
+) -> None:
+    options = ExportOptions(dtype=dtype, layout=NameLayout.MEMORY)
+    plan = plan_export(open_checkpoint(zero2), tmp_path / "out", options)
+    found = inspect_checkpoint(zero2)
+    target = DType.F32 if dtype is ExportDType.FP32 else DType.BF16
+    assert found.nbytes_written(target) == sum(shard.data_nbytes for shard in plan.shards)
+    assert found.nbytes_read() == sum(t.source.nbytes for s in plan.shards for t in s.tensors)
+
+
+def test_missing_ranks_are_given_by_number_and_by_file_name(tmp_path: Path) -> None:
+    model = small_model()
+    run_ = Run(stage=3, world_size=4)
+    root = save(model, run_, tmp_path)
+    gone = [optimizer_file(root / TAG, model, rank) for rank in (1, 3)]
+    gone.append(model_file(root / TAG, run_, 0))
+    for path in gone:
+        path.unlink()
+    found = as_json(root)
+    missing = found["checkpoint"]["missing"]
+    assert (missing["optimizer_ranks"], missing["model_ranks"]) == ([1, 3], [0])
+    assert set(missing["files"]) == {path.name for path in gone}
+    assert not found["verdict"]["exportable"]
+    shown = run(root).stdout
+    assert all(path.name in shown for path in gone)
+    assert "Verdict: not exportable" in shown
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["pp2_tp2_z1_w8_bf16_tied", "tp2_z2_w4_bf16", "tp2_z1_w2_bf16_tied", "stages_moe_z1_w4_ep2"],
+)
+def test_missing_files_are_named_on_every_stage_and_tensor_rank(case: str, tmp_path: Path) -> None:
+    for number in range(len(list((FIXTURES / case / "ckpt").glob("*/*mp_rank_*_states.pt")))):
+        root = Path(shutil.copytree(FIXTURES / case / "ckpt", tmp_path / str(number)))
+        gone = sorted(root.glob("*/*mp_rank_*_states.pt"))[number]
+        if "expert" in gone.name:
+            continue
+        gone.unlink()
+        assert inspect_checkpoint(root).missing_files() == (gone.name,)
+
+
+def test_no_optimizer_file_is_missing_where_a_save_writes_none(tmp_path: Path) -> None:
+    case = FIXTURES / "tp2_z0_w2_bf16" / "ckpt"
+    root = Path(shutil.copytree(case, tmp_path / "run"))
+    gone = sorted(root.glob("*/mp_rank_*_model_states.pt"))[-1]
+    gone.unlink()
+    assert inspect_checkpoint(root).missing_files() == (gone.name,)
+
+
+def test_a_node_that_is_missing_whole_is_named_file_by_file(tmp_path: Path) -> None:
+    case = FIXTURES / "pp2_tp2_z1_w8_bf16_tied" / "ckpt"
+    root = Path(shutil.copytree(case, tmp_path / "run"))
+    gone = sorted(root.glob("*/*mp_rank_03_*_states.pt"))
+    for path in gone:
+        path.unlink()
+    assert sorted(inspect_checkpoint(root).missing_files()) == [path.name for path in gone]
+
+
+def test_the_parameters_of_a_universal_checkpoint_are_listed() -> None:
+    root = FIXTURES / "uni_z3_w2_bf16_frozen" / "ckpt"
+    listed = {file["name"] for file in as_json(root)["checkpoint"]["files"] if file["needed"]}
+    parameters = {f"zero/{path.parent.name}/fp32.pt" for path in root.glob("*/zero/*/fp32.pt")}
+    assert parameters
+    assert parameters < listed
+
+
+def test_the_missing_model_file_is_asked_for_where_it_holds_frozen_weights(tmp_path: Path) -> None:
+    stripped = {"w": torch.randn(5)}
+    for frozen, wanted in (({"f": torch.randn(7).bfloat16()}, 1), ({}, 0)):
+        root = tmp_path / f"frozen{wanted}"
+        save(Model([stripped], frozen), Run(stage=3), root)
+        model_file(root / TAG, Run(stage=3), 1).unlink()
+        found = inspect_checkpoint(root)
+        assert len(found.missing_files()) == wanted
+        assert (found.verdict.outcome is Outcome.EXPORTABLE) == (wanted == 0)
+
+
+def test_frozen_weights_left_out_are_said_to_need_a_base(tmp_path: Path) -> None:
+    model = Model([{"w": torch.randn(5)}], {"f": torch.randn(7).bfloat16()})
+    root = save(model, Run(stage=3, exclude_frozen=True), tmp_path)
+    found = as_json(root)
+    assert found["verdict"]["outcome"] == "needs_base"
+    assert found["checkpoint"]["frozen_left_out"]
+    assert "--base DIR" in run(root).stdout
+
+
+def two_tags(root: Path) -> Path:
+    save(small_model(), Run(stage=3, steps=9), root, "global_step9")
+    save(small_model(), Run(stage=3, steps=10), root, "global_step10")
+    return root
+
+
+def test_several_tags_without_latest_are_shown_and_nothing_is_chosen(tmp_path: Path) -> None:
+    root = two_tags(tmp_path)
+    (root / "latest").unlink()
+    optimizer_file(root / "global_step10", small_model(), 1).unlink()
+    found = as_json(root)
+    assert found["checkpoint"] is None
+    assert [(tag["name"], tag["step"], tag["complete"]) for tag in found["tags"]] == [
+        ("global_step9", 9, True),
+        ("global_step10", 10, False),
+    ]
+    assert found["verdict"]["next_step"].endswith("--tag global_step9")  # the newest complete one
+    assert "global_step10" in run(root).stdout
+
+
+def test_the_checkpoints_of_a_run_are_shown_by_the_name_that_tag_takes(tmp_path: Path) -> None:
+    for name, step in (("checkpoint-9", 9), ("checkpoint-100", 100)):
+        save(small_model(), Run(stage=2, steps=step), tmp_path / name, f"global_step{step}")
+    found = as_json(tmp_path)
+    assert [(tag["name"], tag["step"]) for tag in found["tags"]] == [
+        ("checkpoint-9", 9),
+        ("checkpoint-100", 100),
+    ]
+    assert as_json(tmp_path, "--tag", "checkpoint-9")["checkpoint"]["global_steps"] == 9
+
+
+def test_other_tags_are_told_with_step_and_completeness(tmp_path: Path) -> None:
+    root = two_tags(tmp_path)
+    save(small_model(), Run(stage=3, steps=3), root, "best")
+    (root / "latest").write_text("global_step10")
+    model_file(root / "global_step9", Run(stage=3), 1).unlink()
+    tags = {tag["name"]: tag for tag in as_json(root)["tags"]}
+    assert tags["best"]["step"] == 3  # its name does not say
+    assert [name for name, tag in tags.items() if tag["chosen"]] == ["global_step10"]
+    assert [name for name, tag in tags.items() if not tag["complete"]] == ["global_step9"]
+
+
+def test_of_many_tags_only_the_newest_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(20):
+        save(Model([{"w": torch.zeros(2)}]), Run(stage=2), tmp_path, f"global_step{step}")
+    opened = []
+    real = zip_container.open_regular
+    monkeypatch.setattr(
+        zip_container, "open_regular", lambda path: opened.append(path) or real(path)
+    )
+    found = inspect_checkpoint(tmp_path)
+    assert len(found.tags) == 20
+    assert len({path.parent for path in opened if path.suffix == ".pt"}) == 16
+    assert [tag.is_complete for tag in found.tags] == [None] * 4 + [True] * 16
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_placeholders_beside_the_tag_are_named_and_real_weights_are_not(
+    zero3: Path, suffix: str
+) -> None:
+    weights = {"a": torch.empty(0), "b": torch.empty(0), "c": torch.ones(3)}
+    path = zero3 / {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[suffix]
+    if suffix == "bin":
+        torch.save(weights, path)
+    else:
+        save_file(weights, path)
+    (file,) = inspect_checkpoint(zero3).weight_files
+    assert (file.path.name, file.tensors, file.placeholders) == (path.name, 3, ("a", "b"))
+    shown = run(zero3).stdout
+    assert f"{path.name}: placeholders, 2 of 3 tensors are empty" in shown
+    assert "which an export does not read" not in shown
+
+
+def test_the_shards_of_a_model_beside_the_tag_take_one_line(zero3: Path) -> None:
+    for index in range(1, 6):
+        save_file({f"w{index}": torch.ones(3)}, zero3 / f"model-0000{index}-of-00005.safetensors")
+    (line,) = (line for line in run(zero3).stdout.splitlines() if "-of-00005" in line)
+    assert "and 3 more" in line
+    assert "5 tensors" in line
+
+
+def test_a_tensor_without_elements_is_no_placeholder(tmp_path: Path) -> None:
+    root = save(Model([{"w": torch.ones(3), "none": torch.empty(0)}]), Run(stage=2), tmp_path)
+    save_file({"w": torch.ones(3), "none": torch.empty(0)}, root / "model.safetensors")
+    (file,) = inspect_checkpoint(root).weight_files
+    assert file.placeholders == ()
+
+
+def test_a_broken_weight_file_beside_the_tag_is_only_a_note(zero3: Path) -> None:
+    (zero3 / "model.safetensors").write_bytes(b"no header")
+    done = run(zero3)
+    assert done.returncode == 0
+    assert "model.safetensors beside the tag cannot be read" in done.stdout
+    assert "Verdict: exportable" in done.stdout
+
+
+def test_unknown_code_is_listed_with_its_file_and_never_run(zero3: Path) -> None:
+    path = optimizer_file(zero3 / TAG, small_model(), 0)
+    marker = zero3 / "executed"
+
+    class Command:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {marker}",)
+
+    edit(path, lambda state: state.update(extra=Command()))
+    found = as_json(zero3)
+    by_file = {file["name"]: file["unknown_globals"] for file in found["checkpoint"]["files"]}
+    assert by_file[path.name] == [f"{os.system.__module__}.system"]
+    assert f"{path.name}: {os.system.__module__}.system" in run(zero3).stdout
+    assert not marker.exists()
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path: Path) -> None:
+    model = Model([{"w\x1b[31m": torch.ones(2), "[red]x": torch.ones(2), "n\nl": torch.ones(1)}])
+    shown = run(save(model, Run(stage=2), tmp_path), "--tensors").stdout
+    assert "\x1b" not in shown
+    assert "w\\x1b[31m" in shown
+    assert "[red]x" in shown
+    assert "n\\nl" in shown
+
+
+def test_a_tensor_a_line_with_names_of_any_length_uncut(tmp_path: Path) -> None:
+    names = [f"model.{'very_' * 40}long.{i}" for i in range(3)]
+    model = Model([{name: torch.ones(2, 3) for name in names}], tied={"alias": names[0]})
+    lines = run(save(model, Run(stage=2), tmp_path), "--tensors").stdout.splitlines()
+    for name in names:
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        assert line.split()[1:] == ["trainable", "float32", "[2,", "3]", "6"]
+    assert any(line.split()[:2] == ["alias", "tied"] for line in lines)
+
+
+def test_plain_output_fits_80_columns_and_has_no_colours(zero3: Path) -> None:
+    shown = text_of(inspect_checkpoint(zero3))
+    tables = [
+        line for line in shown.splitlines() if "Folder" not in line and str(zero3) not in line
+    ]
+    assert max(len(line) for line in tables if not line.startswith("  - ")) <= 80
+    assert "\x1b" not in shown
+
+
+def test_many_files_are_one_line_each_only_when_asked(tmp_path: Path) -> None:
+    root = save(Model([{"w": torch.ones(40)}]), Run(stage=3, world_size=12), tmp_path)
+    assert "zero_pp_rank_7_mp_rank_00" not in run(root).stdout
+    assert run(root, "--files").stdout.count("_optim_states.pt") == 12
+
+
+def test_stats_are_those_of_the_exported_tensors(zero2: Path, tmp_path: Path) -> None:
+    consolidate(zero2, tmp_path / "out", ExportOptions(layout=NameLayout.MEMORY))
+    found = as_json(zero2, "--stats")["checkpoint"]["tensors"]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        for entry in found:
+            value = file.get_tensor(entry["name"]).double()
+            assert entry["statistics"]["max"] == (value.max().item() if value.numel() else None)
+            assert entry["statistics"]["norm"] == pytest.approx(value.norm().item(), rel=1e-12)
+    assert "Norm" in run(zero2, "--stats").stdout
+
+
+def test_tensors_are_in_the_json_only_when_asked(zero2: Path) -> None:
+    assert "tensors" not in as_json(zero2)["checkpoint"]
+    tensors = as_json(zero2, "--tensors")["checkpoint"]["tensors"]
+    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in tensors}
+    assert shapes == {name: tuple(v.shape) for name, v in small_model().tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "kind"),
+    [
+        (lambda root: shutil.rmtree(root / TAG), 3, "checkpoint"),
+        (shutil.rmtree, 3, "not_a_checkpoint"),
+        (lambda root: (root / "latest").write_text("../other"), 5, "unsafe"),
+    ],
+)
+def test_where_there_is_nothing_to_describe_it_is_an_error(
+    zero3: Path, prepare: Any, code: int, kind: str
+) -> None:
+    prepare(zero3)
+    done = run(zero3, "--json")
+    assert done.returncode == code
+    assert json.loads(done.stdout)["error"]["kind"] == kind
+    assert "Traceback" not in done.stderr
+
+
+def test_without_stats_neither_numpy_nor_torch_is_imported(zero3: Path) -> None:
+    heavy = ("numpy", "torch", "transformers", "rich.progress")
+    program = (
+        "import sys; from zexport.cli.inspect import inspect; "
+        f"inspect.main([{str(zero3)!r}], standalone_mode=False); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
+def test_sixty_four_files_of_ten_gigabytes_are_inspected_by_their_metadata_alone(
+    tmp_path: Path,
+) -> None:
+    shapes = {f"model.layers.{i}.weight": (8192, 16384) for i in range(400)}
+    root = tmp_path / "large"
+    write_sparse_zero3(root, shapes, world_size=64)
+    sizes = [path.stat().st_size for path in root.glob("*/*_optim_states.pt")]
+    assert (len(sizes), min(sizes) > 10e9) == (64, True)
+    began = time.process_time()
+    found = inspect_checkpoint(root)
+    text_of(found)
+    assert found.verdict.outcome is Outcome.EXPORTABLE
+    assert found.nbytes_read() == 400 * 8192 * 16384 * 4
+    assert time.process_time() - began < 10  # about 1 s; reading the holes would take minutes

@@ -1,0 +1,127 @@
+"""Computed tensors: the same bits whatever window is asked for, and the right ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zexport.ranges import calculator
+from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, ScaledSum, updates_in
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Chain, Extent, Window, paths_of
+from zexport.ranges.reader import SourceReader
+
+
+class File:
+    """A file of elements, and what a reader must know of it."""
+
+    def __init__(self, path: Path, values: torch.Tensor) -> None:
+        raw = values.contiguous().view(torch.uint8).numpy().tobytes()
+        path.write_bytes(raw)
+        self.path, self.nbytes, self.members = path, len(raw), ()
+        self.mtime_ns = path.stat().st_mtime_ns
+        dtype = DType.BF16 if values.dtype is torch.bfloat16 else DType.F32
+        self.elements = Elements(Extent(path, 0, len(raw)), dtype)
+
+
+class Tensors:
+    """Random tensors in files, by name."""
+
+    def __init__(self, folder: Path, **shapes: tuple[int, ...]) -> None:
+        torch.manual_seed(3)
+        self.values = {name: torch.randn(shape) for name, shape in shapes.items()}
+        self.values["base"] = self.values["base"].bfloat16()
+        self.files = {n: File(folder / n, value) for n, value in self.values.items()}
+
+    def __getitem__(self, name: str) -> Elements:
+        return self.files[name].elements
+
+    def read(self, source: ByteSource, step: int) -> torch.Tensor:
+        """All of a source, ``step`` elements at a time."""
+        out = np.empty(source.nbytes // 4, np.float32)
+        with SourceReader(self.files.values()) as reader:
+            for at in range(0, out.size, step):
+                part = out[at : at + step]
+                reader.read_into(source, at * 4, memoryview(part).cast("B"))
+        return torch.from_numpy(out)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small tensor has many blocks, slabs and parts."""
+    monkeypatch.setattr(calculator, "_BLOCK_NUMEL", 64)
+    monkeypatch.setattr(calculator, "_SLAB_NUMEL", 100)
+    monkeypatch.setattr(calculator, "_PART_NUMEL", 50)
+
+
+def delta(factors: Factors, tensors: Tensors) -> torch.Tensor:
+    """The update as peft's ``ParamWrapper`` computes it, ``(matrices, outputs, inputs)``."""
+    a = tensors.values["a"].view(factors.matrices, factors.rank, factors.inputs)
+    b = tensors.values["b"].view(factors.outputs, factors.rank, factors.matrices)
+    return torch.einsum("ore,eri->eoi", b, a)
+
+
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("has_magnitude", [False, True])
+def test_any_window_of_an_update_has_the_same_bits(
+    tmp_path: Path, matrices: int, is_transposed: bool, has_magnitude: bool
+) -> None:
+    """Windows of one row's part, of many blocks, and all at once; and what they hold is right."""
+    inputs, outputs, rank = 7, 53, 3
+    shape = (inputs, outputs) if is_transposed else (outputs, inputs)
+    tensors = Tensors(
+        tmp_path,
+        base=(matrices, *shape),
+        a=(matrices * rank, inputs),
+        b=(outputs, rank * matrices),
+        magnitude=(outputs,),
+    )
+    factors = Factors(tensors["a"], tensors["b"], inputs, outputs, rank, matrices)
+    magnitude = tensors["magnitude"] if has_magnitude else None
+    update = LowRankUpdate(tensors["base"], factors, 0.3, is_transposed, magnitude)
+    whole = tensors.read(update, 1 << 20)
+    for step in (1, 5, 64, 371):
+        assert torch.equal(tensors.read(update, step), whole)
+    change = delta(factors, tensors) * 0.3
+    wanted = tensors.values["base"].float() + (change.mT if is_transposed else change)
+    if has_magnitude:
+        dim = 1 if is_transposed else 2
+        norm = torch.linalg.norm(wanted, dim=dim, keepdim=True)
+        wide = tensors.values["magnitude"].view(1, 1, -1)
+        wanted *= (wide if is_transposed else wide.mT) / norm
+    torch.testing.assert_close(whole.view(wanted.shape), wanted)
+
+
+def test_a_part_of_an_update_is_a_source_like_any_other(tmp_path: Path) -> None:
+    """Cut and laid end to end; and it says which files it needs."""
+    tensors = Tensors(tmp_path, base=(20, 6), a=(2, 6), b=(20, 2))
+    update = LowRankUpdate(tensors["base"], Factors(tensors["a"], tensors["b"], 6, 20, 2), 2.0)
+    whole = tensors.read(update, 1 << 20)
+    ends = Chain((Window(update, 4 * 100, 4 * 20), Window(update, 0, 4 * 10)))
+    assert torch.equal(tensors.read(ends, 7), torch.cat([whole[100:], whole[:10]]))
+    assert paths_of([ends]) == {tmp_path / name for name in ("base", "a", "b")}
+    assert list(updates_in([ends, update])) == [update]
+
+
+def test_a_sum_and_a_change_of_type_are_those_of_torch(tmp_path: Path) -> None:
+    tensors = Tensors(tmp_path, base=(130,), addend=(130,))
+    total = ScaledSum(tensors["base"], tensors["addend"], 0.7)
+    base, addend = tensors.values["base"], tensors.values["addend"]
+    assert torch.equal(tensors.read(total, 9), base.float() + addend * 0.7)
+    rounded = Elements(Recast(tensors["addend"], DType.BF16), DType.BF16)
+    assert torch.equal(tensors.read(Recast(rounded, DType.F32), 11), addend.bfloat16().float())
+
+
+def test_more_columns_or_threads_take_more_memory() -> None:
+    nothing = Elements(Chain(()), DType.F32)
+
+    def held(columns: int, jobs: int) -> int:
+        update = LowRankUpdate(nothing, Factors(nothing, nothing, columns, 8, 4), 1.0)
+        return calculator.held_nbytes(update, jobs)
+
+    assert held(100_000, 1) > held(1000, 1) > 0
+    assert held(1000, 4) > held(1000, 1)

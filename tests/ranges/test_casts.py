@@ -1,0 +1,147 @@
+"""Casts against torch, on every bit pattern that can make a difference."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.support.plans import torch_dtype
+from zexport.ranges.casts import Statistics, cast_into, statistics_of
+from zexport.ranges.dtypes import DType
+
+FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
+PAIRS = [pair for pair in itertools.product(FLOATS, FLOATS) if pair[0] is not pair[1]]
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, 65504.0, 65519.99, 65520.0, 65520.01, -65520.0, 3.4e38)
+
+
+def _cast(stored: torch.Tensor, source: DType, target: DType) -> torch.Tensor:
+    out = bytearray(stored.numel() * target.itemsize)
+    data = stored.view(torch.uint8).numpy().tobytes() if stored.numel() else b""
+    cast_into(memoryview(bytearray(data)), source, target, memoryview(out))
+    return torch.frombuffer(out, dtype=torch_dtype(target))
+
+
+def _look(values: torch.Tensor, source: DType, target: DType) -> Statistics:
+    data = memoryview(bytearray(values.view(torch.uint8).numpy().tobytes()))
+    out = data
+    if source is not target:
+        out = memoryview(bytearray(values.numel() * target.itemsize))
+        cast_into(data, source, target, out)
+    return statistics_of(data, source, target, out)
+
+
+def _patterns(dtype: DType) -> torch.Tensor:
+    """Every value of a 16-bit type; of wider ones all 16-bit values, midpoints, and noise."""
+    if dtype in (DType.F16, DType.BF16):
+        bits = np.arange(1 << 16, dtype=np.uint16)
+        return torch.from_numpy(bits.view(np.int16)).view(torch_dtype(dtype))
+    wide: npt.NDArray[np.floating] = _wide_patterns()
+    if dtype is DType.F32:
+        return torch.from_numpy(wide.astype(np.float32))
+    noise = np.random.default_rng(1).integers(0, 1 << 64, 200_000, dtype=np.uint64)
+    near = np.concatenate([wide, np.nextafter(wide, np.inf), np.nextafter(wide, -np.inf)])
+    return torch.from_numpy(np.concatenate([near, noise.view(np.float64)]))
+
+
+def _wide_patterns() -> npt.NDArray[np.float64]:
+    every = [_patterns(dtype).to(torch.float64).numpy() for dtype in (DType.F16, DType.BF16)]
+    parts = [np.array(SPECIAL)]
+    with np.errstate(all="ignore"):
+        for values in every:
+            ordered = np.unique(values[np.isfinite(values)])
+            middle = (ordered[1:] / 2 + ordered[:-1] / 2).astype(np.float32)
+            parts += [values, middle, np.nextafter(middle, np.float32(np.inf))]
+            parts += [np.nextafter(middle, np.float32(-np.inf))]
+        noise = np.random.default_rng(0).integers(0, 1 << 32, 500_000, dtype=np.uint32)
+        parts.append(noise.view(np.float32))
+        return np.concatenate([part.astype(np.float64) for part in parts])
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_every_cast_has_the_bits_of_torch(source: DType, target: DType) -> None:
+    values = _patterns(source)
+    expected = values.to(torch_dtype(target))
+    found = _cast(values, source, target)
+    is_nan = expected.isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[target.itemsize]
+    assert torch.equal(found.view(raw)[~is_nan], expected.view(raw)[~is_nan])
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype.name)
+def test_a_cast_works_on_memory_that_is_not_aligned(source: DType, target: DType) -> None:
+    values = torch.tensor([1.5, -2.25, 70000.0], dtype=torch_dtype(source))
+    data = bytearray(1) + bytearray(values.view(torch.uint8).numpy().tobytes())
+    out = bytearray(1 + values.numel() * target.itemsize)
+    cast_into(memoryview(data)[1:], source, target, memoryview(out)[1:])
+    expected = values.to(torch_dtype(target)).view(torch.uint8).numpy().tobytes()
+    assert bytes(out[1:]) == expected
+
+
+def test_equal_types_leave_the_output_alone() -> None:
+    out = bytearray(b"\x07" * 8)
+    cast_into(memoryview(bytearray(8)), DType.F32, DType.F32, memoryview(out))
+    assert out == b"\x07" * 8
+
+
+def test_integers_are_never_cast() -> None:
+    with pytest.raises(ValueError, match="no cast from I64 to F32"):
+        cast_into(memoryview(bytearray(8)), DType.I64, DType.F32, memoryview(bytearray(4)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_overflow_and_nan_give_no_warning() -> None:
+    values = torch.tensor([1e300, float("nan"), -float("inf"), 1e-300], dtype=torch.float64)
+    for target in (DType.F32, DType.F16, DType.BF16):
+        _cast(values, DType.F64, target)
+        _look(values, DType.F64, target)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("source", FLOATS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("target", FLOATS, ids=lambda dtype: dtype.name)
+def test_statistics_are_those_that_torch_counts(source: DType, target: DType) -> None:
+    values = _patterns(source)
+    cast = values.to(torch_dtype(target))
+    for part, result in zip(torch.split(values, 4099), torch.split(cast, 4099), strict=True):
+        found = _look(part.clone(), source, target)
+        assert found.nan == int(part.isnan().sum())
+        assert found.inf == int(part.isinf().sum())
+        assert found.overflow == int((part.isfinite() & result.isinf()).sum())
+        assert found.all_zero == bool((part == 0).all())
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("target", FLOATS, ids=lambda dtype: dtype.name)
+def test_one_value_alone_is_seen(source: DType, target: DType) -> None:
+    for number in (0.0, -0.0, 1e-7, -1e-7, 65504.0, -65520.0, 65536.0, 3.38e38, -np.inf, np.nan):
+        value = torch.tensor([number], dtype=torch.float64).to(torch_dtype(source))
+        result = value.to(torch_dtype(target))
+        expected = Statistics(
+            nan=int(value.isnan().sum()),
+            inf=int(value.isinf().sum()),
+            overflow=int((value.isfinite() & result.isinf()).sum()),
+            all_zero=bool((value == 0).all()),
+        )
+        assert _look(value, source, target) == expected
+
+
+def test_zeros_of_both_signs_are_all_zero_and_so_is_nothing() -> None:
+    assert _look(torch.tensor([0.0, -0.0]), DType.F32, DType.BF16).all_zero
+    assert not _look(torch.tensor([0.0, -1e-45]), DType.F32, DType.BF16).all_zero
+    assert statistics_of(memoryview(b""), DType.F32, DType.F32, memoryview(b"")).all_zero
+
+
+def test_integers_have_no_statistics() -> None:
+    data = memoryview(bytearray(b"\xff" * 16))
+    assert statistics_of(data, DType.I64, DType.I64, data) == Statistics(all_zero=False)
+
+
+def test_statistics_of_parts_add_up_to_those_of_the_whole() -> None:
+    whole = torch.tensor([0.0, float("nan"), float("inf"), 1e6, 0.0, 0.0])
+    parts = [_look(part.clone(), DType.F32, DType.F16) for part in torch.split(whole, 2)]
+    assert parts[0] + parts[1] + parts[2] == _look(whole, DType.F32, DType.F16)

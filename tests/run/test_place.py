@@ -1,0 +1,194 @@
+"""What an export may make or replace, and what becomes of a folder that it has replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from zexport.errors import OutputError
+from zexport.run.commit import staged_folder
+
+
+def _make(out: Path, *, overwrite: bool = True) -> list[str]:
+    """Put a model there; the warnings."""
+    warnings: list[str] = []
+    with staged_folder(out, overwrite=overwrite, warn=warnings.append) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert (out / "model.safetensors").read_text() == "new"
+    return warnings
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what may be replaced ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("zexport_manifest.json", "{}"),
+        ("model-00001-of-00002.safetensors", ""),
+        ("pytorch_model-00001-of-00002.bin", ""),
+        ("config.json", '{"model_type": "llama"}'),
+    ],
+)
+def test_a_folder_with_a_file_of_a_model_is_replaced(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / name).write_text(content)
+    (out / "1_Pooling").mkdir()
+    assert _make(out) == []
+    assert _names(tmp_path) == ["out"]
+    assert _names(out) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("thesis.txt", "years"), ("config.json", '{"port": 80}'), ("config.json", "[1")],
+)
+def test_a_folder_of_folders_that_is_no_model_s_is_not_replaced(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / name).write_text(content)
+    (out / "figures").mkdir()
+    with pytest.raises(OutputError, match="holds folders and is no model's"):
+        _make(out)
+    assert (out / name).read_text() == content
+    assert _names(tmp_path) == ["out"]
+
+
+def test_files_that_something_left_behind_are_replaced(tmp_path: Path) -> None:
+    (out := tmp_path / "out").mkdir()
+    (out / "stale.txt").write_text("of a tool that failed")
+    assert _make(out) == []
+    assert _names(out) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("out", [".", "..", "../..", "/", "//"])
+def test_the_working_directory_and_what_holds_it_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, overwrite: bool
+) -> None:
+    (here := tmp_path / "a" / "here").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(OutputError, match="is or holds"):
+        _make(Path(out), overwrite=overwrite)
+    assert here.is_dir()
+
+
+@pytest.mark.parametrize("out", ["home", "home/me"])
+def test_the_home_folder_and_what_holds_it_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (home := tmp_path / "home" / "me").mkdir(parents=True)
+    (home / "model.safetensors").touch()
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(OutputError, match="is or holds your home folder"):
+        _make(tmp_path / out)
+    assert _names(home) == ["model.safetensors"]
+
+
+def test_a_working_directory_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(OutputError, match="lies in a working directory that was removed"):
+        _make(Path())
+    assert _make(tmp_path / "out") == []
+
+
+# --- what cannot be removed ---
+
+
+def test_a_folder_that_cannot_be_removed_later_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path / "out")
+    (locked := tmp_path / "out" / "a" / "locked").mkdir(parents=True)
+    (locked / "file").touch()
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) != str(locked))
+    with pytest.raises(OutputError, match="cannot be removed with the older model: no perm") as it:
+        _make(tmp_path / "out")
+    assert it.value.path == locked
+    (locked / "file").unlink()
+    _make(tmp_path / "out")  # an empty one needs no permission of its own
+
+
+def test_a_folder_that_cannot_be_read_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path / "out")
+    (locked := tmp_path / "out" / "locked").mkdir()
+    whole = os.scandir
+
+    def scandir(path: str | Path) -> object:  # root may read anywhere
+        if str(path) == str(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OutputError, match="older model: Permission denied") as caught:
+        _make(tmp_path / "out")
+    assert caught.value.path == locked
+    assert _names(tmp_path) == ["out"]
+
+
+def test_a_disk_mounted_within_the_older_model_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path / "out")
+    (disk := tmp_path / "out" / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(disk))
+    with pytest.raises(OutputError, match="it is a mount point"):
+        _make(tmp_path / "out")
+    assert disk.is_dir()
+
+
+def test_a_removal_that_fails_at_last_is_a_warning_and_the_next_export_copes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path / "out")
+    (tmp_path / "out" / "old").touch()
+
+    def rmtree(path: Path, *_: object, **__: object) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        (warning,) = _make(tmp_path / "out")
+    left = tmp_path / "out.replaced-2"
+    assert f"(Device or resource busy): it is left in {left}" in warning
+    assert _names(left) == ["model.safetensors", "old"]
+    assert _names(tmp_path) == ["out", "out.replaced-2"]
+    assert _make(tmp_path / "out") == []
+    assert _names(tmp_path) == ["out", "out.replaced-2"]
+
+
+def test_what_an_earlier_export_could_not_remove_gets_out_of_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make(tmp_path / "out")
+    (stuck := tmp_path / "out.replaced").mkdir()
+    (stuck / "stuck").touch()
+    (tmp_path / "out.partial.lock").touch()
+    whole = shutil.rmtree
+
+    def rmtree(path: Path, *_: object, **__: object) -> None:
+        if (path / "stuck").exists():
+            raise OSError(16, "Device or resource busy", str(path))
+        whole(path)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    (warning,) = _make(tmp_path / "out")
+    assert "out.replaced-2" in warning
+    assert _names(tmp_path) == ["out", "out.replaced-2"]

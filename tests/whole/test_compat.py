@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
+from tests.support.real_cases import deepspeed_state, facts, on_every_real_checkpoint
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.compat import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from zexport.errors import DamagedCheckpointError, FrozenLeftOutError
+
+State = dict[str, torch.Tensor]
+
+
+def eager(root: Path, *, exclude_frozen_parameters: bool = False) -> State:
+    state = get_fp32_state_dict_from_zero_checkpoint(
+        root, exclude_frozen_parameters=exclude_frozen_parameters
+    )
+    assert type(state) is dict
+    return state
+
+
+def sharing(state: State) -> set[frozenset[str]]:
+    """The sets of names that stand for one tensor object."""
+    return {frozenset(n for n in state if state[n] is state[name]) for name in state}
+
+
+# --- against DeepSpeed ---
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("exclude_frozen", [False, True])
+@on_every_real_checkpoint
+def test_it_gives_what_deepspeed_gives_and_what_deepspeed_loses(
+    root: Path, exclude_frozen: bool
+) -> None:
+    try:
+        theirs = dict(deepspeed_state(root, exclude_frozen_parameters=exclude_frozen))
+    except (ValueError, RuntimeError):
+        theirs = {}
+    if open_checkpoint(root).frozen_left_out and not exclude_frozen:
+        with pytest.raises(ValueError, match="exclude_frozen_parameters=True"):
+            eager(root)
+        return
+    ours = eager(root, exclude_frozen_parameters=exclude_frozen)
+    lost = ours.keys() - theirs.keys()
+    assert facts({n: t for n, t in ours.items() if n not in lost}) == facts(theirs)
+    if not lost:
+        assert list(ours) == list(theirs)
+        assert sharing(ours) == sharing(theirs)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("exclude_frozen", [False, True])
+@pytest.mark.parametrize("checkpoint", ["zero2", "zero3"])
+def test_names_order_types_values_and_sharing_are_deepspeeds(
+    checkpoint: str, request: pytest.FixtureRequest, exclude_frozen: bool
+) -> None:
+    root = request.getfixturevalue(checkpoint)
+    theirs = dict(deepspeed_state(root, exclude_frozen_parameters=exclude_frozen))
+    ours = eager(root, exclude_frozen_parameters=exclude_frozen)
+    assert list(ours) == list(theirs)
+    assert facts(ours) == facts(theirs)
+    assert sharing(ours) == sharing(theirs)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("checkpoint", ["zero2", "zero3"])
+def test_lazy_tensors_have_the_shapes_types_and_values_of_the_eager_ones(
+    checkpoint: str, request: pytest.FixtureRequest
+) -> None:
+    root = request.getfixturevalue(checkpoint)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
+    assert type(lazy) is OrderedDict
+    assert lazy["head.weight"] is lazy["emb.weight"]
+    theirs = deepspeed_state(root, lazy_mode=True)
+    assert [(n, t.shape, t.dtype) for n, t in lazy.items()] == [
+        (n, t.shape, t.dtype) for n, t in theirs.items()
+    ]
+    assert facts({n: t.contiguous() for n, t in lazy.items()}) == facts(
+        {n: t.contiguous() for n, t in theirs.items()}
+    )
+
+
+def _without_latest(root: Path) -> None:
+    (root / "latest").unlink()
+    shutil.copytree(root / "global_step2", root / "global_step4")
+
+
+def _latest_of_nothing(root: Path) -> None:
+    (root / "latest").write_text("global_step9")
+
+
+def _without_optimizer_file(root: Path) -> None:
+    optimizer_file(root / "global_step2", small_model(), 1).unlink()
+
+
+def _without_optimizer_files(root: Path) -> None:
+    for path in (root / "global_step2").glob("*_optim_states.pt"):
+        path.unlink()
+
+
+def _without_model_files(root: Path) -> None:
+    for path in (root / "global_step2").glob("*_model_states.pt"):
+        path.unlink()
+
+
+def _nothing(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("harm", "tag"),
+    [
+        (_without_latest, None),
+        (_latest_of_nothing, None),
+        (_without_optimizer_file, None),
+        (_without_optimizer_files, None),
+        (_without_model_files, None),
+        (_nothing, None),
+        (_nothing, "global_step2"),
+        (lambda _: None, "global_step9"),
+    ],
+)
+def test_what_is_missing_raises_the_type_of_error_that_deepspeed_raises(
+    zero3: Path, harm: Callable[[Path], None], tag: str | None
+) -> None:
+    from deepspeed.utils import zero_to_fp32
+
+    harm(zero3)
+    with pytest.raises((ValueError, OSError)) as theirs, redirect_stdout(io.StringIO()):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(zero3), tag)
+    with pytest.raises((ValueError, OSError)) as ours:
+        get_fp32_state_dict_from_zero_checkpoint(str(zero3), tag)
+    assert ours.type is theirs.type
+
+
+# --- where DeepSpeed is wrong ---
+
+
+def test_frozen_weights_of_zero1_are_there(tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=1), tmp_path / "zero1")
+    state = eager(root)
+    assert facts({n: state[n] for n in small_model().frozen}) == facts(small_model().frozen)
+
+
+def test_integers_bools_and_doubles_among_the_buffers_keep_their_values(tmp_path: Path) -> None:
+    wide = {"wide": torch.tensor([0.1, 1e300], dtype=torch.float64)}
+    model = replace(small_model(), buffers={**small_model().buffers, **wide})
+    state = eager(save(model, Run(), tmp_path / "run"))
+    assert facts({n: state[n] for n in ("mask", "big", "wide")}) == facts(
+        {n: model.buffers[n] for n in ("mask", "big", "wide")}
+    )
+    assert facts({"mean": state["mean"]}) == facts({"mean": model.buffers["mean"].float()})
+
+
+def test_weights_left_out_at_save_time_are_refused_unless_that_is_asked_for(tmp_path: Path) -> None:
+    root = save(small_model(), Run(exclude_frozen=True), tmp_path / "run")
+    with pytest.raises(ValueError, match="exclude_frozen_parameters=True") as caught:
+        eager(root)
+    assert isinstance(caught.value.__cause__, FrozenLeftOutError)
+    with pytest.raises(ValueError, match="exclude_frozen_parameters=True"):
+        convert_zero_checkpoint_to_fp32_state_dict(root, tmp_path / "out")
+    state = eager(root, exclude_frozen_parameters=True)
+    assert state.keys() == {*small_model().masters, *small_model().buffers, "head.weight"}
+
+
+def _flip(root: Path) -> None:
+    path = optimizer_file(root / "global_step2", small_model(), 1)
+    some = small_model().masters["emb.weight"].reshape(-1)[31:40].numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(some, bytes([some[0] ^ 1]) + some[1:]))
+
+
+def test_a_flipped_bit_is_refused_and_leaves_no_output(zero3: Path, tmp_path: Path) -> None:
+    _flip(zero3)
+    with pytest.raises(ValueError, match="CRC-32") as caught:
+        eager(zero3)
+    assert isinstance(caught.value.__cause__, DamagedCheckpointError)
+    with pytest.raises(ValueError, match="CRC-32"):
+        convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path / "out", max_shard_size=300)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_latest_that_leads_outside_is_a_value_error(zero3: Path) -> None:
+    (zero3 / "latest").write_text("../elsewhere")
+    with pytest.raises(ValueError, match="leads outside"):
+        eager(zero3)
+
+
+def test_code_in_a_pickle_does_not_run(zero3: Path, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = model_file(zero3 / "global_step2", Run(), 0)
+    state = save(small_model(), Run(client_state={"bomb": Bomb()}, world_size=3), tmp_path / "b")
+    shutil.copy(model_file(state / "global_step2", Run(), 0), path)
+    assert eager(zero3).keys() == {*small_model().tensors, "head.weight"}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_level_of_the_folders_is_accepted(zero3: Path) -> None:
+    assert facts(eager(zero3 / "global_step2")) == facts(eager(zero3))
+    assert facts(eager(zero3.parent)) == facts(eager(zero3))
+
+
+def test_a_lazy_tensor_of_a_file_that_was_changed_is_refused(zero3: Path) -> None:
+    lazy = get_fp32_state_dict_from_zero_checkpoint(zero3, lazy_mode=True)
+    path = optimizer_file(zero3 / "global_step2", small_model(), 1)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match="was changed"):
+        lazy["emb.weight"].contiguous()
+    path.unlink()
+    with pytest.raises(OSError, match="cannot be read"):
+        lazy["emb.weight"].contiguous()
+
+
+# --- into a model ---
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(7, 5)
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+        self.extra = torch.nn.Parameter(torch.ones(1))
+
+
+def test_a_model_gets_its_weights_and_a_warning_names_what_does_not_fit(zero3: Path) -> None:
+    net = Net()
+    with (
+        pytest.warns(UserWarning, match=r"no value for extra$"),
+        pytest.warns(UserWarning, match=r"values unknown to the model: .*emb\.weight"),
+    ):
+        assert load_state_dict_from_zero_checkpoint(net, zero3) is net
+    masters = small_model().masters
+    assert facts({n: p for n, p in net.state_dict().items() if n != "extra"}) == facts(
+        {n: masters[n] for n in ("scale", "lin.weight", "lin.bias")}
+    )
+
+
+# --- into files ---
+
+
+def converted_by_deepspeed(root: Path, out: Path, **options: object) -> None:
+    from deepspeed.utils import zero_to_fp32
+
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(root), str(out), **options)
+
+
+def untied(stage: int, root: Path) -> Path:
+    return save(replace(small_model(), tied={}), Run(stage=stage), root)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("max_shard_size", ["5GB", 300, None])
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_files_and_their_contents_are_deepspeeds(
+    tmp_path: Path, stage: int, safe: bool, max_shard_size: int | str | None
+) -> None:
+    root = (untied if safe else lambda s, r: save(small_model(), Run(stage=s), r))(
+        stage, tmp_path / "run"
+    )
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe}
+    converted_by_deepspeed(root, tmp_path / "theirs", **options)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        root, tmp_path / "ours", max_shard_size, safe_serialization=safe
+    )
+    names = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
+    assert max_shard_size != 300 or len(names) > 2
+    for name in names:
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
+        if name.endswith(".json"):
+            assert ours.read_bytes() == theirs.read_bytes()
+        else:
+            read = load_file if safe else torch.load
+            assert facts(read(ours)) == facts(read(theirs))
+
+
+def test_tied_weights_are_stored_once_in_bin_files_and_twice_in_safetensors(
+    zero3: Path, tmp_path: Path
+) -> None:
+    convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path, safe_serialization=False)
+    convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path, safe_serialization=True)
+    pickled = torch.load(tmp_path / "pytorch_model.bin")
+    assert pickled["head.weight"].data_ptr() == pickled["emb.weight"].data_ptr()
+    assert facts(load_file(tmp_path / "model.safetensors")) == facts(pickled)
+
+
+def test_shards_of_tied_weights_have_an_index_of_every_name(zero3: Path, tmp_path: Path) -> None:
+    convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path, 300, safe_serialization=True)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == {*small_model().tensors, "head.weight"}
+    for name, filename in index["weight_map"].items():
+        assert name in load_file(tmp_path / filename)
+
+
+def test_the_files_have_the_modes_that_the_umask_leaves(zero3: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    for safe in (False, True):
+        convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path / "out", safe_serialization=safe)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes == {plain.stat().st_mode}
+
+
+def test_the_module_is_imported_without_torch() -> None:
+    code = "import sys, zexport.compat; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,144 @@
+"""The examples, run for real as a reader would run them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = ("train", "inspect", "export", "verify")
+LIMIT_S = 240
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """That of a user who has activated this environment, with a cache of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return os.environ | {"PATH": path, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
+
+
+def ran(*words: object, cwd: Path, env: Mapping[str, str]) -> str:
+    """What a command that must succeed prints."""
+    done = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=cwd,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, environment: Mapping[str, str]) -> Path:
+    """The folder that pipeline.sh has worked in; ``stdout`` in it is what it printed."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    printed = ran("bash", EXAMPLES / "pipeline.sh", folder / "work", cwd=folder, env=environment)
+    (folder / "work" / "stdout").write_text(printed)
+    return folder / "work"
+
+
+def loss_of(printed: str) -> float:
+    return float(printed.rsplit(maxsplit=1)[-1])
+
+
+def test_the_shell_pipeline_leaves_json_for_every_step(work: Path) -> None:
+    steps = {name: json.loads((work / f"{name}.json").read_text()) for name in STEPS}
+    assert all(step["schema"] == 1 for step in steps.values())
+    assert steps["train"]["steps"] == 20
+    assert steps["inspect"]["verdict"]["exportable"] is True
+    assert steps["export"]["loadable"] is True
+    assert (steps["verify"]["ok"], steps["verify"]["against_checkpoint"]) == (True, True)
+    assert 0 < loss_of((work / "stdout").read_text()) < math.log(384) + 0.5
+
+
+def test_the_model_of_the_shell_pipeline_loads_in_bf16_without_a_stray_key(work: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, loading = AutoModelForCausalLM.from_pretrained(work / "model", output_loading_info=True)
+    assert not any(loading.values())
+    assert model.dtype is torch.bfloat16
+    stored = load_file(work / "model" / "model.safetensors")
+    state = model.state_dict()
+    assert stored
+    assert all(torch.equal(state[name], value) for name, value in stored.items())
+
+
+def test_the_shell_pipeline_stops_before_the_export_where_a_rank_is_missing(
+    work: Path, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    (tmp_path / "zexport").write_text(
+        "#!/usr/bin/env bash\n"
+        f'[ "$1" = train ] && cp -r "{work}/run" "{tmp_path}/work/" '
+        f'&& rm "{tmp_path}/work/run/global_step20"/*zero_pp_rank_1*optim* && echo "{{}}" && exit\n'
+        f'exec "{sys.executable}" -m zexport "$@"\n'
+    )
+    (tmp_path / "zexport").chmod(0o755)
+    (tmp_path / "work").mkdir()
+    path = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "pipeline.sh"), str(tmp_path / "work")],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**environment, "PATH": path},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "not exportable: " in done.stderr
+    assert not (tmp_path / "work" / "model").exists()
+
+
+def test_the_python_pipeline_gives_the_same_weights_and_the_same_loss(
+    work: Path, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    words = (sys.executable, EXAMPLES / "pipeline.py", work / "run", tmp_path / "model")
+    printed = ran(*words, cwd=tmp_path, env=environment)
+    assert printed.startswith("ZeRO-3, 2 ranks, step 20\n")
+    assert loss_of(printed) == loss_of((work / "stdout").read_text())
+    shell, python = ((w / "model" / "model.safetensors").read_bytes() for w in (work, tmp_path))
+    assert shell == python
+
+
+def test_the_model_speaks(work: Path, tmp_path: Path, environment: Mapping[str, str]) -> None:
+    words = (sys.executable, EXAMPLES / "generate.py", work / "model", "The tide")
+    printed = ran(*words, cwd=tmp_path, env=environment)
+    assert "no missing and no unexpected key" in printed
+    assert "The tide" in printed.splitlines()[1]
+
+
+def test_generating_refuses_a_model_that_lacks_a_weight(
+    work: Path, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    from safetensors.torch import save_file
+
+    folder = shutil.copytree(work / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "generate.py"), str(folder), "The tide"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "model.norm.weight" in done.stderr

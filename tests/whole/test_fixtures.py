@@ -1,0 +1,91 @@
+"""The small checkpoints in ``fixtures/``: whole, true, and made by the script beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fixtures.make import CASES
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+NAMES = sorted(CASES)
+LIMIT_S = 200
+REFUSED = {"z1_w2_bf16opt"}  # deepspeed 0.19.8 takes its files for no ZeRO checkpoint
+
+
+def nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def agrees_with_deepspeed(folder: Path) -> bool:
+    """Whether DeepSpeed's own converter reads the truth from the files, bit for bit."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    truth = load_file(folder / "truth.safetensors")
+    read = get_fp32_state_dict_from_zero_checkpoint(str(folder / "ckpt"))
+    trained = truth.keys() - set(json.loads((folder / "case.json").read_text())["frozen"])
+    return trained <= read.keys() and all(
+        torch.equal(value.float(), truth[name].float()) for name, value in read.items()
+    )
+
+
+def test_every_folder_is_made_by_one_script_that_the_page_names() -> None:
+    page = (FIXTURES / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(make\w*)\.py` \|.*\| (.*) \|$", page, re.MULTILINE)
+    prefixes = {script: tuple(re.findall(r"`(\w+)`", names)) for script, names in rows}
+    assert prefixes.keys() == {path.stem for path in FIXTURES.glob("make*.py")}
+    cases = [(name, script) for script in prefixes for name in import_module(script).CASES]
+    assert sorted(name for name, _ in cases) == sorted(
+        p.parent.name for p in FIXTURES.glob("*/ckpt")
+    )
+    assert all(name.startswith(prefixes[script]) for name, script in cases)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_case_is_there_and_small(name: str) -> None:
+    assert (FIXTURES / name / "ckpt" / "latest").read_text() == "global_step2"
+    assert nbytes(FIXTURES / name) < 1_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_truth_is_complete_and_typed_as_the_case_says(name: str) -> None:
+    case = json.loads((FIXTURES / name / "case.json").read_text())
+    truth = load_file(FIXTURES / name / "truth.safetensors")
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case["dtype"]]
+    expected = dict.fromkeys(truth, torch.float32) | dict.fromkeys(case["frozen"], half)
+    expected |= {key: getattr(torch, kind[6:]) for key, kind in case["buffers"].items()}
+    assert {key: tensor.dtype for key, tensor in truth.items()} == expected
+    for alias, stored in case["tied"].items():
+        assert torch.equal(truth[alias], truth[stored])
+    source = json.loads((FIXTURES / name / "ckpt" / "zexport_source.json").read_text())
+    assert source["tensors"].keys() | source["tied"].keys() == truth.keys()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_deepspeeds_own_converter_reads_the_truth(name: str) -> None:
+    assert agrees_with_deepspeed(FIXTURES / name)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["z3_w2_bf16_frozen", "z2_w3_bf16_odd"])
+def test_a_case_made_anew_is_the_same_case(name: str, tmp_path: Path) -> None:
+    make = [sys.executable, str(FIXTURES / "make.py"), name, "--out", str(tmp_path)]
+    subprocess.run(make, check=True, timeout=LIMIT_S, capture_output=True)
+    fresh = load_file(tmp_path / name / "truth.safetensors")
+    kept = load_file(FIXTURES / name / "truth.safetensors")
+    # Not the same bits: kernels differ from one processor to the next.
+    assert {n: (t.dtype, t.shape) for n, t in fresh.items()} == {
+        n: (t.dtype, t.shape) for n, t in kept.items()
+    }
+    assert agrees_with_deepspeed(tmp_path / name)

@@ -1,0 +1,279 @@
+"""Damage that leaves tables and lengths plausible: refused, by what gives it away."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zexport
+from tests.support.checkpoints import Model, Run, save, values
+from tests.support.expert_checkpoints import rank_file_classes, rewrite
+from tests.support.real_cases import copied, file_of
+from zexport.errors import DamagedCheckpointError
+from zexport.findings import FindingKind
+from zexport.options import CheckMode, ExportOptions, NameLayout
+
+_MEMORY = ExportOptions(layout=NameLayout.MEMORY)
+_PARTITIONS = "single_partition_of_fp32_groups"
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def _flat_groups(state: dict[str, Any]) -> list[torch.Tensor]:
+    root = state["optimizer_state_dict"]
+    flats: list[torch.Tensor] = root.get("fp32_flat_groups", root.get(_PARTITIONS))
+    return flats
+
+
+def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
+    """The one error of an export, which a look at the checkpoint alone tells as well."""
+    assert zexport.open_checkpoint(root).problems
+    with pytest.raises(DamagedCheckpointError, match=match) as caught:
+        zexport.consolidate(root, out, _MEMORY)
+    assert not out.exists()
+    return caught.value
+
+
+# --- flat groups ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "z1_w2_bf16opt",
+        "z2_w2_bf16_groups",
+        "moe_z2_w4_ep2",
+        "moe_z1_w4_ep2_bf16opt",
+        "pp2_tp2_z1_w8_bf16_tied",
+    ],
+)
+@pytest.mark.parametrize("left", [None, []], ids=["no list", "no group"])
+def test_a_rank_with_fewer_flat_groups_than_the_first_is_refused(
+    name: str, left: list[object] | None, tmp_path: Path
+) -> None:
+    root = copied(name, tmp_path)
+    path = file_of(root, "*rank_1_mp_rank_00_optim*")
+    rewrite(path, lambda state: state["optimizer_state_dict"].update({_PARTITIONS: left}))
+    error = _refused(root, tmp_path / "out", "number of flat groups differs")
+    assert f"0 flat groups in {path.name}" in str(error)
+
+
+def test_a_name_more_than_the_paddings_of_an_expert_group_is_refused(tmp_path: Path) -> None:
+    root = copied("moe_z2_w4_ep2", tmp_path)
+
+    def add_name(state: dict[str, Any]) -> None:
+        experts = state["param_shapes"][1]
+        name = next(iter(experts))
+        experts[f"{name}_x"] = experts[name]
+
+    rewrite(file_of(root, "mp_rank_00_model*"), add_name)
+    error = _refused(root, tmp_path / "out", "param_alignment_paddings does not fit")
+    assert error.path == root / "global_step2"
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_tied", "z3_w2_bf16"])
+def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: Path) -> None:
+    root = copied(name, tmp_path)
+
+    def spread(state: dict[str, Any]) -> None:
+        flats = _flat_groups(state)
+        flats[0] = torch.stack([flats[0], flats[0]], -1)[:, 0]
+
+    path = file_of(root, "*rank_1_*optim*")
+    rewrite(path, spread)
+    error = _refused(root, tmp_path / "out", "is not one run of elements")
+    assert error.path == path
+
+
+# --- copies of files ---
+
+
+def _save_nameless(path: Path, *, is_old: bool) -> None:
+    """Write a rank file anew as the writers do whose files do not keep their own name."""
+    stream = io.BytesIO()
+
+    def note(state: dict[str, Any]) -> None:
+        with rank_file_classes():
+            torch.save(state, stream, _use_new_zipfile_serialization=not is_old)
+
+    rewrite(path, note)
+    path.write_bytes(stream.getvalue())
+
+
+@pytest.mark.parametrize("is_old", [True, False], ids=["old container", "written to a stream"])
+@pytest.mark.parametrize("name", ["z3_w2_bf16_frozen", "z3_w4_bf16_odd"])
+def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
+    name: str, is_old: bool, tmp_path: Path
+) -> None:
+    root = copied(name, tmp_path)
+    for path in root.glob("global_step*/*optim*"):
+        _save_nameless(path, is_old=is_old)
+    assert zexport.open_checkpoint(root).problems == ()
+    one, two = (file_of(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
+    shutil.copy(two, one)
+    error = _refused(root, tmp_path / "out", "is the optimizer file of rank 0 to the last byte")
+    assert error.path == two
+
+
+def _stripes(value: torch.Tensor, steps: int, root: Path) -> Path:
+    """A run of two ranks whose files are alike in all they hold."""
+    return save(Model([{"w": value}]), Run(stage=3, steps=steps, legacy=True), root)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [
+        (torch.ones(64, 64), 2),
+        (torch.arange(8.0).repeat(2, 200), 2),
+        (values((1, 3000), 1).repeat(2, 1), 0),
+    ],
+    ids=["constants", "few values", "as it was made"],
+)
+def test_stripes_that_may_rightly_be_equal_are_no_copies(
+    value: torch.Tensor, steps: int, tmp_path: Path
+) -> None:
+    root = _stripes(value, steps, tmp_path / "ckpt")
+    shutil.copy(file_of(root, "*rank_1_*optim*"), file_of(root, "*rank_0_*optim*"))
+    assert zexport.open_checkpoint(root).problems == ()
+
+
+# --- copies in the module ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_trained_weight_that_the_module_holds_in_whole_numbers_is_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    root = copied("z1_w2_bf16", tmp_path)
+
+    def make_whole(state: dict[str, Any]) -> None:
+        module = state["module"]
+        module["model.norm.weight"] = module["model.norm.weight"].to(dtype)
+
+    rewrite(file_of(root, "mp_rank_00_model*"), make_whole)
+    error = _refused(root, tmp_path / "out", "'model.norm.weight', which was trained, in whole")
+    assert error.found == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_double_in_the_module_is_held_against_its_master(
+    is_damaged: bool, tmp_path: Path
+) -> None:
+    """A module of doubles starts with digits that its masters lack, and gets theirs in a step."""
+    master = values((40, 30), 1)
+    model = Model([{"w": master}], dtype=torch.float64)
+    root = save(model, Run(stage=2), tmp_path / "ckpt")
+
+    def widen(state: dict[str, Any]) -> None:
+        state["module"]["w"] = master.double() * (1 + 1e-12)
+        state["module"]["w"][7, 8] += float(is_damaged)
+
+    rewrite(file_of(root, "mp_rank_00_model*"), widen)
+    if is_damaged:
+        with pytest.raises(DamagedCheckpointError, match=r"w \(1 of 1200 compared\)"):
+            zexport.consolidate(root, tmp_path / "out", replace(_MEMORY, check=CheckMode.FULL))
+    else:
+        zexport.consolidate(root, tmp_path / "out", _MEMORY)
+
+
+@pytest.mark.parametrize("name", ["z1_w2_bf16_frozen", "z2_w2_fp16"])
+def test_a_trained_weight_that_the_module_spells_otherwise_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    root = copied(name, tmp_path)
+
+    def misspell(state: dict[str, Any]) -> None:
+        module = state["module"]
+        module["model.norm.weightx"] = module.pop("model.norm.weight")
+
+    rewrite(file_of(root, "mp_rank_00_model*"), misspell)
+    error = _refused(root, tmp_path / "out", "lacks 'model.norm.weight', which was trained")
+    assert (error.found, error.expected) == ("model.norm.weightx", "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [{}, {"part.0.w": values((9, 5), 3)}],
+    ids=["alone", "beside a frozen one of another number"],
+)
+def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
+    frozen: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    masters = {"part.1.w": values((9, 5), 1), "rest": values((3,), 2)}
+    root = save(Model([masters], frozen=frozen), Run(stage=1), tmp_path / "ckpt")
+    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["module"].pop("part.1.w"))
+    zexport.consolidate(root, tmp_path / "out", _MEMORY)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == {*masters, *frozen}
+    assert torch.equal(exported["part.1.w"], masters["part.1.w"])
+
+
+# --- ties ---
+
+_TIED = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def _tied_to(name: str) -> Edit:
+    return lambda state: state["shared_params"].update({_TIED: name})
+
+
+def test_a_tie_to_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    root = copied("z2_w2_bf16_tied", tmp_path)
+    rewrite(file_of(root, "mp_rank_00_model*"), _tied_to("model.layers.0.mlp.up_proj.weight"))
+    _refused(root, tmp_path / "out", "ties 'lm_head.weight' to 'model.layers.0.mlp.up_proj.weight'")
+
+
+def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> None:
+    """The module's view of it is of one shape with the weight that the record names."""
+    masters = {"one": values((40, 30), 1), "two": values((40, 30), 2)}
+    root = save(Model([masters], tied={"again": "one"}), Run(stage=2), tmp_path / "ckpt")
+    record = {"again": "two"}
+    rewrite(file_of(root, "mp_rank_00_model*"), lambda state: state["shared_params"].update(record))
+    with pytest.raises(DamagedCheckpointError, match=r"again \(768 of 768 compared\)") as caught:
+        zexport.consolidate(root, tmp_path / "out", _MEMORY)
+    assert caught.value.finding is FindingKind.CAST_MISMATCH
+
+
+def test_a_tie_to_another_weight_than_the_placeholder_is_of_is_refused(tmp_path: Path) -> None:
+    root = copied("z3_w3_bf16_tied", tmp_path)
+
+    def tie_anew(state: dict[str, Any]) -> None:
+        state["module"][_TIED] = state["module"][_EMBEDDING]  # torch.load makes two storages of it
+        _tied_to("model.norm.weight")(state)
+
+    rewrite(file_of(root, "*rank_0_*model*"), tie_anew)
+    error = _refused(root, tmp_path / "out", "ties 'lm_head.weight' to another weight")
+    assert (error.found, error.expected) == ("model.norm.weight", _EMBEDDING)
+
+
+def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -> None:
+    """DeepSpeed records a tie by address, of a frozen weight and a view of its beginning too."""
+    whole = values((6, 4), 1, torch.bfloat16)
+    model = Model([{"w": values((5,), 2)}], frozen={"whole": whole, "part": whole[:2]})
+    run = Run(stage=1, client_state={"shared_params": {"part": "whole"}})
+    zexport.consolidate(save(model, run, tmp_path / "ckpt"), tmp_path / "out", _MEMORY)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported["part"], whole[:2].float())
+
+
+# --- what no check can see ---
+
+
+def test_an_export_of_files_without_checksums_says_so(tmp_path: Path) -> None:
+    model = Model([{"w": values((5,), 1)}])
+    for is_old in (True, False):
+        root = save(model, Run(stage=3, legacy=is_old), tmp_path / f"ckpt {is_old}")
+        report = zexport.consolidate(root, tmp_path / f"out {is_old}", _MEMORY)
+        told = [warning for warning in report.warnings if "no checksums" in warning]
+        assert [text.partition(",")[0] for text in told] == (
+            ["4 files are in torch's old container"] if is_old else []
+        )

@@ -1,0 +1,1 @@
+"""Adapters (PEFT): found, kept as they are, or merged into their base."""

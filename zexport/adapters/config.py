@@ -1,0 +1,208 @@
+"""A peft adapter's ``adapter_config.json``: where it lies and what it says.
+
+Source of its keys: peft 0.21, ``tuners/lora/config.py`` and ``config.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+from zexport.errors import DamagedCheckpointError
+from zexport.store.boundary import Boundary
+from zexport.store.json_files import read_json_object
+from zexport.store.jsontypes import Json
+
+ADAPTER_CONFIG = "adapter_config.json"
+DEFAULT_ADAPTER = "default"
+"""The name of an adapter that was given none; peft saves it without a folder of its own."""
+
+EMBEDDINGS = ("embed_tokens", "lm_head")
+"""Modules that peft saves whole when they are targeted (0.21, ``utils/constants.py``)."""
+
+_VARIANTS = (
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "layer_replication",
+)
+"""Keys that make LoRA something else than an update added to the weights as they were."""
+
+_KEPT_BY_NAME = frozenset(
+    {
+        "LORA",
+        "IA3",
+        "LOHA",
+        "LOKR",
+        "OFT",
+        "BOFT",
+        "HRA",
+        "HIRA",
+        "FOURIERFT",
+        "LN_TUNING",
+        "C3A",
+        "MISS",
+        "ROAD",
+        "DELORA",
+        "GRALORA",
+        "WAVEFT",
+        "TRAINABLE_TOKENS",
+        "PROMPT_TUNING",
+        "PREFIX_TUNING",
+    }
+)
+"""Methods whose saved state is that of the module with the adapter's name left out.
+
+Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
+some.
+"""
+
+_REWRITING = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""How ``init_lora_weights`` begins where peft changed the base weights before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An ``adapter_config.json``."""
+
+    path: Path
+    content: Mapping[str, Json]
+
+    @property
+    def peft_type(self) -> str:
+        """The method, such as ``LORA``; empty where the file names none."""
+        return str(self.content.get("peft_type") or "")
+
+    @property
+    def task(self) -> str:
+        """What it was trained for, such as ``SEQ_CLS``; empty where the file does not say."""
+        return str(self.content.get("task_type") or "")
+
+    @property
+    def is_kept_by_name(self) -> bool:
+        """Whether what the method saves can be told by the names of the module's tensors."""
+        return self.peft_type in _KEPT_BY_NAME
+
+    @property
+    def bias(self) -> str:
+        """Which biases were trained beside the adapter: ``none``, ``all`` or ``lora_only``."""
+        return str(self.content.get("bias") or "none")
+
+    @property
+    def base_model(self) -> str:
+        """What the file calls the base model; may be empty, and lead nowhere."""
+        return str(self.content.get("base_model_name_or_path") or "")
+
+    @property
+    def is_fan_in_fan_out(self) -> bool:
+        """Whether the targeted weights are stored as (inputs, outputs)."""
+        return self.content.get("fan_in_fan_out") is True
+
+    @property
+    def target_parameters(self) -> tuple[str, ...]:
+        """Parameters that are targeted by name, without a module of their own."""
+        return _strings(self.content.get("target_parameters"))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Modules and parameters that are targeted, as the file says it."""
+        return (*_strings(self.content.get("target_modules")), *self.target_parameters)
+
+    @property
+    def saved_modules(self) -> tuple[str, ...]:
+        """Modules that were trained whole, as copies."""
+        return _strings(self.content.get("modules_to_save"))
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of most updates."""
+        return r if isinstance(r := self.content.get("r"), int) else None
+
+    @property
+    def is_embedding_targeted(self) -> bool:
+        """Whether peft saves targeted embeddings whole, beside their update."""
+        if self.content.get("trainable_token_indices") is not None:
+            return False
+        modules = self.content.get("target_modules")
+        if isinstance(modules, str):
+            return any(re.fullmatch(modules, name) for name in EMBEDDINGS)
+        return any(name in _strings(modules) for name in EMBEDDINGS)
+
+    @property
+    def rewrites_base(self) -> str:
+        """The initialization that changed the base weights, if it is such a one; else empty."""
+        init = str(self.content.get("init_lora_weights")).lower()
+        return init if init.startswith(_REWRITING) else ""
+
+    def variants(self) -> Iterator[str]:
+        """The keys that make it something else than plain LoRA or DoRA."""
+        return (key for key in _VARIANTS if self.content.get(key))
+
+    def rank_of(self, key: str) -> int | None:
+        """The rank of the update of one module or parameter."""
+        rank = self._by_pattern("rank_pattern", key, self.content.get("r"))
+        return rank if isinstance(rank, int) else None
+
+    def scaling(self, key: str, rank: int) -> float:
+        """What the product of the factors of one module or parameter is multiplied by.
+
+        Raises:
+            DamagedCheckpointError: the file does not say.
+        """
+        alpha = self._by_pattern("alpha_pattern", key, self.content.get("lora_alpha"))
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+            raise DamagedCheckpointError(
+                "does not say the scale of the adapter",
+                path=self.path,
+                found=f"lora_alpha {alpha!r}",
+                expected="a number",
+                hint="Take the file that the run wrote",
+            )
+        return alpha / sqrt(rank) if self.content.get("use_rslora") is True else alpha / rank
+
+    def _by_pattern(self, name: str, key: str, default: Json) -> Json:
+        """The value of the first pattern that ``key`` ends with, as peft matches them."""
+        patterns = self.content.get(name)
+        for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+            try:
+                found = re.match(rf"(.*\.)?({pattern})$", key)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise DamagedCheckpointError(
+                    f"has a pattern in {name} that is none", path=self.path, found=error
+                ) from error
+            if found:
+                return value
+        return default
+
+
+def find_adapter_config(
+    adapter: str, folders: Iterable[Path], boundary: Boundary
+) -> AdapterConfig | None:
+    """The configuration of the adapter of this name, from the first folder that has it.
+
+    An adapter that is not the default one has its own folder within.
+
+    Raises:
+        DamagedCheckpointError: it is not JSON.
+        UnsafeError: it is a link that leads out of its folder, and out of ``boundary``.
+    """
+    for folder in folders:
+        own = folder if adapter == DEFAULT_ADAPTER else folder / adapter
+        for path in (own / ADAPTER_CONFIG, folder / ADAPTER_CONFIG):
+            boundary.including(folder).check(path)
+            if path.is_file():
+                return AdapterConfig(path, read_json_object(path))
+    return None
+
+
+def _strings(value: Json) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()

@@ -1,0 +1,225 @@
+"""A peft model's adapters: which there are, and what is to become of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.adapters.config import (
+    ADAPTER_CONFIG,
+    DEFAULT_ADAPTER,
+    AdapterConfig,
+    find_adapter_config,
+)
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.errors import (
+    FrozenLeftOutError,
+    NotACheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
+from zexport.model.peft_names import PEFT_PREFIX, adapters_of, read_name
+from zexport.options import AdapterMode, ExportOptions, NameLayout
+from zexport.store.boundary import Boundary
+from zexport.weights.named import NamedTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``."""
+
+    name: str
+    config: AdapterConfig
+
+    @property
+    def folder(self) -> str:
+        """Where peft puts its files below the output folder, ending in a slash; may be empty."""
+        return "" if self.name == DEFAULT_ADAPTER else f"{self.name}/"
+
+
+def adapter_mode(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> AdapterMode | None:
+    """What is to become of the adapters; ``None`` for a checkpoint that is no peft model's.
+
+    Names as they are in memory are nothing to work on: then a peft model is like any other. So is
+    one of which nothing says what its adapters are, unless the options say what to make of them.
+
+    Raises:
+        UsageError: the options ask for what cannot be.
+    """
+    if not is_peft(stored, adapter_folders(checkpoint, options)):
+        if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
+            return None
+        _check_kept_by_name(checkpoint, stored, options)
+        raise UsageError(
+            "--adapter is about the checkpoint of a peft model, which this is not",
+            path=checkpoint.location.tag_dir,
+            hint="Leave --adapter and --adapter-name out",
+        )
+    if options.layout is NameLayout.MEMORY and options.adapter is not AdapterMode.MERGE:
+        if options.adapter is AdapterMode.AUTO:
+            return None
+        raise UsageError(
+            "--layout memory keeps every name as it is, and an adapter's folder has peft's names",
+            hint="Leave --layout or --adapter out",
+        )
+    if options.adapter is not AdapterMode.AUTO:
+        return options.adapter
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    if all(find_adapter_config(name, folders, boundary) is None for name in adapters_in(stored)):
+        return None
+    return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
+
+
+def _check_kept_by_name(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> None:
+    """Nothing, unless it is a peft model of a method that names its tensors in no known way.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
+    if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
+        raise not_just_tensors(config)
+
+
+def not_just_tensors(config: AdapterConfig) -> UnsupportedError:
+    """The error for an adapter of a method of which peft saves more than it trained."""
+    return UnsupportedError(
+        "is of a method whose adapters are not just tensors of the module",
+        path=config.path,
+        found=config.peft_type,
+        expected="LORA or another method that saves what it trained",
+        hint="Write the tensors as they are with --layout memory --exclude-frozen",
+    )
+
+
+def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
+    """Whether the tensors are those of a model under peft.
+
+    Models exist that have adapters as parts of their own (Phi-4-multimodal); peft's prefix, or its
+    file beside the checkpoint, tells one under peft from them.
+    """
+    adapted = [name for name in stored.tensors if read_name(name).adapter]
+    if not adapted:
+        return False
+    if _is_prefixed(stored) or any(read_name(name).is_prompt for name in adapted):
+        return True
+    return any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
+
+
+def _is_prefixed(stored: NamedTensors) -> bool:
+    return any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
+
+
+def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
+    """Where an adapter's configuration may lie, the likeliest first."""
+    location = checkpoint.location
+    given = [] if options.adapter_config is None else [_folder_of(options.adapter_config)]
+    base = [] if options.base is None else [options.base]
+    return (*given, location.root, location.tag_dir, location.root.parent, *base)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that ``--adapter-config`` means: the file's, or the one it names.
+
+    Raises:
+        NotACheckpointError: there is no such file.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() or (path.is_file() and path.name == ADAPTER_CONFIG):
+        return folder
+    raise NotACheckpointError(
+        f"is no {ADAPTER_CONFIG}", path=path, hint="Give --adapter-config the file that peft wrote"
+    )
+
+
+def adapters_in(stored: NamedTensors) -> tuple[str, ...]:
+    """The names of a checkpoint's adapters, which are those of folders too.
+
+    Raises:
+        UnsafeError: one leads elsewhere than to a folder of its own.
+    """
+    names = adapters_of([*stored.tensors, *stored.aliases])
+    for name in names:
+        if "/" in name or "\\" in name or "\0" in name:
+            raise UnsafeError(
+                "an adapter's name leads to another folder",
+                found=repr(name),
+                expected="a plain name",
+                hint="Give the tensors another with --rename",
+            )
+    return names
+
+
+def choose_adapters(
+    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+) -> tuple[Adapter, ...]:
+    """The adapters that the options mean: the one they name, else all.
+
+    Raises:
+        UsageError: there is none of the name given.
+        NotACheckpointError: the configuration of one is nowhere.
+    """
+    names = adapters_in(stored)
+    if options.adapter_name is not None:
+        if options.adapter_name not in names:
+            raise UsageError(
+                f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
+            )
+        names = (options.adapter_name,)
+    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
+    return tuple(Adapter(name, _config_of(name, folders, boundary)) for name in names)
+
+
+def _config_of(name: str, folders: tuple[Path, ...], boundary: Boundary) -> AdapterConfig:
+    config = find_adapter_config(name, folders, boundary)
+    if config is None:
+        raise NotACheckpointError(
+            f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
+            path=folders[0],
+            found="none there, in the tag folder, in the folder above or in --base",
+            hint="Give the one that training began with as --adapter-config FILE; or write the "
+            "tensors as they are with --layout memory --exclude-frozen",
+        )
+    return config
+
+
+def check_whole(
+    checkpoint: ZeroCheckpoint,
+    stored: NamedTensors,
+    adapter: Adapter,
+    kept: Mapping[str, StoredTensor],
+) -> None:
+    """Nothing, if no part of the adapter was left out of the save.
+
+    Frozen parts of an adapter are left out with all that is frozen; of two factors that one is
+    there tells that the other was.
+
+    Raises:
+        FrozenLeftOutError: some of it is in no file.
+    """
+    lost = [name for name in stored.left_out if read_name(name).adapter == adapter.name]
+    for name in kept:
+        for one, other in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+            for here, there in ((one, other), (other, one)):
+                counterpart = name.replace(f".{here}", f".{there}")
+                if (
+                    f".{here}" in name
+                    and name.endswith(("weight", here))
+                    and (counterpart not in kept)
+                ):
+                    lost.append(counterpart)
+    if lost:
+        raise FrozenLeftOutError(
+            f"parts of the adapter {adapter.name!r} were frozen, and left out of the save",
+            path=checkpoint.location.tag_dir,
+            found=f"no values for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}",  # noqa: PLR2004 - a few
+            expected="all of the adapter",
+            hint="Save again with exclude_frozen_parameters=False",
+        )

@@ -1,0 +1,334 @@
+"""An adapter worked into its base model: which tensor is updated by which factors.
+
+Source: peft 0.21, ``tuners/lora/layer.py`` (``merge`` and ``get_delta_weight`` of each layer),
+``tuners/lora/variants.py`` (``DoraLinearVariant``) and ``tuners/tuners_utils.py``
+(``_inject_parameters``). What is not named here is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+from zexport.adapters.find import Adapter, check_whole, choose_adapters
+from zexport.adapters.layers import KEEP_ADAPTER, BaseModel, check_method, find_updates
+from zexport.adapters.material import Material
+from zexport.adapters.updates import (
+    Orientation,
+    Update,
+    elements,
+    find_orientation,
+    update_bias,
+    update_weight,
+)
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
+from zexport.model.added_tokens import tokens_beyond
+from zexport.model.hub_layout import Shape
+from zexport.model.matching import ModelNames
+from zexport.model.names import NamesUnknown, learn_names
+from zexport.model.names_client import NamesClient
+from zexport.model.peft_names import inner_name, read_name
+from zexport.model.side_files import tokenizer_files
+from zexport.options import Engine, ExportOptions
+from zexport.plan.shards import DTYPES
+from zexport.ranges.computed import Recast
+from zexport.ranges.dtypes import DType
+from zexport.weights.base import under_names_of, under_prefix
+from zexport.weights.named import NamedTensors, some
+from zexport.weights.quantized import check_plain
+from zexport.weights.ties import under_tied_sources, without_broken_ties
+
+Tensors = Mapping[str, StoredTensor]
+
+_KEEP_ROWS = (
+    "Give the base model as it was resized for the training with --base, train with the embeddings "
+    "in modules_to_save, or leave frozen weights out with --exclude-frozen"
+)
+
+
+def recast(base: Tensors, dtype: DType | None) -> dict[str, StoredTensor]:
+    """The base's tensors as training had them: floating ones rounded to ``dtype``, if given."""
+    return {
+        name: tensor
+        if dtype is None or not tensor.dtype.is_floating or tensor.source is None
+        else replace(tensor, dtype=dtype, source=Recast(elements(tensor), dtype))
+        for name, tensor in base.items()
+    }
+
+
+def work_in(material: Material, options: ExportOptions, transformers: NamesClient) -> Material:
+    """What an export is made of, as if the base model itself had been trained, and no adapter.
+
+    Raises:
+        UsageError: there are several adapters, or DeepSpeed's converter is to make the tensors.
+        ZexportError: as ``merge_adapter`` does.
+    """
+    if options.engine is Engine.DEEPSPEED:
+        raise UsageError(
+            "DeepSpeed's converter merges no adapter",
+            hint="Leave --engine out, or keep the adapter",
+        )
+    checkpoint, sidecars = material.checkpoint, material.sidecars
+    adapter, *others = choose_adapters(checkpoint, material.stored, options)
+    if others:
+        raise UsageError(
+            "there are several adapters, and one can be merged",
+            found=", ".join(one.name for one in (adapter, *others)),
+            hint="Name it with --adapter-name",
+        )
+    dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
+    names = learn_names(sidecars, _base_shapes(material), transformers)
+    given = under_names_of(names, material.given, options.base)
+    if isinstance(names, ModelNames) and names.base_prefix:
+        given = under_prefix(f"{names.base_prefix}.", _adapted(material, adapter), given)
+    given = recast(under_tied_sources(names, given), dtype)
+    config = sidecars.config
+    model_type = "" if config is None else str(config.content.get("model_type") or "")
+    known = None
+    if isinstance(names, ModelNames):
+        known = without_broken_ties(names, _base_of(material.stored), given, material.files)
+    base = BaseModel({}, given, known, {}, model_type, options.base)
+    stored, notes = _with_saved(material, adapter, given, options)
+    merged = merge_adapter(checkpoint, stored, adapter, base)
+    lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
+    copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
+    rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
+    note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
+    return replace(
+        material,
+        checkpoint=replace(checkpoint, frozen_left_out=bool(lacking)),
+        stored=merged,
+        sidecars=replace(sidecars, copied=copied),
+        given=given,
+        notes=(*material.notes, note, *notes),
+        task=adapter.config.task,
+    )
+
+
+def _with_saved(
+    material: Material, adapter: Adapter, given: Tensors, options: ExportOptions
+) -> tuple[NamedTensors, tuple[str, ...]]:
+    """The stored tensors and what peft saved beside them, and a note where it did.
+
+    Raises:
+        FrozenLeftOutError: it saved resized weights, and not of this step.
+    """
+    stored, saved = material.stored, material.saved.get(adapter.name)
+    if saved is None or not saved.lacking:
+        return stored, ()
+    if saved.is_of_step:
+        return replace(stored, tensors={**stored.tensors, **saved.lacking}), (saved.note,)
+    resized = [n for n, t in saved.of_base.items() if n in given and given[n].shape != t.shape]
+    if resized and not options.exclude_frozen:
+        raise FrozenLeftOutError(
+            "has resized weights that the checkpoint lacks, beside an adapter that is not its own",
+            path=saved.header.path,
+            found=f"{some(tuple(resized))}, of another step or run",
+            expected="the file that peft wrote with the checkpoint",
+            hint=_KEEP_ROWS,
+        )
+    return stored, (saved.note,)
+
+
+def check_embedding(material: Material, options: ExportOptions) -> None:
+    """Nothing, unless tokens were added for which the embedding of the base has no rows.
+
+    A tokenizer of the base itself proves nothing: there are models on the hub with such tokens.
+
+    Args:
+        material: after the merge, with the config of what was merged.
+        options: what was asked for.
+
+    Raises:
+        FrozenLeftOutError: they were, and the embedding is the base's own.
+    """
+    sidecars, base = material.sidecars, options.base
+    beyond = tokens_beyond(sidecars)
+    if beyond is None or base is None or options.exclude_frozen:
+        return
+    shapes = (tensor.shape for tensor in material.stored.tensors.values())
+    is_own = any(len(shape) > 1 and shape[0] == beyond.rows for shape in shapes)
+    if is_own or tokens_beyond(replace(sidecars, copied=tokenizer_files([base]))) is not None:
+        return
+    raise FrozenLeftOutError(
+        "the embedding was resized for added tokens, and left out when the checkpoint was saved",
+        path=material.checkpoint.location.tag_dir,
+        found=f"{beyond} in --base",
+        expected="a row for every token, in the checkpoint or in peft's file beside it",
+        hint=_KEEP_ROWS,
+    )
+
+
+def _adapted(material: Material, adapter: Adapter) -> list[str]:
+    """The weights of modules that an adapter updates."""
+    parts = [read_name(name) for name in material.stored.tensors]
+    modules = (p.module for p in parts if p.adapter == adapter.name and not p.is_copy)
+    return [f"{module}.weight" for module in dict.fromkeys(modules)]
+
+
+def _base_shapes(material: Material) -> dict[str, Shape | None]:
+    """Names and shapes of the base model, as far as they are known."""
+    stored = ((read_name(name), shape) for name, shape in material.stored.known_shapes.items())
+    given = {name: tensor.shape for name, tensor in material.given.items()}
+    return {**given, **{part.of_base: shape for part, shape in stored if not part.adapter}}
+
+
+def merge_adapter(
+    checkpoint: ZeroCheckpoint,
+    stored: NamedTensors,
+    adapter: Adapter,
+    folder: BaseModel,
+) -> NamedTensors:
+    """The base model's tensors, by its own names, with the adapter worked in.
+
+    Args:
+        checkpoint: what was opened.
+        stored: its tensors.
+        adapter: the one to work in; others are passed over.
+        folder: the base model as its folder has it.
+
+    Raises:
+        UnsupportedError: the adapter is something else than LoRA or DoRA, or the base is quantized.
+        FrozenLeftOutError: weights that it updates are nowhere.
+        DamagedCheckpointError: adapter, configuration and base do not fit each other.
+    """
+    check_method(adapter)
+    parts = {name: read_name(name) for name in stored.tensors}
+    own = {n: t for n, t in stored.tensors.items() if parts[n].adapter == adapter.name}
+    check_whole(checkpoint, stored, adapter, {inner_name(n): t for n, t in own.items()})
+    copied = {parts[n].of_base: t for n, t in own.items() if parts[n].is_copy}
+    copied_ties = _copied_ties(stored, adapter)
+    inside = _base_of(stored)
+    base = _with_own(folder, inside, copied_ties.keys())
+    merged = {**base.own, **copied, **_untied(base, {*copied, *copied_ties})}
+    updates = list(find_updates(adapter, base, own))
+    pairs = [(update, base.find(update.weight)) for update in updates]
+    orientation = find_orientation(pairs, adapter.config, base.model_type)
+    for update in updates:
+        merged |= _applied(update, adapter, base, merged, orientation)
+    stored_ties = {n: base.tied[n] for n in inside.shapes if n in base.tied}
+    return NamedTensors(
+        tensors=merged,
+        aliases={
+            alias: name
+            for alias, name in {**stored_ties, **copied_ties}.items()
+            if alias not in merged and name in merged
+        },
+        left_out=tuple(name for name in inside.left_out if name not in {**merged, **base.given}),
+    )
+
+
+def _base_of(stored: NamedTensors) -> NamedTensors:
+    """The weights of the base model among a peft model's, by its own names."""
+    parts = {name: read_name(name) for name in (*stored.known_shapes, *stored.aliases.values())}
+    return NamedTensors(
+        tensors={parts[n].of_base: t for n, t in stored.tensors.items() if not parts[n].adapter},
+        aliases={
+            parts[a].of_base: parts[n].of_base
+            for a, n in stored.aliases.items()
+            if not parts[a].adapter and not parts[n].adapter
+        },
+        left_out=tuple(parts[n].of_base for n in stored.left_out if not parts[n].adapter),
+    )
+
+
+def _with_own(folder: BaseModel, inside: NamedTensors, replaced: Set[str]) -> BaseModel:
+    """The base model with the checkpoint's weights, each under the source of its tie.
+
+    Args:
+        folder: the base model as its folder has it.
+        inside: what the checkpoint holds of it.
+        replaced: names of weights that are one with a copy that was trained.
+    """
+    declared = {} if folder.names is None else folder.names.tied
+    stored = {alias: declared.get(name, name) for alias, name in inside.aliases.items()}
+    tied = {**declared, **{alias: name for alias, name in stored.items() if alias != name}}
+    own = {
+        tied.get(name, name): tensor
+        for name, tensor in inside.tensors.items()
+        if not {name, tied.get(name, name)} & replaced
+    }
+    return replace(folder, own=own, tied=tied)
+
+
+def _copied_ties(stored: NamedTensors, adapter: Adapter) -> dict[str, str]:
+    """Ties between copies of modules that were trained as one, by the base model's names."""
+    pairs = ((read_name(alias), read_name(name)) for alias, name in stored.aliases.items())
+    return {
+        a.of_base: n.of_base
+        for a, n in pairs
+        if a.is_copy and n.is_copy and a.adapter == n.adapter == adapter.name
+    }
+
+
+def _untied(base: BaseModel, copied: Set[str]) -> dict[str, StoredTensor]:
+    """Weights that were one with a module's that was copied and trained: they stay as they were.
+
+    Of a tied pair of which only one was copied, the other keeps the weight that both had.
+    """
+    untied: dict[str, StoredTensor] = {}
+    for alias, name in base.tied.items():
+        original = base.find(name) or base.given.get(alias)
+        if (alias in copied) != (name in copied) and original is not None:
+            untied[alias if name in copied else name] = original
+    return untied
+
+
+def _applied(
+    update: Update, adapter: Adapter, base: BaseModel, merged: Tensors, orientation: Orientation
+) -> Tensors:
+    """The weight, and the bias where it has one of its own, with one update worked in."""
+    name = base.tied.get(update.weight, update.weight)
+    weight = merged.get(name) or base.find(update.weight)
+    if weight is None:
+        names = base.names or NamesUnknown("there is no config")
+        check_plain((), base.given, names, base.path, absent=(update.weight,))
+        raise _no_base(adapter, update.weight, base)
+    if name not in base.own and adapter.config.rewrites_base:
+        raise UnsupportedError(
+            "is of an adapter whose base weights peft changed before training",
+            path=adapter.config.path,
+            found=f"init_lora_weights {adapter.config.rewrites_base}",
+            expected="the changed weights, in the checkpoint",
+            hint="Export the adapter with --adapter keep, and convert it with peft",
+        )
+    applied = {name: update_weight(update, weight, adapter.config, orientation)}
+    bias = update.tensors.get("lora_B.bias")
+    if bias is not None:
+        bias_name = f"{update.weight.rpartition('.')[0]}.bias"
+        before = merged.get(bias_name) or base.find(bias_name)
+        if before is None:
+            raise _no_bias(adapter, bias_name, base)
+        applied[bias_name] = update_bias(update, before, bias, adapter.config)
+    return applied
+
+
+def _no_base(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError:
+    is_empty = base.path is not None and not base.given
+    nowhere = f", and no safetensors files in {base.path}" if is_empty else ""
+    return FrozenLeftOutError(
+        f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
+        path=adapter.config.path,
+        found=f"no values for {name}{nowhere}",
+        expected="the base model's weights, in the checkpoint or in --base",
+        hint=f"Give the base model with --base{_as_named(adapter)}, or export the adapter itself "
+        "with --adapter keep",
+    )
+
+
+def _no_bias(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError | UnsupportedError:
+    known = base.given if base.names is None else base.names.shapes
+    if not known or name in known:
+        return _no_base(adapter, name, base)
+    return UnsupportedError(
+        f"is of an adapter with a bias that the base model has no place for: {name}",
+        path=adapter.config.path,
+        found="lora_bias",
+        expected="a base model whose layers have biases",
+        hint=KEEP_ADAPTER,
+    )
+
+
+def _as_named(adapter: Adapter) -> str:
+    return f" ({adapter.config.base_model})" if adapter.config.base_model else ""

@@ -1,0 +1,151 @@
+"""Embeddings in the file that peft wrote beside a checkpoint, which the checkpoint itself lacks.
+
+Source: peft 0.21, ``utils/save_and_load.py`` (``get_peft_model_state_dict``): embeddings that were
+resized or targeted are saved with the adapter. They are frozen, and the Hugging Face Trainer leaves
+frozen weights out of the checkpoint, so that this file may hold the only copy of the new rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from zexport.adapters.find import Adapter
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.errors import ZexportError
+from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.model.peft_names import PEFT_PREFIX, read_name
+from zexport.options import CheckMode
+from zexport.ranges.copies import compare_casts
+from zexport.ranges.reader import SourceReader
+from zexport.store.boundary import Boundary
+from zexport.weights.base import source_files
+from zexport.weights.gathered import copy_of
+from zexport.weights.named import NamedTensors
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PARAMETERS = ("weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBeside:
+    """What peft's file of one adapter has of the base model.
+
+    Attributes:
+        header: of the file.
+        held: the checkpoint's own tensors, by the names that they have in the file.
+        lacking: the file's, where the checkpoint has none, by the same.
+        is_of_step: whether the adapter in it is the checkpoint's, as the module held it. If not,
+            the file is of another step or run, and its weights may be those of another model.
+    """
+
+    header: SafetensorsHeader
+    held: Mapping[str, StoredTensor]
+    lacking: Mapping[str, StoredTensor]
+    is_of_step: bool
+
+    @property
+    def of_base(self) -> dict[str, StoredTensor]:
+        """What the checkpoint lacks, by the names in the base model."""
+        return {read_name(name).of_base: tensor for name, tensor in self.lacking.items()}
+
+    @property
+    def note(self) -> str:
+        """What the user should know of it; may be nothing."""
+        if not self.lacking:
+            return ""
+        told = f"{', '.join(self.of_base)}: not in the checkpoint, "
+        if self.is_of_step:
+            return f"{told}taken from peft's {ADAPTER_FILE} beside it"
+        return (
+            f"{told}nor taken from {ADAPTER_FILE} beside it, whose adapter has other values: it is "
+            "of another step or run"
+        )
+
+
+def saved_beside(
+    checkpoint: ZeroCheckpoint,
+    stored: NamedTensors,
+    adapters: Iterable[Adapter],
+    check: CheckMode,
+) -> dict[str, SavedBeside]:
+    """What peft's files beside the checkpoint have of the base model, by the adapter's name.
+
+    What such a file and the checkpoint both have is compared: all elements, or samples.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    every = {**stored.tensors, **{a: stored.tensors[n] for a, n in stored.aliases.items()}}
+    parts = {name: read_name(name) for name in every}
+    copied = {part.of_base for part in parts.values() if part.is_copy}
+    base = {
+        part.of_base: every[name]
+        for name, part in parts.items()
+        if not part.adapter and not part.is_replaced
+    }
+    found: dict[str, SavedBeside] = {}
+    for adapter in adapters:
+        header = _read_file(checkpoint, adapter)
+        whole = {} if header is None else _of_base(header, copied)
+        if header is None or not whole:
+            continue
+        held = {name: base[inner] for name, inner in whole.items() if inner in base}
+        lacking = {name: _frozen(header, name) for name in whole if name not in held}
+        own = {
+            parts[name].on_disk: tensor
+            for name, tensor in stored.tensors.items()
+            if parts[name].adapter == adapter.name and tensor.role is not Role.BUFFER
+        }
+        is_of_step = _holds(header, {**own, **held}, checkpoint, check)
+        found[adapter.name] = SavedBeside(header, held, lacking, is_of_step)
+    return found
+
+
+def _read_file(checkpoint: ZeroCheckpoint, adapter: Adapter) -> SafetensorsHeader | None:
+    """The header of an adapter's file; ``None`` for none that can be read, or a link outside."""
+    root = checkpoint.location.root
+    path = root / adapter.folder / ADAPTER_FILE
+    within = Boundary.of(root, follow=checkpoint.location.boundary.follow)
+    if not path.is_file() or not within.holds(path):
+        return None
+    try:
+        return read_header(path)
+    except ZexportError:
+        return None  # ZeRO-3 may have left an empty one; the adapter is in the rank files
+
+
+def _of_base(header: SafetensorsHeader, copied: Set[str]) -> dict[str, str]:
+    """The file's names of tensors of the base model, trained copies aside, to the names there."""
+    parts = {name: read_name(name) for name in header.tensors if name.startswith(PEFT_PREFIX)}
+    return {
+        name: part.of_base
+        for name, part in parts.items()
+        if part.rest in _PARAMETERS
+        and not part.adapter
+        and not part.is_replaced
+        and part.of_base not in copied
+    }
+
+
+def _frozen(header: SafetensorsHeader, name: str) -> StoredTensor:
+    tensor = header.tensors[name]
+    return StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
+
+
+def _holds(
+    header: SafetensorsHeader,
+    own: Mapping[str, StoredTensor],
+    checkpoint: ZeroCheckpoint,
+    check: CheckMode,
+) -> bool:
+    """Whether the file has all of these, as rounding the checkpoint's masters gives it."""
+    copies = [
+        copy_of(tensor, header, name) if name in header.tensors else None
+        for name, tensor in own.items()
+    ]
+    whole = [copy for copy in copies if copy is not None]
+    if len(whole) < len(copies):
+        return False
+    with SourceReader([*checkpoint.torch_files, *source_files([header])]) as reader:
+        return not compare_casts(whole, reader, full=check is CheckMode.FULL)

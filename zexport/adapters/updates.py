@@ -1,0 +1,217 @@
+"""One weight and its low-rank update: whether they fit, and the tensor that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from zexport.adapters.config import AdapterConfig
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.ranges.computed import Elements, Factors, LowRankUpdate, ScaledSum
+from zexport.ranges.dtypes import DType
+
+_MATRIX_NDIM = 2
+_STACK_NDIM = 3
+
+_TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
+"""Model types whose fused experts are stored as (experts, inputs, outputs).
+
+Source: transformers 5.23, ``is_transposed=True`` in ``models/*/modeling_*.py``.
+"""
+
+_SAME_RUN = "Take the adapter_config.json that this run wrote"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A weight of the base model and what it is updated by.
+
+    Attributes:
+        weight: its name.
+        tensors: the adapter's tensors for it, by their short names, such as ``lora_A.weight``.
+        key: what patterns of ranks and scales are matched against: the module, or the parameter
+            where that was targeted itself.
+    """
+
+    weight: str
+    tensors: Mapping[str, StoredTensor]
+    key: str
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the weight is an embedding, whose factors peft lays out the other way."""
+        return "lora_embedding_A" in self.tensors
+
+    @property
+    def factors(self) -> tuple[StoredTensor, StoredTensor]:
+        """Both factors."""
+        suffix = "embedding_{}" if self.is_embedding else "{}.weight"
+        a, b = (self.tensors[f"lora_{suffix.format(factor)}"] for factor in "AB")
+        return a, b
+
+    @property
+    def magnitude(self) -> StoredTensor | None:
+        """DoRA's; peft before 0.12 had it without a module of its own."""
+        plain = self.tensors.get("lora_magnitude_vector")
+        return self.tensors.get("lora_magnitude_vector.weight", plain)
+
+    def is_stack(self, weight: StoredTensor) -> bool:
+        """Whether ``weight`` is a stack of matrices: fused experts, which have no module each."""
+        return len(weight.shape) == _STACK_NDIM and self.key == self.weight
+
+    def factor_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the product of the factors; a convolution's inputs as one."""
+        a, b = self.factors
+        return b.shape[0], prod(a.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Orientation:
+    """How square weights are stored, whose shapes do not tell.
+
+    Attributes:
+        is_transposed: whether a square matrix is stored as (inputs, outputs); ``None`` where the
+            configuration and other weights contradict each other.
+        is_stack_transposed: whether square experts are.
+    """
+
+    is_transposed: bool | None
+    is_stack_transposed: bool
+
+
+def find_orientation(
+    pairs: Iterable[tuple[Update, StoredTensor | None]], config: AdapterConfig, model_type: str
+) -> Orientation:
+    """How square weights are stored, by the configuration, if weights that are not agree."""
+    seen = set()
+    for update, weight in pairs:
+        outputs, inputs = update.factor_shape()
+        if weight is None or update.is_embedding or outputs == inputs:
+            continue
+        if len(weight.shape) == _MATRIX_NDIM:
+            seen.add(weight.shape == (inputs, outputs))
+    said = config.is_fan_in_fan_out
+    return Orientation(said if seen <= {said} else None, model_type in _TRANSPOSED_EXPERTS)
+
+
+def update_weight(
+    update: Update, weight: StoredTensor, config: AdapterConfig, orientation: Orientation
+) -> StoredTensor:
+    """The weight with the update worked in, in float32.
+
+    Raises:
+        DamagedCheckpointError: shapes or ranks do not fit.
+        UnsupportedError: the weight is quantized, or how it is stored cannot be told.
+    """
+    a, b = update.factors
+    outputs, inputs = update.factor_shape()
+    is_stack = update.is_stack(weight)
+    matrices = weight.shape[0] if is_stack else 1
+    rank = _check_ranks(update, matrices, config)
+    _check_floating(update, weight, config)
+    # A convolution's kernel is one row for each output.
+    stored = weight.shape[1:] if is_stack else (weight.shape[0], prod(weight.shape[1:]))
+    is_transposed = _is_transposed(update, weight, stored, orientation)
+    wanted = (inputs, outputs) if is_transposed else (outputs, inputs)
+    magnitude = update.magnitude
+    if stored != wanted:
+        raise DamagedCheckpointError(
+            f"is of an adapter that does not fit {update.weight}",
+            path=config.path,
+            found=f"a weight of shape {list(weight.shape)}",
+            expected=f"{list(wanted)} to be updated",
+            hint="Give the base model that training began from with --base",
+        )
+    if (magnitude is None) == (config.content.get("use_dora") is True) or (
+        magnitude is not None and magnitude.numel != outputs
+    ):
+        raise _unlike(update, config, "use_dora", magnitude is not None)
+    factors = Factors(elements(a), elements(b), inputs, outputs, rank, matrices)
+    merged = LowRankUpdate(
+        elements(weight),
+        factors,
+        config.scaling(update.key, rank),
+        is_transposed=is_transposed,
+        magnitude=None if magnitude is None else elements(magnitude),
+    )
+    return replace(weight, dtype=DType.F32, role=Role.TRAINABLE, source=merged)
+
+
+def update_bias(
+    update: Update, before: StoredTensor, addend: StoredTensor, config: AdapterConfig
+) -> StoredTensor:
+    """The bias with the update's own worked in, in float32.
+
+    Raises:
+        DamagedCheckpointError: shapes or ranks do not fit.
+    """
+    if before.shape != addend.shape:
+        raise _unlike(update, config, "the shape of its bias", list(addend.shape))
+    scaling = config.scaling(update.key, _check_ranks(update, 1, config))
+    total = ScaledSum(elements(before), elements(addend), scaling)
+    return replace(before, dtype=DType.F32, role=Role.TRAINABLE, source=total)
+
+
+def elements(tensor: StoredTensor) -> Elements:
+    """A tensor's elements as something to compute with."""
+    if tensor.source is None:
+        # A checkpoint that lacks rank files is refused before anything is planned.
+        raise AssertionError(f"{tensor.name} has no source")
+    return Elements(tensor.source, tensor.dtype)
+
+
+def _is_transposed(
+    update: Update, weight: StoredTensor, stored: tuple[int, ...], orientation: Orientation
+) -> bool:
+    """Whether a matrix is stored as (inputs, outputs): its shape tells, unless it is square."""
+    outputs, inputs = update.factor_shape()
+    if update.is_embedding or outputs != inputs:
+        return update.is_embedding or stored == (inputs, outputs)
+    if update.is_stack(weight):
+        return orientation.is_stack_transposed
+    if update.key == update.weight or len(weight.shape) != _MATRIX_NDIM:
+        return False
+    if orientation.is_transposed is None:
+        raise UnsupportedError(
+            f"does not tell how the square weight {update.weight} is stored",
+            found="fan_in_fan_out, and other weights stored otherwise",
+            expected="all targeted weights stored alike",
+            hint="Export the adapter with --adapter keep and merge it with peft",
+        )
+    return orientation.is_transposed
+
+
+def _check_ranks(update: Update, matrices: int, config: AdapterConfig) -> int:
+    """The rank of the update, which the factors and the configuration must agree about."""
+    a, b = update.factors
+    rank = a.shape[0] // matrices
+    said = config.rank_of(update.key)
+    if b.shape[1] != a.shape[0] or rank * matrices != a.shape[0] or rank != said:
+        raise _unlike(update, config, "the rank", said)
+    return rank
+
+
+def _check_floating(update: Update, weight: StoredTensor, config: AdapterConfig) -> None:
+    if not weight.dtype.is_floating:
+        raise UnsupportedError(
+            f"is of an adapter on the quantized weight {update.weight}",
+            path=config.path,
+            found=weight.dtype.torch_name,
+            expected="a floating-point type",
+            hint="Give the model before its quantization with --base and --exclude-frozen, or "
+            "export the adapter with --adapter keep",
+        )
+
+
+def _unlike(
+    update: Update, config: AdapterConfig, what: str, said: object
+) -> DamagedCheckpointError:
+    shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in update.tensors.items())
+    return DamagedCheckpointError(
+        f"does not fit the adapter's tensors for {update.key}: {what} is {said}",
+        path=config.path,
+        found=shapes,
+        hint=_SAME_RUN,
+    )

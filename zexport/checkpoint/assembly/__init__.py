@@ -1,1 +1,0 @@
-"""Whole tensors from several inventories: what tensor ranks, stages and experts hold, joined."""

@@ -1,0 +1,124 @@
+"""The layer files of a pipeline: names that are relative to a layer, and which layer that is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.rank_files import RankFile, RankFileKind
+from zexport.checkpoint.ranks import check_written_as_named
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.errors import DamagedCheckpointError
+from zexport.formats.pickles import TensorRef
+from zexport.formats.torch_file import TorchFile, read_torch_file
+
+TIED = "tied_modules."
+"""How the name of a tied layer's parameter begins; its key and its name in the layer follow."""
+
+_SHOWN = 4
+_NAME = re.compile(
+    r"layer_(?P<layer>\d{2,9})(?:-model_(?P<tensor>\d{2,9}))?-model_states\.pt", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """What one layer file holds: the layer's weights as the module has them, and its buffers.
+
+    Source: DeepSpeed 0.19.8, ``runtime/pipe/module.py`` (``save_state_dict``): every layer that has
+    a state dict; a second use of a tied layer through a function of its own has none.
+
+    Attributes:
+        file: the file.
+        layer: index of the layer in the pipeline.
+        tensor_rank: tensor-parallel rank.
+        tensors: name within the layer to tensor.
+    """
+
+    file: TorchFile
+    layer: int
+    tensor_rank: int
+    tensors: Mapping[str, TensorRef]
+
+    def stored(self, key: str, name: str, role: Role) -> StoredTensor:
+        """The tensor at ``key`` under its full ``name``."""
+        tensor = self.tensors[key]
+        return StoredTensor(name, tensor.shape, tensor.dtype, role, self.file.source(tensor))
+
+
+def read_layers(files: Iterable[RankFile]) -> tuple[LayerFile, ...]:
+    """The layer files among ``files``, by tensor rank and layer.
+
+    Raises:
+        DamagedCheckpointError: one cannot be read, was renamed, or is no state dict.
+        UnsafeError: a tensor in it is hidden behind a call.
+    """
+    return tuple(
+        sorted(
+            (_read(file) for file in files if file.kind is RankFileKind.PIPELINE_LAYER),
+            key=lambda layer: (layer.tensor_rank, layer.layer),
+        )
+    )
+
+
+def layer_file_name(layer: int, tensor_rank: int | None = None) -> str:
+    """The name DeepSpeed gives a layer file."""
+    middle = "" if tensor_rank is None else f"-model_{tensor_rank:02d}"
+    return f"layer_{layer:02d}{middle}-model_states.pt"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a full name belongs to; ``None`` for a tied layer's."""
+    head = name.partition(".")[0]
+    return int(head) if head.isascii() and head.isdecimal() else None
+
+
+def check_holds_trained(layer: LayerFile, trained: Mapping[str, Shape], other: Set[str]) -> None:
+    """Refuse a layer file that has other weights in the place of those that its layer trains.
+
+    A layer file is the state dict of the very module whose parameters ``param_shapes`` names
+    (DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py``), so the names are the same. Two things may
+    differ without harm: a layer may keep weights out of its state dict, and a wrapper's hook may
+    rename them (torch 2.13, ``checkpoint_wrapper.py``). Each then has one of its shape here.
+
+    Args:
+        layer: the file.
+        trained: the names within the layer that have masters, and their shapes.
+        other: the names within the layer that are buffers.
+
+    Raises:
+        DamagedCheckpointError: weights are missing, and those that are there are not these renamed.
+    """
+    lacking = {key: shape for key, shape in trained.items() if key not in layer.tensors}
+    surplus = layer.tensors.keys() - trained.keys() - other
+    shapes = Counter(layer.tensors[key].shape for key in surplus)
+    if surplus and Counter(lacking.values()) - shapes:
+        raise DamagedCheckpointError(
+            f"lacks weights that layer {layer.layer} trains, and holds others",
+            path=layer.file.path,
+            found=_shown({key: layer.tensors[key].shape for key in surplus}),
+            expected=_shown(lacking),
+            hint="Copy this layer file of the same save again",
+        )
+
+
+def _shown(shapes: Mapping[str, Shape]) -> str:
+    first = [f"{key} {list(shapes[key])}" for key in sorted(shapes)[:_SHOWN]]
+    return ", ".join(first) + (", ..." if len(shapes) > _SHOWN else "")
+
+
+def _read(file: RankFile) -> LayerFile:
+    torch_file = read_torch_file(file.path)
+    check_written_as_named(torch_file)
+    match = _NAME.fullmatch(file.path.name)
+    if match is None:
+        raise AssertionError(file.path.name)  # a bug: the same names as in rank_files
+    return LayerFile(
+        file=torch_file,
+        layer=int(match["layer"]),
+        tensor_rank=int(match["tensor"] or 0),
+        tensors=Value(file.path, "layer states", torch_file.value).tensors(),
+    )

@@ -1,0 +1,301 @@
+"""From the stages of a pipeline, and its layer files, to whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from zexport.checkpoint.cells import Grid, check_cells, recorded_grid
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.layouts.data import Inventory, damage_of, rounded_copy
+from zexport.checkpoint.layouts.layer_files import (
+    TIED,
+    LayerFile,
+    check_holds_trained,
+    layer_file_name,
+    layer_of,
+)
+from zexport.checkpoint.layouts.stage_masters import (
+    StageMasters,
+    check_weights_are_there,
+    model_of,
+    take_masters,
+    tie_unnamed,
+)
+from zexport.checkpoint.layouts.tensor import join_shards
+from zexport.checkpoint.layouts.zero0 import rounded_note
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Shape
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
+from zexport.ranges.copies import CastReplica, Replica
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the stages of one tensor rank name.
+
+    Attributes:
+        masters: by name.
+        buffers: their names.
+        tied: for each tied layer, its tensors and how many elements they have (buffers: unknown).
+    """
+
+    masters: Mapping[str, StoredTensor]
+    buffers: frozenset[str]
+    tied: Mapping[str, Mapping[str, int | None]]
+
+    def trained(self, prefix: str) -> dict[str, Shape]:
+        """The shapes of the masters whose names begin with ``prefix``, by what follows it."""
+        named = (name for name in self.masters if name.startswith(prefix))
+        return {name.removeprefix(prefix): self.masters[name].shape for name in named}
+
+    def buffers_of(self, prefix: str) -> frozenset[str]:
+        """The names of the buffers that begin with ``prefix``, without it."""
+        return frozenset(n.removeprefix(prefix) for n in self.buffers if n.startswith(prefix))
+
+
+def join_stages(
+    tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]
+) -> Inventory:
+    """The whole tensors of a pipeline, under the names its module has: ``<layer>.<name>``.
+
+    A tied layer's tensors are exported once, from the first stage that has them, and returned as
+    replicas for every other. What has no master comes from the layer files: buffers, frozen
+    weights, and without ZeRO all weights of an fp32 run.
+
+    Args:
+        tag_dir: the tag folder.
+        cells: the rank states of every model-parallel index.
+        layers: the layer files, of ``layer_files.read_layers``.
+
+    Raises:
+        IncompleteCheckpointError: stages or layer files are missing.
+        DamagedCheckpointError: files contradict each other.
+        UnsupportedError: the masters cannot be told from what is there.
+    """
+    grid = _grid(tag_dir, cells, layers)
+    what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
+    check_cells(cells, grid.stages * grid.tensor, what)
+    try:
+        columns = [
+            _column(tag_dir, grid, cells, layers, tensor_rank) for tensor_rank in range(grid.tensor)
+        ]
+        stages = [
+            shards[0] if grid.tensor == 1 else join_shards(_models_of(grid, cells, stage), shards)
+            for stage, shards in enumerate(zip(*columns, strict=True))
+        ]
+        return merge_stages(stages)
+    except LayoutError as error:
+        raise damage_of(
+            error, tag_dir, "Copy the rank files and layer files of all stages again"
+        ) from error
+
+
+def _models_of(grid: Grid, cells: Mapping[int, RankStates], stage: int) -> list[ModelStates]:
+    """The model states of every tensor rank of a stage."""
+    return [model_of(cells[grid.index(stage, rank)]) for rank in range(grid.tensor)]
+
+
+def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]) -> Grid:
+    """The recorded degrees, or what follows from layer files and model-parallel world size."""
+    models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
+    if not models or not layers:
+        raise IncompleteCheckpointError(
+            "lacks the layer files of its pipeline" if models else "lacks all model files",
+            path=tag_dir,
+            expected=layer_file_name(0) if models else "mp_rank_00_model_states.pt and the like",
+            hint="Copy them from the nodes that wrote them",
+        )
+    recorded = recorded_grid(models[0])
+    tensor = max(layer.tensor_rank for layer in layers) + 1
+    if recorded is None and models[0].tensor_parallel % tensor:
+        raise UnsupportedError(
+            "does not say how its ranks form pipeline stages and tensor ranks",
+            path=tag_dir,
+            found=f"{models[0].tensor_parallel} model-parallel ranks, {tensor} of them in layers",
+            hint="Resume it with DeepSpeed 0.19 or later, save once more, and export that",
+        )
+    return recorded or Grid(models[0].tensor_parallel // tensor, tensor)
+
+
+def _column(
+    tag_dir: Path,
+    grid: Grid,
+    cells: Mapping[int, RankStates],
+    layers: Sequence[LayerFile],
+    tensor_rank: int,
+) -> list[Inventory]:
+    """The inventories of every stage of one tensor rank."""
+    own = {layer.layer: layer for layer in layers if layer.tensor_rank == tensor_rank}
+    column = [
+        take_masters(cells[grid.index(stage, tensor_rank)], own) for stage in range(grid.stages)
+    ]
+    named = {layer_of(name) for cell in column for name in cell.names} - {None}
+    everywhere = {layer.layer for layer in layers} | {layer for layer in named if layer is not None}
+    if missing := sorted(everywhere - set(own)):
+        suffix = tensor_rank if grid.tensor > 1 else None
+        raise IncompleteCheckpointError(
+            f"lacks {len(missing)} layer files, which hold buffers and frozen weights",
+            path=tag_dir,
+            found=f"{len(own)} layer files",
+            expected=", ".join(layer_file_name(layer, suffix) for layer in missing[:8]),
+            hint="Copy them from the nodes that wrote them",
+        )
+    check_weights_are_there(tag_dir, column, own)
+    column = tie_unnamed(column, own.values())
+    homes, known = _homes(column, own), _known(column)
+    return [
+        _complete(cell, [own[n] for n in sorted(own) if homes[n] == stage], known)
+        for stage, cell in enumerate(column)
+    ]
+
+
+def _homes(column: Sequence[StageMasters], layers: Iterable[int]) -> dict[int, int]:
+    """The stage of every layer; one that nothing names lies with the named layer before it."""
+    named: dict[int, int] = {}
+    for stage, cell in enumerate(column):
+        for name in cell.names:
+            if (layer := layer_of(name)) is not None and named.setdefault(layer, stage) != stage:
+                raise LayoutError(f"two stages have layer {layer}", [named[layer], stage], "one")
+    homes: dict[int, int] = {}
+    stage = 0
+    for layer in sorted(layers):
+        stage = named.get(layer, stage)
+        homes[layer] = stage
+    return homes
+
+
+def _known(column: Iterable[StageMasters]) -> _Known:
+    cells = list(column)
+    masters: dict[str, StoredTensor] = {}
+    for cell in cells:
+        for tensor in cell.masters.tensors:
+            masters.setdefault(tensor.name, tensor)
+    buffers = frozenset(name for cell in cells for name in cell.model.buffer_names)
+    numels: dict[str, int | None] = dict.fromkeys(buffers)
+    numels |= {name: tensor.numel for name, tensor in masters.items()}
+    tied: dict[str, dict[str, int | None]] = {}
+    for name, numel in numels.items():
+        if name.startswith(TIED):
+            key, _, rest = name.removeprefix(TIED).partition(".")
+            tied.setdefault(key, {})[rest] = numel
+    return _Known(masters, buffers, tied)
+
+
+def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) -> Inventory:
+    """A stage's masters, and what its layer files hold beside them."""
+    tensors, notes = list(cell.masters.tensors), list(cell.masters.notes)
+    copies: list[Replica | CastReplica] = []
+    weights = Role.TRAINABLE if cell.weights_are_masters or cell.doubt else Role.FROZEN
+    for layer in layers:
+        prefix = f"{layer.layer}."
+        check_holds_trained(layer, known.trained(prefix), known.buffers_of(prefix))
+        names = {prefix + key for key in layer.tensors}
+        tied = None if names & (known.buffers | known.masters.keys()) else _tied_layer(layer, known)
+        if tied is not None:
+            prefix = f"{TIED}{tied}."
+            notes.append(f"{layer.file.path.name} is taken for the tied layer {tied!r}")
+        for key in layer.tensors:
+            name = prefix + key
+            role = Role.BUFFER if name in known.buffers else weights
+            stored = layer.stored(key, name, role)
+            if name not in known.masters:
+                tensors.append(stored)
+            else:
+                is_guess = tied is not None or cell.are_unnamed
+                copies += _copy(layer, known.masters[name], key, names_it=is_guess)
+    unique, replicas = _unique(tensors)
+    rounded = {
+        one.name: one.dtype
+        for one in unique
+        if one.role is Role.TRAINABLE and one.name not in known.masters
+    }
+    if cell.doubt and rounded:
+        notes.append(rounded_note(cell.doubt, rounded))
+    return Inventory(
+        tensors=unique,
+        aliases=cell.masters.aliases,
+        left_out=cell.masters.left_out or cell.model.buffer_names,
+        replicas=(*cell.masters.replicas, *replicas, *copies),
+        notes=tuple(notes),
+        flats=cell.masters.flats,
+    )
+
+
+def _copy(
+    layer: LayerFile, master: StoredTensor, key: str, *, names_it: bool
+) -> Iterator[CastReplica]:
+    """The layer file's copy of a master; nothing else may say that they are of one layer."""
+    for copy in rounded_copy(master, layer.file, layer.tensors[key]):
+        yield replace(copy, names_it=names_it)
+
+
+def _tied_layer(layer: LayerFile, known: _Known) -> str | None:
+    """The tied layer that a layer file without any known name is a copy of, if it is one.
+
+    A layer that has all of a tied one's tensors and more may be either: it is refused.
+    """
+    own = {key: prod(tensor.shape) for key, tensor in layer.tensors.items()}
+    found = [
+        key
+        for key, numels in known.tied.items()
+        if all(name in own and numel in (None, own[name]) for name, numel in numels.items())
+    ]
+    if not found:
+        return None
+    if len(found) > 1 or known.tied[found[0]].keys() != own.keys():
+        raise UnsupportedError(
+            "may be a copy of a tied layer, or a frozen layer that looks like it",
+            path=layer.file.path,
+            found=", ".join(sorted(own)),
+            expected=f"the tensors of {' or '.join(found)}, or others",
+            hint="Save without frozen weights in or beside tied layers",
+        )
+    return found[0]
+
+
+def merge_stages(stages: Sequence[Inventory]) -> Inventory:
+    """One inventory of all stages; trainable tensors first, then frozen ones and buffers.
+
+    Raises:
+        LayoutError: two stages have a tensor that is not of a tied layer, or another one of it.
+    """
+    roles = list(Role)
+    tensors = sorted(
+        (tensor for stage in stages for tensor in stage.tensors),
+        key=lambda tensor: roles.index(tensor.role),
+    )
+    unique, replicas = _unique(tensors)
+    known = {tensor.name for tensor in unique}
+    left_out = dict.fromkeys(name for stage in stages for name in stage.left_out)
+    return Inventory(
+        tensors=unique,
+        aliases={alias: name for stage in stages for alias, name in stage.aliases.items()},
+        left_out=tuple(name for name in left_out if name not in known),
+        replicas=(*(replica for stage in stages for replica in stage.replicas), *replicas),
+        notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
+        flats=tuple(flat for stage in stages for flat in stage.flats),
+        problems=tuple(problem for stage in stages for problem in stage.problems),
+    )
+
+
+def _unique(
+    tensors: Iterable[StoredTensor],
+) -> tuple[tuple[StoredTensor, ...], tuple[Replica, ...]]:
+    """Each tensor once; the copies of a tied layer's become replicas."""
+    kept: dict[str, StoredTensor] = {}
+    replicas: list[Replica] = []
+    for tensor in tensors:
+        first = kept.setdefault(tensor.name, tensor)
+        if first is tensor:
+            continue
+        if not tensor.name.startswith(TIED):
+            raise LayoutError(f"two stages have the tensor {tensor.name!r}", "two", "one")
+        if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
+            raise LayoutError(f"the stages' {tensor.name!r} differ", tensor.shape, first.shape)
+        if first.source is not None and tensor.source is not None:
+            replicas.append(Replica(tensor.name, first.source, tensor.source))
+    return tuple(kept.values()), tuple(replicas)

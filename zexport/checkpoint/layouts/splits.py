@@ -1,0 +1,308 @@
+"""How a checkpoint says its tensors are split over tensor ranks (``universal_checkpoint_info``).
+
+Source: DeepSpeed 0.19.8, ``module_inject/layers.py`` (``collect_autotp_universal_checkpoint_info``)
+for the record, ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``) for what it means and which
+part of it goes before which. Megatron-DeepSpeed writes the older lists alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zexport.checkpoint.layouts.boxes import (
+    Joined,
+    Piece,
+    box_start,
+    concatenated,
+    interleaved,
+    placed,
+    replicated,
+)
+from zexport.checkpoint.layouts.patterns import PatternTable
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Shape, Value
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+
+MAX_PIECES = 1024
+"""Pieces of one tensor; a fused layout of 64 ranks has a few hundred."""
+
+_SHOWN = 4
+_INFO = "universal_checkpoint_info"
+_MAP_VERSION = 1
+_SUB_PARAMS_WITH_WIDTHS = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """What the record says, by pattern.
+
+    Attributes:
+        record: the record itself.
+        maps: the pieces of a tensor, as ``affine_map`` gives them.
+        refused: tensors that DeepSpeed itself cannot put together, and why.
+        whole: tensors that every rank holds whole.
+        halves: tensors that are two fused parts of equal size.
+        sub_params: tensors that are several fused parts.
+        widths: for these, each part's width on every rank.
+        rows: tensors that are split along dimension 1.
+        vocabulary: embeddings and heads, whose last rows may be padding.
+    """
+
+    record: Value
+    maps: PatternTable[Value]
+    refused: PatternTable[Value]
+    whole: PatternTable[bool]
+    halves: PatternTable[bool]
+    sub_params: PatternTable[Value]
+    widths: PatternTable[Value]
+    rows: PatternTable[bool]
+    vocabulary: PatternTable[bool]
+
+    def join(self, name: str, shards: Mapping[str, Sequence[Shape]]) -> Joined:
+        """How the shards of ``name`` become one tensor; ``shards`` has every rank's, by name.
+
+        Raises:
+            UnsupportedError: nothing says it, or not in a way that can be followed exactly.
+            DamagedCheckpointError: the record is not what DeepSpeed writes.
+            LayoutError: the record and the shards' shapes contradict each other.
+        """
+        own = shards[name]
+        if (reason := self.refused.get(name)) is not None:
+            raise self._unsupported(name, reason.text_or_none() or "DeepSpeed gives no reason")
+        if (entry := self.maps.get(name)) is not None:
+            return self._by_map(name, entry, own)
+        if self.whole.get(name):
+            return replicated(own)
+        if self.halves.get(name):
+            return interleaved(own, 0, self._equal_parts(name, own, 0, 2))
+        if (entry := self.sub_params.get(name)) is not None:
+            dim = entry.need("partition_dim").number()
+            return interleaved(own, dim, self._widths(name, entry, own, dim))
+        if self.rows.get(name):
+            return concatenated(own, 1)
+        if len(own[0]) == 1 and not self._follows_a_weight(name, shards):
+            raise self._unsupported(name, "nothing says whether the ranks share or split it")
+        return concatenated(own, 0)
+
+    def note(self, name: str, shape: Shape) -> str | None:
+        """What the user should know of a joined tensor: rows beyond the vocabulary are kept."""
+        size = self.record.get("original_vocab_size").number_or_none()
+        if size is None or not shape or not 0 < size < shape[0] or not self.vocabulary.get(name):
+            return None
+        return (
+            f"{name!r} has {shape[0]} rows, of which the last {shape[0] - size} are padding of the "
+            "vocabulary"
+        )
+
+    def _follows_a_weight(self, name: str, shards: Mapping[str, Sequence[Shape]]) -> bool:
+        """Whether a 1-D tensor is the bias of a weight whose rows are split the same way.
+
+        A 1-D tensor in no list is split by DeepSpeed's rule. Early records left out what AutoTP
+        does not touch, such as norms, which the rule would make as many times too long as there
+        are ranks.
+        """
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if any(len(shard) < 2 for shard in shards.get(weight, ((),))):  # noqa: PLR2004 - a matrix
+            return False
+        return self.join(weight, shards).shape[0] == sum(shard[0] for shard in shards[name])
+
+    def _by_map(self, name: str, entry: Value, shards: Sequence[Shape]) -> Joined:
+        """The pieces that ``affine_map`` names, each a box of the whole and of the shard."""
+        whole = entry.need("logical_shape").shape()
+        ranks = entry.need("ranks").mapping()
+        pieces: list[Piece] = []
+        if set(ranks) != set(range(len(shards))):
+            raise LayoutError(
+                f"the pieces of {name!r} are not those of these tensor ranks",
+                f"{len(ranks)} ranks",
+                f"ranks 0 to {len(shards) - 1}",
+            )
+        for rank, shard in enumerate(shards):
+            value = Value(entry.path, f"{entry.where}['ranks'][{rank}]", ranks[rank])
+            if value.need("shard_shape").shape() != shard:
+                raise LayoutError(
+                    f"rank {rank}'s shard of {name!r} is not as it is described",
+                    shard,
+                    value.need("shard_shape").shape(),
+                )
+            pieces += (
+                self._piece(name, rank, piece, whole, shard)
+                for piece in value.need("pieces").items()[: MAX_PIECES + 1]
+            )
+            if len(pieces) > MAX_PIECES:
+                raise self._unsupported(name, f"it is cut into more than {MAX_PIECES} pieces")
+        return placed(whole, shards, pieces)
+
+    def _piece(self, name: str, rank: int, piece: Value, whole: Shape, shard: Shape) -> Piece:
+        if piece.has("scale") and piece.get("scale").value != 1:
+            raise self._unsupported(name, "the ranks hold it multiplied by a factor")
+        box = piece.need("shape").shape()
+        start, origin = (
+            box_start(box, tensor, *_view(piece.need(key)))
+            for key, tensor in (("source", whole), ("dest", shard))
+        )
+        if start is None or origin is None:
+            raise self._unsupported(name, "a piece of it is no box of whole rows and columns")
+        return Piece(rank, start, origin, box)
+
+    def _widths(
+        self, name: str, entry: Value, shards: Sequence[Shape], dim: int
+    ) -> Sequence[Sequence[int]]:
+        """Every fused part's width on each rank: recorded, or equal parts in older records."""
+        recorded = self.widths.get(name)
+        if recorded is not None:
+            return [[width.number() for width in row.items()] for row in recorded.items()]
+        if self.version >= _SUB_PARAMS_WITH_WIDTHS:
+            raise self._unsupported(name, "the widths of its fused parts are not recorded")
+        sizes = entry.need("shape").items()
+        if not 0 <= dim < len(sizes):
+            raise LayoutError(
+                f"{name!r} is split along a dimension it does not have",
+                dim,
+                f"{len(sizes)} of them",
+            )
+        if not isinstance(sizes[dim].value, list | tuple):
+            return self._equal_parts(name, shards, dim, sizes[dim].number())
+        parts = [size.number() for size in sizes[dim].items()]
+        if any(part % len(shards) for part in parts):
+            raise self._unsupported(name, "its fused parts do not divide by the tensor ranks")
+        return [[part // len(shards)] * len(shards) for part in parts]
+
+    def _equal_parts(
+        self, name: str, shards: Sequence[Shape], dim: int, count: int
+    ) -> Sequence[Sequence[int]]:
+        """``count`` parts of one size, each shared equally by the ranks."""
+        widths = {shard[dim] if dim < len(shard) else 0 for shard in shards}
+        width = next(iter(widths))
+        if len(widths) > 1 or not 0 < count <= MAX_PIECES or width % count:
+            raise self._unsupported(name, f"its shards do not consist of {count} equal parts")
+        return [[width // count] * len(shards)] * count
+
+    @property
+    def version(self) -> float:
+        """The record's own version; 0 where it has none."""
+        value = self.record.get("universal_checkpoint_version").value
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    def _unsupported(self, name: str, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"does not allow the tensor-parallel {name!r} to be put together exactly: {reason}",
+            path=self.record.path,
+            hint="Gather the weights from the running engine instead, or save without tensor "
+            "parallelism",
+        )
+
+
+def join_alike(
+    records: Sequence[Splits], name: str, shards: Mapping[str, Sequence[Shape]]
+) -> Joined:
+    """How the shards of ``name`` become one tensor, by the record of every tensor rank.
+
+    The record is the same on all of them: AutoTP has every rank mark the layout of the whole layer
+    (``module_inject/layers.py``), and Megatron-DeepSpeed's lists are constants. What it means for
+    a tensor is compared, and not its text, so that nothing else in it can differ to harm.
+
+    Raises:
+        DamagedCheckpointError: two records say it in different ways.
+        UnsupportedError, LayoutError: as ``Splits.join``.
+    """
+    first = records[0]
+    joined = first.join(name, shards)
+    for other in records[1:]:
+        if (found := other.join(name, shards)) != joined:
+            raise DamagedCheckpointError(
+                f"says otherwise than {first.record.path.name} how {name!r} is split over the "
+                "tensor ranks",
+                path=other.record.path,
+                found=_shown(found),
+                expected=_shown(joined),
+                hint="Copy the model files of all tensor ranks of one save again",
+            )
+    return joined
+
+
+def _shown(joined: Joined) -> str:
+    boxes = [f"rank {piece.rank} from {list(piece.start)}" for piece in joined.pieces[:_SHOWN]]
+    more = ", ..." if len(joined.pieces) > _SHOWN else ""
+    return f"a tensor of {list(joined.shape)}, {', '.join(boxes)}{more}"
+
+
+def read_all_splits(models: Sequence[ModelStates]) -> tuple[Splits, ...]:
+    """The records of all tensor ranks of a stage: the lowest's, and those that others have.
+
+    Raises:
+        UnsupportedError, DamagedCheckpointError: as ``read_splits``.
+    """
+    others = (model for model in models[1:] if not _is_without(_record(model)))
+    return (read_splits(models[0]), *map(read_splits, others))
+
+
+def _record(model: ModelStates) -> Value:
+    return Value(model.file.path, "model states", model.file.value).get(_INFO)
+
+
+def _is_without(record: Value) -> bool:
+    return record.is_none or record.is_empty or not record.mapping()
+
+
+def read_splits(model: ModelStates) -> Splits:
+    """The record of how tensors are split, out of a rank's model states.
+
+    Raises:
+        UnsupportedError: there is none, or it is of a newer kind.
+        DamagedCheckpointError: it is not what DeepSpeed writes.
+    """
+    record = _record(model)
+    if _is_without(record):
+        raise UnsupportedError(
+            f"is tensor-parallel and does not record how its tensors are split (no {_INFO})",
+            path=model.file.path,
+            hint="Resume it with DeepSpeed 0.19 or later, save once more, and export that",
+        )
+    maps = record.get("affine_map")
+    version = maps.get("version").number_or_none() if not maps.is_none else _MAP_VERSION
+    if version != _MAP_VERSION:
+        raise UnsupportedError(
+            "describes its tensors in a version of affine_map that is not known",
+            path=record.path,
+            found=version,
+            expected=_MAP_VERSION,
+            hint="Look for a newer zexport",
+        )
+    entries = {} if maps.is_none else maps.get("params").entries()
+    return Splits(
+        record=record,
+        maps=PatternTable.read(entries.items(), record.path),
+        refused=_table(record, record.get("autotp_unsupported_parameter_patterns")),
+        # Averaged tensors are the same on every rank or cannot be had exactly: ranks are compared.
+        whole=_flags(record, "tp_replicated_parameter_patterns", "parameter_to_average_patterns"),
+        halves=_flags(record, "parameter_with_2_sub_params_cat_dim_0"),
+        sub_params=PatternTable.read(_sub_params(record), record.path),
+        widths=_table(record, record.get("sub_param_shard_widths")),
+        rows=_flags(record, "parameter_with_row_parallelism_patterns"),
+        vocabulary=_flags(record, "vocabulary_parameter_patterns"),
+    )
+
+
+def _table(record: Value, entries: Value) -> PatternTable[Value]:
+    return PatternTable.read(entries.entries().items(), record.path)
+
+
+def _flags(record: Value, *keys: str) -> PatternTable[bool]:
+    texts = {item.text() for key in keys for item in record.get(key).items()}
+    return PatternTable.read(((text, True) for text in sorted(texts)), record.path)
+
+
+def _sub_params(record: Value) -> Iterable[tuple[str, Value]]:
+    for entry in record.get("parameter_with_sub_params").items():
+        for pattern in entry.need("patterns").items():
+            yield pattern.text(), entry
+
+
+def _view(value: Value) -> tuple[int, Shape]:
+    """Offset and strides, both in elements."""
+    items = value.items()
+    if len(items) != 2:  # noqa: PLR2004 - a pair
+        value.fail("is not an offset and strides")
+    return items[0].number(), items[1].shape()

@@ -1,0 +1,211 @@
+"""ZeRO-0: everything in one model file, the fp32 masters unnamed inside its optimizer.
+
+Which values are exported:
+
+1. fp32 masters, where the optimizer holds some, under the names that shape and order allow
+   (``master_fit``): by shape alone where that leaves one possibility, else by shape and
+   by samples of the values, rounded. Where the order does not fit at all, a master is still the
+   weight's that it alone is like; one that is like none, while weights of its shape are left over,
+   is a contradiction.
+2. The module's own values for buffers and for weights that no master belongs to (frozen ones), and
+   for all weights where the optimizer holds no masters.
+3. The module's own values, and a note that names them, for weights whose master cannot be told from
+   others. A checkpoint none of whose masters is a weight's beyond doubt is refused.
+
+Every master is to be compared with the module's weight, by
+``zexport.ranges.copies``, when it is exported: opening reads no values but the
+samples, and those only where shapes do not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.unnamed import Master, Masters, Weight, find_masters
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.findings import FindingKind
+from zexport.formats.pickles import TensorRef
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.copies import CastReplica
+from zexport.ranges.dtypes import DType
+
+_SHOWN = 8
+
+
+def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
+    """The tensors of a ZeRO-0 model file; see the module's docstring for which values are taken.
+
+    Args:
+        model: the model file's states.
+        unmastered: names whose masters are not to be taken although they are there.
+
+    Raises:
+        UnsupportedError: it holds masters, and none can be told to be some weight's.
+        DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
+    """
+    distinct, aliases = _distinct(model)
+    weights = weights_of(model, distinct)
+    masters = masters_of(model.file, weights)
+    if unmastered:
+        kept = {name: one for name, one in masters.found.items() if name not in unmastered}
+        doubt = masters.doubt or "another tensor rank's part has no master"
+        masters = replace(masters, found=kept, doubt=doubt)
+    return Inventory(
+        tensors=(*stored_weights(weights, masters), *stored_buffers(model)),
+        aliases=aliases,
+        left_out=tuple(name for name in model.buffer_names if name not in model.module),
+        replicas=tuple(casts(weights, masters.found, model.file)),
+        notes=notes(weights, [masters]),
+        problems=tuple(contradictions(masters, model.file)),
+    )
+
+
+def lacking_masters(inventory: Inventory) -> set[str]:
+    """The trainable weights that have the module's values although others have masters."""
+    mastered = {replica.name for replica in inventory.replicas}
+    return {
+        tensor.name
+        for tensor in inventory.tensors
+        if mastered and tensor.role is Role.TRAINABLE and tensor.name not in mastered
+    }
+
+
+def weights_of(model: ModelStates, tensors: Mapping[str, TensorRef]) -> list[Weight]:
+    """Tensors of the model file as weights."""
+    return [
+        Weight(name, tensor.shape, tensor.dtype, model.file.source(tensor), tensor)
+        for name, tensor in tensors.items()
+    ]
+
+
+def masters_of(
+    file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
+) -> Masters:
+    """The masters that ``file`` holds of ``weights``, which may lie in ``others`` too.
+
+    Raises:
+        UnsupportedError: there are masters, and none can be told to be some weight's.
+    """
+    optimizer = Value(file.path, "states", file.value).get("optimizer")
+    try:
+        return find_masters(optimizer, file, weights, others)
+    except LayoutError as error:
+        raise UnsupportedError(
+            f"holds fp32 masters that cannot be told apart: {error.problem}",
+            path=file.path,
+            found=error.found,
+            expected=error.expected,
+            hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
+            "alone, take the file's 'module'",
+        ) from error
+
+
+def contradictions(masters: Masters, file: TorchFile) -> Iterable[DamagedCheckpointError]:
+    """What the masters in ``file`` say against the weights; if allowed, these have their values."""
+    if masters.unlike:
+        more = f" and {count} more" if (count := len(masters.unlike) - _SHOWN) > 0 else ""
+        yield DamagedCheckpointError(
+            "holds fp32 masters that no weight of the module is, rounded",
+            path=file.path,
+            found=f"no master like {', '.join(masters.unlike[:_SHOWN])}{more}",
+            expected="each weight to be its master, rounded",
+            hint="The files of the weights and this one seem to be of different saves. Copy all "
+            "files of one save again",
+            finding=FindingKind.CAST_MISMATCH,
+        )
+
+
+def stored_weights(weights: Iterable[Weight], masters: Masters) -> Iterable[StoredTensor]:
+    """The masters that were found, then the weights that have none, as the module keeps them.
+
+    Where there is a doubt or no master at all, nothing says which weights were frozen, and none may
+    be left out as such.
+    """
+    role = Role.FROZEN if masters.found and not masters.doubt else Role.TRAINABLE
+    weights = tuple(weights)
+    for weight in weights:
+        master = masters.found.get(weight.name)
+        if master is not None:
+            yield StoredTensor(
+                weight.name, weight.shape, master.dtype, Role.TRAINABLE, master.source
+            )
+    for weight in weights:
+        if weight.name not in masters.found:
+            yield StoredTensor(weight.name, weight.shape, weight.dtype, role, weight.source)
+
+
+def stored_buffers(model: ModelStates) -> Iterable[StoredTensor]:
+    """The buffers of the model file."""
+    for name in model.buffer_names:
+        if name in model.module:
+            tensor = model.module[name]
+            source = model.file.source(tensor)
+            yield StoredTensor(name, tensor.shape, tensor.dtype, Role.BUFFER, source)
+
+
+def casts(
+    weights: Iterable[Weight], masters: Mapping[str, Master], file: TorchFile
+) -> Iterable[CastReplica]:
+    """What is to be compared: every master of ``file`` with its weight."""
+    for weight in weights:
+        master = masters.get(weight.name)
+        if master is not None:
+            yield CastReplica(
+                name=weight.name,
+                path=file.path,
+                kept=master.source,
+                kept_dtype=master.dtype,
+                other=weight.source,
+                other_dtype=weight.dtype,
+            )
+
+
+def notes(weights: Sequence[Weight], every: Sequence[Masters]) -> tuple[str, ...]:
+    """Which values were taken, for the user; ``every`` are the masters of one file or several."""
+    found = {name for masters in every for name in masters.found}
+    doubts = dict.fromkeys(masters.doubt for masters in every if masters.doubt)
+    rest = [weight for weight in weights if weight.name not in found]
+    rounded = [one for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)]
+    if doubts and rounded:
+        return (rounded_note("; ".join(doubts), {one.name: one.dtype for one in rounded}),)
+    if found:
+        of_module = f"; {len(rest)} frozen weights have the module's values" if rest else ""
+        return (f"ZeRO-0: {len(found)} weights have their fp32 masters' values{of_module}",)
+    if rounded:
+        types = "/".join(sorted({weight.dtype.torch_name for weight in rounded}))
+        return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
+    return ()
+
+
+def rounded_note(doubt: str, weights: Mapping[str, DType]) -> str:
+    """That these have rounded values, and why; their element types by name."""
+    types = "/".join(sorted({dtype.torch_name for dtype in weights.values()}))
+    return (
+        f"ZeRO-0: {len(weights)} weights have the module's values, rounded to {types}, because "
+        f"{doubt}: {', '.join(weights)}"
+    )
+
+
+def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]:
+    """The module's weights, each once under its first name, and the further names of tied ones.
+
+    ZeRO-0 fills no ``shared_params``; tied weights are the same view of the same storage.
+    """
+    weights: dict[str, TensorRef] = {}
+    aliases: dict[str, str] = {}
+    first: dict[TensorRef, str] = {}
+    buffers = set(model.buffer_names)
+    for name, tensor in model.module.items():
+        if name in buffers:
+            continue
+        known = first.setdefault(tensor, name) if tensor.numel else name
+        if known == name:
+            weights[name] = tensor
+        else:
+            aliases[name] = known
+    return weights, aliases

@@ -1,0 +1,256 @@
+"""ZeRO-0 with experts: one file of masters for each expert-parallel rank, none of them named.
+
+``expp_rank_E_mp_rank_MM_optim_states.pt`` holds the masters of what rank ``E`` trained: the dense
+weights, as every such file does, and its own experts. The weights themselves lie in the model file
+and in the expert files, in the module's element types.
+
+Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``) and
+``moe/utils.py`` (``split_params_into_different_moe_groups_for_optimizer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.expert_layers import ExpertLayers
+from zexport.checkpoint.layouts.expert_shares import (
+    Share,
+    check_dense_masters,
+    check_evenly_trained,
+    check_files_are_there,
+    check_one_form,
+)
+from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
+from zexport.checkpoint.layouts.placement import expert_runs, uniform
+from zexport.checkpoint.layouts.unnamed import Master, Masters, Weight
+from zexport.checkpoint.layouts.zero0 import (
+    casts,
+    contradictions,
+    masters_of,
+    notes,
+    stored_buffers,
+    stored_weights,
+    weights_of,
+)
+from zexport.checkpoint.states import ModelStates
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.copies import CastReplica, Replica, fingerprint
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Chain, Window, paths_of
+from zexport.ranges.reader import SourceReader
+
+
+def take_unsharded_experts(
+    dense: ModelStates,
+    stored: Sequence[StoredTensor],
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+) -> Inventory:
+    """The tensors of a ZeRO-0 checkpoint with experts.
+
+    Args:
+        dense: the model states without experts, the router's second names in ``shared_params``.
+        stored: what the expert files hold, under the names of the whole model.
+        layers: where the experts are.
+        optimizers: the optimizer files by expert-parallel rank.
+
+    Raises:
+        IncompleteCheckpointError: an expert-parallel rank's file is missing.
+        DamagedCheckpointError: files are of several runs.
+        UnsupportedError: masters cannot be told apart.
+        LayoutError: files contradict each other.
+    """
+    named_twice = {n: t for n, t in dense.shared_params.items() if n in dense.module}
+    own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
+    weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
+    experts = [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
+    shares: list[Share] = []
+    if any(weight.dtype in (DType.BF16, DType.F16) for weight in (*weights, *experts)):
+        check_files_are_there(dense, layers, optimizers)
+        check_one_form(optimizers)
+        shares = _shares(dense, layers, optimizers, weights, experts)
+        check_dense_masters(dense, weights, shares)
+    found = {**_of_dense(shares, weights), **_by_whole_name(shares, layers)}
+    check_evenly_trained(dense, layers, optimizers, experts, found)
+    tied, twins = _tied(weights, found, dense.file)
+    equal = tuple(_ties([one for one in weights if one.name in tied], tied, found, dense.file))
+    weights = [weight for weight in weights if weight.name not in tied]
+    doubts = dict.fromkeys(one.masters.doubt for one in shares if one.masters.doubt)
+    if twins:
+        doubts[f"it may be a frozen copy of another or tied to it ({', '.join(twins)})"] = None
+    masters = Masters(found, "; ".join(doubts))
+    buffers = [one for one in stored if one.role is Role.BUFFER]
+    return Inventory(
+        tensors=(
+            *stored_weights([*weights, *experts], masters),
+            *stored_buffers(dense),
+            *buffers,
+        ),
+        aliases={**named_twice, **tied},
+        left_out=tuple(name for name in dense.buffer_names if name not in dense.module),
+        replicas=(*equal, *_dense_copies(weights, shares), *_casts(weights, shares)),
+        notes=notes([*weights, *experts], [masters]),
+        problems=tuple(found for one in shares for found in contradictions(one.masters, one.file)),
+    )
+
+
+def _as_weight(stored: StoredTensor) -> Weight:
+    if stored.source is None:
+        raise AssertionError("what expert files hold has a place")
+    return Weight(stored.name, stored.shape, stored.dtype, stored.source, of_experts=True)
+
+
+def _shares(
+    dense: ModelStates,
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+    weights: Sequence[Weight],
+    experts: Sequence[Weight],
+) -> list[Share]:
+    files = [states.file for every in layers.files.values() for states in every]
+    by_name = {weight.name: weight for weight in experts}
+    shares = []
+    for ep_rank, optimizer in sorted(optimizers.items()):
+        own = list(_local_experts(layers, ep_rank, len(optimizers), by_name))
+        ordered = _as_in_the_module(weights, own)
+        read = paths_of(weight.source for weight in own)
+        others = [file for file in files if file.path in read]
+        masters = masters_of(optimizer, ordered, (dense.file, *others))
+        shares.append(Share(optimizer, own, masters))
+    return shares
+
+
+def _local_experts(
+    layers: ExpertLayers, ep_rank: int, ep_size: int, by_name: Mapping[str, Weight]
+) -> Iterator[Weight]:
+    """The weights of the experts that one rank trained, in the order of its module."""
+    fused = {layer.number: layer for layer in layers.autoep.values()}
+    for number, files in layers.files.items():
+        if number in fused:
+            held = [files[expert] for expert in fused[number].held[ep_rank]]
+            names = [name for name, layer in layers.autoep.items() if layer.number == number]
+            yield from (_stacked(name, held) for name in names)
+        else:
+            for expert in uniform(len(files), ep_size)[ep_rank]:
+                yield from (by_name[name] for name in files[expert].tensors if name in by_name)
+
+
+def _stacked(name: str, held: Sequence[ExpertStates]) -> Weight:
+    """AutoEP's weight of all experts of one rank, one slice out of each file."""
+    slices = [(states, states.tensors[f"{name}.{states.expert}"]) for states in held]
+    first = slices[0][1]
+    source = Chain(tuple(states.file.source(tensor) for states, tensor in slices))
+    return Weight(name, (len(slices), *first.shape), first.dtype, source, of_experts=True)
+
+
+def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> list[Weight]:
+    """Dense weights and experts in one order: experts follow the gate of their layer.
+
+    Source: DeepSpeed 0.19, ``moe/sharded_moe.py`` (``MOELayer``) and
+    ``module_inject/auto_ep_layer.py``: the gate is set before the experts, all else after them.
+    """
+    gates = {}
+    for place, weight in enumerate(dense):
+        for mark in (".deepspeed_moe.", ".router."):
+            if mark in weight.name:
+                gates[weight.name.rpartition(mark)[0]] = place
+    keyed = [((place, 0), weight) for place, weight in enumerate(dense)]
+    for place, weight in enumerate(experts):
+        mark = ".experts." if parse_native(weight.name) is None else ".deepspeed_moe."
+        layer = weight.name.rpartition(mark)[0]
+        keyed.append(((gates.get(layer, len(dense)), 1 + place), weight))
+    return [weight for _, weight in sorted(keyed, key=lambda item: item[0])]
+
+
+def _of_dense(shares: Sequence[Share], weights: Iterable[Weight]) -> dict[str, Master]:
+    """The dense masters: the first rank's, which the others' must equal."""
+    first = shares[0].masters.found if shares else {}
+    return {one.name: first[one.name] for one in weights if one.name in first}
+
+
+def _by_whole_name(shares: Sequence[Share], layers: ExpertLayers) -> dict[str, Master]:
+    """The experts' masters of all ranks; those that AutoEP keeps as one, joined into one."""
+    found: dict[str, Master] = {}
+    for share in shares:
+        own = {weight.name for weight in share.experts} - layers.autoep.keys()
+        found |= {name: one for name, one in share.masters.found.items() if name in own}
+    for name, layer in layers.autoep.items():
+        masters = [share.masters.found[name] for share in shares if name in share.masters.found]
+        if masters and len(masters) == len(shares):
+            parts = []
+            for run in expert_runs(layer.held):
+                nbytes = masters[run.ep_rank].source.nbytes // len(layer.held[run.ep_rank])
+                source = masters[run.ep_rank].source
+                parts.append(Window(source, run.position * nbytes, run.count * nbytes))
+            found[name] = Master(Chain(tuple(parts)), masters[0].dtype)
+    return found
+
+
+def _tied(
+    weights: Sequence[Weight], found: Mapping[str, Master], file: TorchFile
+) -> tuple[dict[str, str], list[str]]:
+    """Matrices without a master of their own that are another one with a master, by all samples.
+
+    Tied weights share no storage here: the save of a model with experts clones every tensor, and
+    ZeRO-0 fills no ``shared_params``. ``_ties`` has the rest of their elements compared.
+
+    Returns:
+        The tied names with the names of their masters, and those that may as well be frozen copies
+        (a reference model beside the policy, say), which may differ from the masters by less than
+        16 bits show.
+    """
+    lacking = [one for one in weights if one.name not in found]
+    kinds = {(one.shape, one.dtype) for one in lacking}
+    kinds = {(shape, dtype) for shape, dtype in kinds if dtype.is_floating and len(shape) > 1}
+    alike = [one for one in weights if (one.shape, one.dtype) in kinds]
+    if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
+        return {}, []
+    with SourceReader([file]) as reader:
+        prints = {w.name: fingerprint(reader, w.source, w.dtype, w.dtype) for w in alike}
+    owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
+    tied = {
+        one.name: owners[one.shape, prints[one.name]]
+        for one in alike
+        if one.name not in found and (one.shape, prints[one.name]) in owners
+    }
+    frozen = _frozen_modules(weights, found)
+    twins = [name for name in tied if any(name.startswith(module) for module in frozen)]
+    return {name: owner for name, owner in tied.items() if name not in twins}, twins
+
+
+def _frozen_modules(weights: Iterable[Weight], found: Mapping[str, Master]) -> set[str]:
+    """The modules with several weights, none of which has a master; each with its full stop."""
+    held: dict[str, list[bool]] = {}
+    for weight in weights:
+        parts = weight.name.split(".")
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:depth]) + "."
+            held.setdefault(module, []).append(weight.name in found)
+    return {module for module, any_of in held.items() if len(any_of) > 1 and not any(any_of)}
+
+
+def _ties(
+    weights: Sequence[Weight],
+    tied: Mapping[str, str],
+    found: Mapping[str, Master],
+    file: TorchFile,
+) -> Iterator[CastReplica]:
+    """The tied weights' own copies, every element of which must be the master's, rounded."""
+    masters = {weight.name: found[tied[weight.name]] for weight in weights}
+    yield from casts(weights, masters, file)
+
+
+def _dense_copies(weights: Iterable[Weight], shares: Sequence[Share]) -> Iterator[Replica]:
+    """The dense masters, which every expert-parallel rank has."""
+    for weight in weights:
+        masters = [s.masters.found[weight.name] for s in shares if weight.name in s.masters.found]
+        for other in masters[1:]:
+            yield Replica(weight.name, masters[0].source, other.source)
+
+
+def _casts(weights: Sequence[Weight], shares: Sequence[Share]) -> Iterator[CastReplica]:
+    for index, share in enumerate(shares):
+        compared = [*weights, *share.experts] if index == 0 else share.experts
+        yield from casts(compared, share.masters.found, share.file)

@@ -1,0 +1,84 @@
+"""ZeRO-3: every parameter is cut into equal stripes, one a rank, padded by itself.
+
+Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/partition_parameters.py`` (``_partition_param``) and
+``runtime/zero/stage3.py`` (``_set_fp32_optimizer_param_groups``): stripe ``d`` of a parameter of
+``n`` elements holds elements ``d * k`` to ``(d + 1) * k``, ``k = ceil(n / world_size)``; a rank's
+flat data is the stripes of all parameters in the order of ``param_shapes``, end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from zexport.errors import LayoutError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StripedParameter:
+    """Where one parameter lies: at the same place of every rank's flat data.
+
+    Attributes:
+        name, shape, numel: the parameter.
+        offset: first element of its stripe in a rank's flat data.
+        stripe_numel: elements of it per rank, the tail padding of the last ranks included.
+    """
+
+    name: str
+    shape: Shape
+    numel: int
+    offset: int
+    stripe_numel: int
+
+
+def stripe_numel(numel: int, world_size: int) -> int:
+    """Elements that each rank holds of a parameter of ``numel`` elements, padding included."""
+    return -(-numel // world_size)
+
+
+def stripe_parameters(
+    param_shapes: Sequence[Mapping[str, Shape]], world_size: int
+) -> Iterator[StripedParameter]:
+    """Every parameter with its place, in the order of ``param_shapes`` (one dict per sub-group)."""
+    offset = 0
+    for shapes in param_shapes:
+        for name, shape in shapes.items():
+            numel = prod(shape)
+            stripe = stripe_numel(numel, world_size)
+            yield StripedParameter(name, shape, numel, offset, stripe)
+            offset += stripe
+
+
+def padding_numel(parameters: Iterable[StripedParameter], world_size: int) -> int:
+    """Elements of the last ranks' stripes, over all parameters, that belong to none."""
+    return sum(one.stripe_numel * world_size - one.numel for one in parameters)
+
+
+def check_flat_numels(
+    param_shapes: Sequence[Mapping[str, Shape]], flat_numels: Sequence[int]
+) -> None:
+    """Hold every rank's flat length against the shapes: they must agree to the element.
+
+    Args:
+        param_shapes: one dict per sub-group, name to shape.
+        flat_numels: elements of all flat groups together, one number a rank.
+
+    Raises:
+        LayoutError: some rank holds more or fewer elements than the shapes take.
+    """
+    world_size = len(flat_numels)
+    expected = sum(
+        stripe_numel(prod(shape), world_size)
+        for shapes in param_shapes
+        for shape in shapes.values()
+    )
+    for rank, found in enumerate(flat_numels):
+        if found != expected:
+            raise LayoutError(
+                f"the flat groups of rank {rank} do not add up to the parameters",
+                f"{found} elements",
+                f"{expected}, the stripes of all parameters on {world_size} ranks",
+            )

@@ -1,0 +1,121 @@
+"""One checkpoint out of the parts that several nodes kept on their own disks.
+
+With ``use_node_local_storage`` every rank saves to its own node, and under ZeRO-1/2 the first rank
+of every node saves the model file, which so exists several times; only that of rank 0 names the
+tied weights. Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_configure_checkpointing``,
+``_get_shared_params``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from zexport.checkpoint.location import Location
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.states import ModelStates, read_model_states
+from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zexport.formats.torch_file import read_torch_file
+from zexport.store.files import open_regular
+
+_CHUNK_NBYTES = 1 << 20
+
+
+def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
+    """The rank files of one tag in several folders, each name once.
+
+    Files of one name must be equal byte for byte. Model files that every node saves may differ in
+    what only rank 0 knows: of those, the one that lies with the optimizer file of rank 0 is taken,
+    and the others must describe the same weights at the same step. Whether all ranks are there is
+    for ``zexport.checkpoint.ranks.read_ranks`` to say.
+
+    Args:
+        locations: at least one; those of a single one come back as they are.
+
+    Raises:
+        UsageError: the folders mean different tags.
+        DamagedCheckpointError: two files of one name are of different saves.
+        CheckpointError: a file cannot be read.
+    """
+    tags = sorted({location.tag for location in locations})
+    if len(tags) > 1:
+        raise UsageError(
+            "the folders mean different tags",
+            path=locations[0].root,
+            found=", ".join(tags),
+            expected="parts of one checkpoint",
+            hint="Name the tag with --tag",
+        )
+    found = [file for location in locations for file in list_rank_files(location.tag_dir)]
+    kinds = list(RankFileKind)
+    # As list_rank_files orders them; a stable sort keeps copies in the order of the folders.
+    found.sort(key=lambda f: (kinds.index(f.kind), f.mp_rank, f.rank, f.path.name))
+    return tuple(
+        _one_of(list(copies), found) for _, copies in groupby(found, key=lambda f: f.path.name)
+    )
+
+
+def _one_of(copies: list[RankFile], found: Sequence[RankFile]) -> RankFile:
+    """The copy to be read of a file that several nodes have."""
+    if copies[0].kind is RankFileKind.MODEL:
+        copies.sort(key=lambda copy: not _lies_with_rank_0(copy, found))
+    for other in copies[1:]:
+        if not (_same_bytes(copies[0].path, other.path) or _same_model(copies[0], other)):
+            raise DamagedCheckpointError(
+                "is another file than the one of the same name",
+                path=other.path,
+                found=f"other contents in {copies[0].path.parent}",
+                expected="the parts of one save",
+                hint="Leave out the folder of the other save",
+            )
+    return copies[0]
+
+
+def _lies_with_rank_0(copy: RankFile, found: Sequence[RankFile]) -> bool:
+    return any(
+        file.kind is RankFileKind.OPTIMIZER
+        and (file.rank, file.mp_rank) == (0, copy.mp_rank)
+        and file.path.parent == copy.path.parent
+        for file in found
+    )
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    """Whether two files are equal; reads both to the first difference, a megabyte at a time."""
+    try:
+        if one.samefile(other):
+            return True
+        if one.stat().st_size != other.stat().st_size:
+            return False
+        return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
+    except OSError as cause:
+        raise CheckpointError(
+            f"cannot be read: {cause.strerror}", path=Path(cause.filename or other)
+        ) from cause
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            yield chunk
+
+
+def _same_model(one: RankFile, other: RankFile) -> bool:
+    """Whether two model files are of one save, as far as what is recorded in them."""
+    if one.kind is not RankFileKind.MODEL:
+        return False
+    return _described(one) == _described(other)
+
+
+def _described(file: RankFile) -> tuple[object, ...]:
+    states: ModelStates = read_model_states(read_torch_file(file.path))
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in states.module.items()}
+    return (
+        states.global_steps,
+        states.ds_version,
+        [list(group.items()) for group in states.param_shapes],
+        states.frozen_shapes,
+        states.buffer_names,
+        shapes,
+    )

@@ -1,0 +1,164 @@
+"""The weights of one model folder: which tensors there are, where they lie, and which are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.adapters.saved_beside import ADAPTER_FILE
+from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError
+from zexport.formats.safetensors_file import StoredTensor, read_header
+from zexport.model.config import ConfigFile
+from zexport.model.matching import ModelNames, best_fit
+from zexport.model.names import learn_names
+from zexport.model.names_client import NamesClient
+from zexport.model.sidecars import Sidecars
+from zexport.plan.plan import SourceFile
+from zexport.ranges.extents import Extent
+from zexport.run.manifest import MANIFEST_NAME
+from zexport.store.json_files import read_json_object
+
+_INDEX_PATTERN = "*.safetensors.index.json"
+_WEIGHTS_PATTERN = "*.safetensors"
+_PREFERRED = ("model.safetensors.index.json", "model.safetensors")
+_NO_WEIGHTS_HINT = (
+    "Name a folder with model.safetensors or its index, or one safetensors file; "
+    "zexport verify --against compares with a checkpoint"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One tensor and where its bytes lie."""
+
+    tensor: StoredTensor
+    source: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The tensors of a folder.
+
+    Attributes:
+        path: the folder, or the one file, that was named.
+        tensors: by name.
+        files: those that hold them.
+    """
+
+    path: Path
+    tensors: Mapping[str, PlacedTensor]
+    files: tuple[SourceFile, ...]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether these are a peft adapter's weights alone, which have names of their own."""
+        return bool(self.files) and all(file.path.name == ADAPTER_FILE for file in self.files)
+
+    def learn_ties(self) -> Mapping[str, str]:
+        """Alias to source, from the manifest, else from the model class that the config names.
+
+        The latter asks transformers, in a process of its own, and is remembered from then on.
+        Nothing is known of a single file.
+
+        Raises:
+            DamagedCheckpointError: the manifest or the config is not a JSON object.
+        """
+        manifest, config = self.path / MANIFEST_NAME, self.path / "config.json"
+        if manifest.is_file():
+            tied = read_json_object(manifest).get("tied")
+            if isinstance(tied, dict) and tied:
+                return {alias: str(source) for alias, source in tied.items()}
+        if not config.is_file():
+            return {}
+        content = ConfigFile(config, read_json_object(config))
+        sidecars = Sidecars(config=content, source=None, copied={}, missing=(), base=None)
+        shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
+        with NamesClient() as transformers:
+            names = learn_names(sidecars, shapes, transformers)
+        return best_fit(names, shapes).names.tied if isinstance(names, ModelNames) else {}
+
+
+def open_weights(path: Path) -> ModelWeights:
+    """What a model folder, or one safetensors file, holds; headers and an index alone are read.
+
+    Raises:
+        CheckpointError: there are no safetensors weights here, or a file cannot be read.
+        DamagedCheckpointError: a file breaks the format, or files and index contradict each other.
+        UnsafeError: the index leads outside its folder.
+        UnsupportedError: an element type that zexport does not know.
+    """
+    try:
+        return _open_weights(path)
+    except OSError as cause:
+        raise CheckpointError(
+            f"cannot be read: {cause.strerror}",
+            path=Path(cause.filename or path),
+            hint="Check its permissions, and that nothing is writing there",
+        ) from cause
+
+
+def _open_weights(path: Path) -> ModelWeights:
+    tensors: dict[str, PlacedTensor] = {}
+    files = []
+    listed = _weight_files(path)
+    for file, wanted in listed.items():
+        header = read_header(file)
+        if missing := wanted - header.tensors.keys():
+            raise DamagedCheckpointError(
+                f"lacks tensor {min(missing)!r}, which the index places there",
+                path=file,
+                hint="Fetch the folder again",
+            )
+        if twice := header.tensors.keys() & tensors.keys():
+            raise DamagedCheckpointError(
+                f"holds tensor {min(twice)!r}, which another file beside it holds too",
+                path=file,
+                hint="Name one of the files",
+            )
+        for name, tensor in header.tensors.items():
+            tensors[name] = PlacedTensor(tensor, header.source(name))
+        status = file.stat()
+        files.append(SourceFile(file, status.st_size, status.st_mtime_ns, ()))
+    return ModelWeights(path, tensors, tuple(files))
+
+
+def _weight_files(path: Path) -> dict[Path, set[str]]:
+    """The files that hold the weights, and the names that an index promises of each."""
+    if path.is_file():
+        return _indexed(path) if path.match(_INDEX_PATTERN) else {path: set()}
+    chosen = [path / name for name in _PREFERRED if (path / name).is_file()]
+    indexes = chosen[:1] or sorted(path.glob(_INDEX_PATTERN))
+    if len(indexes) == 1:
+        return _weight_files(indexes[0])
+    files = sorted(path.glob(_WEIGHTS_PATTERN))
+    if not files:
+        raise CheckpointError(_lack(path), path=path, hint=_NO_WEIGHTS_HINT)
+    return {file: set() for file in files}
+
+
+def _lack(path: Path) -> str:
+    if path.is_dir():
+        next(path.iterdir(), None)  # which says so where the folder may not be read
+        return "holds no safetensors weights"
+    return "is neither a folder nor a regular file" if path.exists() else "does not exist"
+
+
+def _indexed(path: Path) -> dict[Path, set[str]]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedCheckpointError(
+            "is an index without weight_map", path=path, hint="Fetch the folder again"
+        )
+    listed: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name or "\0" in file:
+            raise UnsafeError(
+                "names a file that does not lie beside it",
+                path=path,
+                found=repr(file),
+                expected="the name of a safetensors file",
+                hint="Fetch the folder again",
+            )
+        listed.setdefault(path.parent / file, set()).add(name)
+    return dict(sorted(listed.items()))

@@ -1,1 +1,0 @@
-"""Two model folders side by side, tensor by tensor."""

@@ -1,1 +1,0 @@
-"""From a checkpoint to a model folder: planned, run, proven."""

@@ -1,0 +1,1 @@
+"""File formats: those of torch.save, read as inert data, and safetensors."""

@@ -1,0 +1,261 @@
+"""The closed list of globals that a checkpoint's pickle may use, and what a call of each gives.
+
+Nothing is looked up, imported or called on behalf of the input: a call of a listed global is
+computed by a function of this module, from inert values to an inert value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeGuard
+
+from zexport.formats.inert import (
+    MAX_NDIM,
+    ForeignStorage,
+    FragmentAddress,
+    Global,
+    HiddenError,
+    MalformedError,
+    Opaque,
+    StorageRef,
+    TensorRef,
+    as_key,
+    is_size,
+)
+from zexport.ranges.dtypes import DType
+
+Args: TypeAlias = tuple[object, ...]
+Call: TypeAlias = Callable[[Args], object | None]
+
+
+def _is_sizes(value: object, ndim: int | None = None) -> TypeGuard[tuple[int, ...]]:
+    if not isinstance(value, tuple) or len(value) > MAX_NDIM:
+        return False
+    return ndim in (None, len(value)) and all(map(is_size, value))
+
+
+def storage_of(pid: object) -> StorageRef | ForeignStorage:
+    """The storage that a persistent id stands for.
+
+    Source of the form: torch 2.13, ``torch/serialization.py``, ``persistent_id``; the zip container
+    leaves the last item out, the older one writes the view of a storage there.
+    """
+    match pid:
+        case ("storage", Global() as kind, str(key), str(device), numel, *view):
+            pass
+        case _:
+            raise MalformedError("a persistent id does not describe a storage")
+    if view not in ([], [None]):
+        raise MalformedError("a storage is a view of another, as only torch before 0.4 wrote it")
+    if is_size(numel) and kind in _STORAGES:
+        return StorageRef(_STORAGES[kind], key, device, numel)
+    if is_size(numel) and kind in _FOREIGN_STORAGES:
+        return ForeignStorage(_FOREIGN_STORAGES[kind], key, device, numel)
+    raise MalformedError("a persistent id does not describe a storage")
+
+
+def _view(args: Args, dtype: DType | None = None) -> object:
+    """The view that the first four arguments of every rebuild function describe."""
+    match args:
+        case (StorageRef() as storage, offset, shape, stride, *_):
+            if is_size(offset) and _is_sizes(shape) and _is_sizes(stride, len(shape)):
+                return TensorRef(dtype or storage.dtype, shape, stride, offset, storage)
+        case (ForeignStorage(), _, _, _, *_):
+            return Opaque(REBUILD_TENSOR, args)
+    parts = [item for part in args[:4] for item in (part if isinstance(part, tuple) else (part,))]
+    if any(isinstance(part, Opaque) for part in parts):
+        raise HiddenError("a tensor's place or shape hides behind code that would have to run")
+    raise MalformedError("a tensor's place or shape is not made of whole numbers")
+
+
+def _tensor(args: Args) -> object:
+    return _view(args)
+
+
+def _tensor_v3(args: Args) -> object:
+    """A view of an untyped storage; the element type is the seventh argument."""
+    match args[6:]:
+        case (Global() as name, *_) if name in _DTYPES:
+            dtype = _DTYPES[name]
+            return _view(args, dtype) if dtype else Opaque(REBUILD_TENSOR, args)
+        case (Opaque(), *_):
+            raise HiddenError("a tensor's element type hides behind code that would have to run")
+        case _:
+            raise MalformedError("a tensor names no element type")
+
+
+def _parameter(args: Args) -> object | None:
+    return args[0] if args and isinstance(args[0], TensorRef | Opaque) else None
+
+
+def _from_type(args: Args) -> object | None:
+    """A tensor with Python attributes, less these: (rebuild, type, its arguments, state)."""
+    match args:
+        case (Global() as rebuild, Global(), tuple() as inner, _) if rebuild in _REBUILD:
+            return _REBUILD[rebuild](inner)
+        case _:
+            return None
+
+
+def _ordered_dict(args: Args) -> object | None:
+    result: dict[object, object] = {}
+    match args:
+        case ():
+            return result
+        case (list() as pairs,):
+            for pair in pairs:
+                match pair:
+                    case [key, value]:
+                        result[as_key(key)] = value
+                    case _:
+                        return None
+            return result
+        case _:
+            return None
+
+
+def _items(args: Args) -> tuple[object, ...] | None:
+    match args:
+        case (list() | tuple() as items,):
+            return tuple(items)
+        case _:
+            return None
+
+
+def _set(args: Args) -> object | None:
+    items = _items(args)
+    return None if items is None else set(map(as_key, items))
+
+
+def _frozenset(args: Args) -> object | None:
+    items = _items(args)
+    return None if items is None else frozenset(map(as_key, items))
+
+
+def _complex(args: Args) -> object | None:
+    match args:
+        case (float(real), float(imag)):
+            return complex(real, imag)
+        case _:
+            return None
+
+
+def _zero_stage(args: Args) -> object | None:
+    match args:
+        case (int(stage),) if stage in _ZERO_STAGES.values():
+            return int(stage)
+        case _:
+            return None
+
+
+def _getattr(args: Args) -> object | None:
+    """The stage that Python 3.11.0 to 3.11.3 pickled as an attribute of its enum; nothing else."""
+    match args:
+        case (Global() as owner, str(name)) if owner == _ZERO_STAGE_ENUM:
+            return _ZERO_STAGES.get(name)
+        case _:
+            return None
+
+
+def _fragment_address(args: Args) -> object | None:
+    return FragmentAddress() if not args else None
+
+
+def _globals(module: str, *names: str) -> frozenset[Global]:
+    return frozenset(Global(module, name) for name in names)
+
+
+_ZERO_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_ZERO_STAGES = {
+    "disabled": 0,
+    "optimizer_states": 1,
+    "gradients": 2,
+    "weights": 3,
+    "max_stage": 3,
+}
+
+_STORAGES = {
+    Global("torch", f"{name}Storage"): dtype
+    for name, dtype in {
+        "Double": DType.F64,
+        "Float": DType.F32,
+        "Half": DType.F16,
+        "BFloat16": DType.BF16,
+        "Long": DType.I64,
+        "Int": DType.I32,
+        "Short": DType.I16,
+        "Char": DType.I8,
+        "Byte": DType.U8,
+        "Bool": DType.BOOL,
+        "ComplexFloat": DType.C64,
+        "Untyped": DType.U8,
+    }.items()
+} | {Global("torch.storage", "UntypedStorage"): DType.U8}
+_FOREIGN_STORAGES = {
+    Global("torch", f"{name}Storage"): itemsize
+    for name, itemsize in {
+        "ComplexDouble": 16,
+        "QInt8": 1,
+        "QInt32": 4,
+        "QUInt8": 1,
+        "QUInt4x2": 1,
+        "QUInt2x4": 1,
+    }.items()
+}
+
+# None: an element type of torch that ``DType`` does not name; an error only where it is needed.
+_DTYPES: dict[Global, DType | None] = {
+    Global("torch", dtype.torch_name): dtype for dtype in DType
+} | dict.fromkeys(
+    _globals(
+        "torch",
+        *("uint16", "uint32", "uint64", "complex32", "complex128"),
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+    )
+)
+
+REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD: dict[Global, Call] = {
+    Global("torch._utils", "_rebuild_tensor"): _tensor,
+    REBUILD_TENSOR: _tensor,
+    Global("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    Global("torch._utils", "_rebuild_parameter"): _parameter,
+    Global("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+}
+
+# What REDUCE of a listed global gives; None: not a call that it is known for.
+CALLS: dict[Global, Call] = _REBUILD | {
+    Global("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+    Global("torch", "Size"): _items,
+    Global("collections", "OrderedDict"): _ordered_dict,
+    _ZERO_STAGE_ENUM: _zero_stage,
+}
+for _builtins in ("builtins", "__builtin__"):
+    CALLS |= {
+        Global(_builtins, "getattr"): _getattr,
+        Global(_builtins, "set"): _set,
+        Global(_builtins, "frozenset"): _frozenset,
+        Global(_builtins, "complex"): _complex,
+    }
+
+# What NEWOBJ of a listed global gives; None as above.
+CONSTRUCTORS: dict[Global, Call] = {
+    Global("deepspeed.utils.tensor_fragment", "fragment_address"): _fragment_address,
+}
+
+HARMLESS = (
+    CALLS.keys()
+    | CONSTRUCTORS.keys()
+    | _STORAGES.keys()
+    | _FOREIGN_STORAGES.keys()
+    | _DTYPES.keys()
+    | _globals("torch", "Tensor", "device")
+    | _globals("torch.nn.parameter", "Parameter")
+    | _globals("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")
+    | {
+        Global(module, name)
+        for module in ("builtins", "__builtin__")
+        for name in ("list", "dict", "tuple", "int", "float", "bool", "bytearray", "slice", "range")
+    }
+)

@@ -1,0 +1,273 @@
+"""The safetensors format: the header that is written, and the header that is read and believed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Extent
+from zexport.store.files import open_regular
+
+HEADER_NBYTES_LIMIT = 100_000_000
+"""Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""
+
+_METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor as a header describes it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements (one element for a scalar)."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of an existing file; ``offset`` counts from the first byte of the file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What a safetensors file says of itself, with every invariant of the format checked.
+
+    Attributes:
+        path: the file.
+        data_offset: first byte after the header.
+        tensors: by name, in file order.
+        metadata: the free strings under ``__metadata__``.
+    """
+
+    path: Path
+    data_offset: int
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+    def source(self, name: str) -> Extent:
+        """Where the bytes of a tensor lie.
+
+        Raises:
+            KeyError: the file has no tensor of this name.
+        """
+        tensor = self.tensors[name]
+        return Extent(self.path, tensor.offset, tensor.nbytes)
+
+
+def build_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[int, ...]]:
+    """The first bytes of a file (length, JSON, blanks up to 8 bytes), and each tensor's offset.
+
+    Offsets count from the end of the header; every tensor begins where the one before it ends.
+    Equal entries give equal bytes.
+
+    Raises:
+        UnsupportedError: a name that the format cannot hold, or more tensors than a header may
+            list.
+    """
+    table: dict[str, object] = {_METADATA: {"format": "pt"}}
+    offsets = []
+    position = 0
+    for entry in entries:
+        if entry.name in table:
+            raise UnsupportedError(
+                f"a safetensors file cannot hold a tensor named {entry.name!r} here",
+                hint="Give the tensor another name with --rename",
+            )
+        end = position + entry.nbytes
+        table[entry.name] = {
+            "dtype": entry.dtype.value,
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        offsets.append(position)
+        position = end
+    return _framed(table), tuple(offsets)
+
+
+def _framed(table: Mapping[str, object]) -> bytes:
+    try:
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(
+            "a tensor's name is not valid Unicode",
+            found=ascii(error.object[error.start : error.end]),
+            hint="Give the tensor another name with --rename",
+        ) from error
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > HEADER_NBYTES_LIMIT:
+        raise UnsupportedError(
+            "the header of a shard is too long",
+            found=f"{len(text)} bytes",
+            expected=f"at most {HEADER_NBYTES_LIMIT}",
+            hint="Choose a smaller --max-shard-size",
+        )
+    return _LENGTH.pack(len(text)) + text
+
+
+def read_header(
+    path: Path, *, error: type[ZexportError] = DamagedCheckpointError
+) -> SafetensorsHeader:
+    """The header of a file, with every invariant of the format checked; no tensor byte is read.
+
+    Args:
+        path: the file.
+        error: what to raise when the bytes break the format: the fault lies with the checkpoint for
+            an input, with the export for an output.
+
+    Raises:
+        ZexportError: ``error`` itself, when the file cannot be opened or breaks the format.
+        UnsupportedError: an element type that zexport does not know.
+    """
+    try:
+        with open_regular(path) as file:
+            file_nbytes = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(_LENGTH.size)
+            text = file.read(_header_nbytes(path, prefix, file_nbytes, error))
+    except OSError as cause:
+        raise error(f"cannot be read: {cause.strerror}", path=path) from cause
+    data_offset = len(prefix) + len(text)
+    table, metadata = _parsed(path, text, error)
+    tensors = _checked(path, table, file_nbytes - data_offset, error)
+    return SafetensorsHeader(
+        path=path,
+        data_offset=data_offset,
+        tensors={
+            entry.name: StoredTensor(
+                entry.name, entry.dtype, entry.shape, data_offset + begin, entry.nbytes
+            )
+            for begin, entry in tensors
+        },
+        metadata=metadata,
+    )
+
+
+def _header_nbytes(path: Path, prefix: bytes, file_nbytes: int, error: type[ZexportError]) -> int:
+    if len(prefix) < _LENGTH.size:
+        raise error("is too short for a safetensors file", path=path, found=f"{file_nbytes} bytes")
+    nbytes: int = _LENGTH.unpack(prefix)[0]
+    limit = min(HEADER_NBYTES_LIMIT, file_nbytes - _LENGTH.size)
+    if nbytes > limit:
+        raise error(
+            "claims a header longer than it can be",
+            path=path,
+            found=nbytes,
+            expected=f"at most {limit}",
+        )
+    return nbytes
+
+
+def _parsed(
+    path: Path, text: bytes, error: type[ZexportError]
+) -> tuple[dict[str, object], dict[str, str]]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise error("has a header that names something twice", path=path)
+        return table
+
+    try:
+        table = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as cause:
+        raise error("has a header that is not JSON", path=path, found=str(cause)) from cause
+    if not isinstance(table, dict):
+        raise error("has a header that is not a JSON object", path=path)
+    metadata = table.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise error(f"has {_METADATA} that is not a table of strings", path=path)
+    return table, metadata
+
+
+def _checked(
+    path: Path, table: Mapping[str, object], data_nbytes: int, error: type[ZexportError]
+) -> list[tuple[int, HeaderEntry]]:
+    """Tensors in file order, each beginning where the last ended, the last at the end of the file.
+
+    The same rules as safetensors 0.8 (``tensor.rs``, ``Metadata::validate``): without holes, no
+    byte of a file is outside a tensor, and no two tensors share one.
+    """
+    entries = sorted(
+        (_entry(path, name, fields, error) for name, fields in table.items()),
+        key=lambda item: (item[0], item[1]),
+    )
+    position = 0
+    for begin, end, entry in entries:
+        if begin != position:
+            raise error(
+                f"tensor {entry.name!r} does not begin where the one before it ends",
+                path=path,
+                found=begin,
+                expected=position,
+            )
+        if end - begin != entry.nbytes:
+            raise error(
+                f"tensor {entry.name!r} has a length that does not fit its shape",
+                path=path,
+                found=f"{end - begin} bytes",
+                expected=f"{entry.nbytes} for {entry.dtype.value} {list(entry.shape)}",
+            )
+        position = end
+    if position != data_nbytes:
+        raise error(
+            "has another size than its header says",
+            path=path,
+            found=f"{data_nbytes} bytes of data",
+            expected=position,
+        )
+    return [(begin, entry) for begin, _, entry in entries]
+
+
+def _entry(
+    path: Path, name: str, fields: object, error: type[ZexportError]
+) -> tuple[int, int, HeaderEntry]:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise error(f"tensor {name!r} is not described by dtype, shape and data_offsets", path=path)
+    shape = tuple(_naturals(fields["shape"]))
+    offsets = tuple(_naturals(fields["data_offsets"]))
+    if None in shape or None in offsets or len(offsets) != 2:  # noqa: PLR2004 - a pair
+        raise error(
+            f"tensor {name!r} has a shape or offsets that are not natural numbers", path=path
+        )
+    begin, end = (number for number in offsets if number is not None)
+    whole = tuple(number for number in shape if number is not None)
+    return begin, end, HeaderEntry(name, _dtype(path, name, fields["dtype"]), whole)
+
+
+def _naturals(value: object) -> Iterator[int | None]:
+    """The items of a list, None for what is no natural number; one None for no list at all."""
+    if not isinstance(value, list):
+        yield None
+        return
+    for item in value:
+        yield item if type(item) is int and item >= 0 else None
+
+
+def _dtype(path: Path, name: str, value: object) -> DType:
+    try:
+        return DType(value)
+    except ValueError as cause:
+        raise UnsupportedError(
+            f"tensor {name!r} has an element type that zexport does not know",
+            path=path,
+            found=value,
+        ) from cause

@@ -1,0 +1,270 @@
+"""Where records lie in the zip file that ``torch.save`` writes, and what makes such a file unfit.
+
+The central directory says what there is; a record's own header is looked at when its bytes are
+asked for, since that costs one small read a record.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
+from zexport.formats.inert import ExcessError
+from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
+from zexport.ranges.extents import Member
+from zexport.store.files import open_regular
+
+COPY_AGAIN = "Copy the file again from where it was written"
+_SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
+_ENCRYPTED = 0x1
+_UTF8 = 0x800
+# What zipfile raises on input that is not a zip archive, or one beyond its means.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    NotImplementedError,
+    EOFError,
+    OverflowError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+DIRECTORY_NBYTES_MAX = 12 << 20
+"""Room for 120,000 records with the long names of rank files. Read, a directory takes ten times as
+much memory."""
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """The file, open for reading; what the system refuses becomes a ``CheckpointError``."""
+    try:
+        with open_regular(path) as file:
+            yield file
+    except OSError as error:
+        hint = "Check that it is a file that you may read"
+        raise CheckpointError(
+            "cannot be read", path=path, found=error.strerror, hint=hint
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the central directory says of a record, and the first byte that is not its own.
+
+    A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
+    """
+
+    name: str
+    raw_name: str
+    encoding: str
+    header_offset: int
+    nbytes: int
+    compressed_nbytes: int
+    crc32: int
+    is_stored: bool
+    limit: int
+
+    @property
+    def header_nbytes(self) -> int:
+        """Bytes of the record's own header at the least."""
+        return _LOCAL_HEADER.size + len(self.raw_name.encode(self.encoding))
+
+
+class ZipRecords:
+    """The records of one zip file that hold tensor bytes.
+
+    Empty ones are not kept: under ZeRO-3 each rank's model file has one for every parameter.
+
+    Attributes:
+        root: the folder that all records are in: the file's name when it was written, without
+            ``.pt``, or ``archive`` when it was written to a stream.
+    """
+
+    __slots__ = ("_entries", "_members", "_path", "root")
+
+    def __init__(self, path: Path, root: str, entries: dict[str, _Entry]) -> None:
+        self.root = root
+        self._path = path
+        self._entries = entries
+        self._members: dict[str, Member] = {}
+
+    def members(self) -> tuple[Member, ...]:
+        """The stored records that are not empty, by ascending offset."""
+        wanted = [key for key, entry in self._entries.items() if entry.is_stored and entry.nbytes]
+        with opened(self._path) as file:
+            found = [self._member(file.fileno(), key) for key in wanted]
+        return tuple(sorted(found, key=lambda member: member.offset))
+
+    def place(self, storage: StorageRef) -> int:
+        """Byte of the file where the storage begins."""
+        entry = self._entries.get(storage.key)
+        if (0 if entry is None else entry.nbytes) != storage.nbytes:
+            raise DamagedCheckpointError(
+                f"the record of storage {storage.key!r} is not of the size the tensors claim",
+                path=self._path,
+                found="no record, or an empty one" if entry is None else f"{entry.nbytes} bytes",
+                expected=f"{storage.nbytes} bytes",
+                hint=COPY_AGAIN,
+            )
+        if entry is None:
+            return 0
+        if not entry.is_stored:
+            raise UnsupportedError(
+                f"the record {entry.name} is compressed: no part of it can be read alone",
+                path=self._path,
+                found=f"{entry.compressed_nbytes} bytes for {entry.nbytes}",
+                expected="a stored record, as torch.save writes it",
+                hint=f"In an empty folder: `unzip FILE`, then `zip -0 -r NEW {self.root}`; put NEW "
+                "in its place",
+            )
+        with opened(self._path) as file:
+            return self._member(file.fileno(), storage.key).offset
+
+    def _member(self, descriptor: int, key: str) -> Member:
+        if key not in self._members:
+            entry = self._entries[key]
+            offset = _data_offset(descriptor, entry)
+            if offset is None:
+                problem = f"the record {entry.name} is not where the zip's directory puts it"
+                raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
+            self._members[key] = Member(entry.name, offset, entry.nbytes, entry.crc32)
+        return self._members[key]
+
+
+def _data_offset(descriptor: int, entry: _Entry) -> int | None:
+    """The record's first data byte, or None if its own header contradicts the central directory."""
+    name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
+    raw = os.pread(descriptor, _LOCAL_HEADER.size + len(name), begin)
+    if len(raw) < _LOCAL_HEADER.size + len(name):
+        return None
+    signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
+    offset: int = begin + len(raw) + extra_nbytes
+    agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
+    return offset if agrees and offset + entry.nbytes <= entry.limit else None
+
+
+def _damaged(path: Path, problem: str, found: object = None) -> DamagedCheckpointError:
+    return DamagedCheckpointError(problem, path=path, found=found, hint=COPY_AGAIN)
+
+
+def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[_Entry]:
+    """Every record, none of another's name, and none reaching into another or out of the file."""
+    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    limits = [*(info.header_offset for info in infos[1:]), archive.start_dir]
+    for info, limit in zip(infos, limits, strict=False):
+        entry = _entry(info, limit)
+        least = entry.header_offset + entry.header_nbytes + entry.compressed_nbytes
+        if info.flag_bits & _ENCRYPTED:
+            raise UnsupportedError("the zip archive is encrypted", path=path, hint=_SAVE_AGAIN)
+        if archive.NameToInfo[entry.name] is not info:
+            raise _damaged(path, "the zip archive has two records of one name", entry.name)
+        if least > limit or (entry.is_stored and entry.compressed_nbytes != entry.nbytes):
+            raise _damaged(path, "a record reaches into the next one", entry.name)
+        yield entry
+
+
+def _entry(info: zipfile.ZipInfo, limit: int) -> _Entry:
+    return _Entry(
+        name=info.filename,
+        raw_name=info.orig_filename,
+        encoding="utf-8" if info.flag_bits & _UTF8 else "cp437",
+        header_offset=info.header_offset,
+        nbytes=info.file_size,
+        compressed_nbytes=info.compress_size,
+        crc32=info.CRC,
+        is_stored=info.compress_type == zipfile.ZIP_STORED,
+        limit=limit,
+    )
+
+
+def _root(names: Iterable[str], path: Path) -> str:
+    roots = {name.partition("/")[0] for name in names}
+    if len(roots) != 1:
+        raise _damaged(path, "the zip archive does not have one folder at its top", len(roots))
+    return roots.pop()
+
+
+def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
+    """Refuse big-endian data; a file without the record is little-endian (torch before 2.1)."""
+    name = f"{root}/byteorder"
+    if name not in archive.NameToInfo:
+        return
+    order = _read(archive, name, limit=16, path=path)
+    if order != b"little":
+        problem = "its numbers are not in little-endian byte order"
+        raise UnsupportedError(problem, path=path, found=order, expected=b"little")
+
+
+class _Bounded(FileIO):
+    """A zip file whose directory is not read where it is larger than any checkpoint's.
+
+    ``zipfile`` reads the directory at once, before anything else of that size, and then makes an
+    object of every entry.
+    """
+
+    limit = DIRECTORY_NBYTES_MAX
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes, as a file gives them."""
+        if size is not None and size > self.limit:
+            raise ExcessError(f"a zip directory of {size} bytes, more than the {self.limit} it may")
+        return super().read(size)
+
+
+def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> bytes:
+    """A whole record, its size and CRC checked."""
+    info = archive.NameToInfo.get(name)
+    if info is None or info.file_size > limit:
+        found = "no record" if info is None else f"{info.file_size} bytes"
+        problem = f"the zip archive has no {name} of a fit size, so torch.save did not write it"
+        raise DamagedCheckpointError(problem, path=path, found=found, expected=f"at most {limit}")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        problem = f"the record {name} is compressed in a way that torch.load does not read"
+        hint = "Take the file as torch.save wrote it"
+        raise UnsupportedError(problem, path=path, hint=hint)
+    with archive.open(info) as record:
+        data = record.read(info.file_size + 1)
+    if len(data) != info.file_size:
+        raise _damaged(path, f"the record {name} ends early", f"{len(data)} bytes")
+    return data
+
+
+def read_zip(
+    file: FileIO, path: Path, known: dict[bytes, Pickle] | None = None
+) -> tuple[Pickle, ZipRecords]:
+    """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
+    try:
+        data, records = _read_archive(file, path)
+    except ExcessError as error:
+        hint = "Save fewer tensors in one file"
+        raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
+    except _ZIP_ERRORS as error:
+        problem = "is not a whole zip archive: it ends early, or its bytes were changed"
+        raise _damaged(path, problem, error) from error
+    known = {} if known is None else known
+    if data not in known:
+        known[data] = load(data, path=path)
+    return known[data], records
+
+
+def _read_archive(file: FileIO, path: Path) -> tuple[bytes, ZipRecords]:
+    """The bytes of ``data.pkl``, and where the storages lie; what ``zipfile`` holds is let go."""
+    bounded = _Bounded(file.fileno(), closefd=False)
+    with zipfile.ZipFile(bounded) as archive:
+        bounded.limit = MAX_PICKLE_NBYTES + 1
+        entries = [e for e in _entries(archive, path) if e.nbytes or not e.is_stored]
+        root = _root(archive.namelist(), path)
+        _check_byte_order(archive, root, path)
+        data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
+    prefix = f"{root}/data/"
+    storages = {e.name.removeprefix(prefix): e for e in entries if e.name.startswith(prefix)}
+    return data, ZipRecords(path, root, storages)

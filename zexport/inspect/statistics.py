@@ -1,0 +1,168 @@
+"""What the values of a checkpoint are like: norm, extremes, mean, NaN and Inf of every tensor.
+
+Values are read through one buffer of fixed size and added up in double precision, and every record
+that is read is held against its CRC-32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from mmap import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.plan.plan import SourceFile
+from zexport.ranges.casts import NUMPY
+from zexport.ranges.extents import ByteSource
+from zexport.ranges.reader import SourceReader
+from zexport.run.readback import Phase, Progress
+
+_BUFFER_NBYTES = 1 << 20
+"""Small enough that a block stays in the cache while it is looked at several times."""
+
+# Squares of numbers in this range neither overflow nor vanish when added up.
+_SAFE_MIN, _SAFE_MAX = 1e-140, 1e140
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """What the elements of one tensor are like.
+
+    Norm, extremes and mean are those of the finite elements; a complex element counts as two.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        norm: square root of the sum of squares; 0 for no elements.
+        minimum, maximum: the extremes, exact; ``None`` for no finite elements.
+        mean: ``None`` for no finite elements.
+        nan: how many elements are NaN.
+        inf: how many elements are infinite.
+    """
+
+    name: str
+    norm: float
+    minimum: float | int | None
+    maximum: float | int | None
+    mean: float | None
+    nan: int
+    inf: int
+
+
+def measure(
+    checkpoint: ZeroCheckpoint,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    buffer_nbytes: int = _BUFFER_NBYTES,
+) -> tuple[TensorStatistics, ...]:
+    """The statistics of every tensor whose values are there, in the checkpoint's order.
+
+    Memory does not grow with the tensors; every byte is read once.
+
+    Args:
+        checkpoint: the checkpoint.
+        progress: told of bytes read, after each tensor.
+        buffer_nbytes: bytes looked at together; rounded down to whole elements.
+
+    Raises:
+        DamagedCheckpointError: a record does not hold the bytes that were saved, or a file was
+            changed.
+        CheckpointError: a file cannot be read.
+    """
+    files = [
+        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
+        for file in checkpoint.torch_files
+    ]
+    sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
+    done, total = 0, sum(source.nbytes for _, source in sources)
+    buffer = memoryview(mmap(-1, max(buffer_nbytes, 8)))
+    with SourceReader(files) as reader:
+        found = []
+        for tensor, source in sources:
+            found.append(_measure(tensor, source, reader, buffer))
+            done += source.nbytes
+            if progress is not None:
+                progress(Progress(done, total, Phase.VERIFY))
+        reader.finish()
+    return tuple(found)
+
+
+def _measure(
+    tensor: StoredTensor, source: ByteSource, reader: SourceReader, buffer: memoryview
+) -> TensorStatistics:
+    sums = _Sums()
+    with np.errstate(all="ignore"):
+        for part in _parts(source, reader, buffer):
+            sums.add(np.frombuffer(part, NUMPY[tensor.dtype]))
+    return TensorStatistics(
+        name=tensor.name,
+        norm=sums.norm,
+        minimum=sums.minimum,
+        maximum=sums.maximum,
+        mean=sums.mean if sums.count else None,
+        nan=sums.nan,
+        inf=sums.inf,
+    )
+
+
+def _parts(source: ByteSource, reader: SourceReader, buffer: memoryview) -> Iterator[memoryview]:
+    """The bytes of a source, a buffer at a time; a buffer holds whole elements of any type."""
+    step = buffer.nbytes - buffer.nbytes % 8
+    for start in range(0, source.nbytes, step):
+        part = buffer[: min(step, source.nbytes - start)]
+        reader.read_into(source, start, part)
+        yield part
+
+
+class _Sums:
+    """What has been seen so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nan = 0
+        self.inf = 0
+        self.norm = 0.0
+        self.mean = 0.0
+        self.minimum: float | int | None = None
+        self.maximum: float | int | None = None
+
+    def add(self, stored: npt.NDArray[np.generic]) -> None:
+        """Take some elements into account."""
+        if not stored.size:
+            return
+        values = stored.astype(np.float64)
+        low, high = float(values.min()), float(values.max())
+        if not (math.isfinite(low) and math.isfinite(high)):  # NaN makes both of them NaN
+            self._count(values)
+            self.add(values[np.isfinite(values)])
+            return
+        # A double does not hold every 64-bit integer, so that integers are compared as such.
+        is_whole = np.issubdtype(stored.dtype, np.integer)
+        self._widen(*((stored.min().item(), stored.max().item()) if is_whole else (low, high)))
+        self._add_up(values, max(abs(low), abs(high)))
+
+    def _count(self, values: npt.NDArray[np.float64]) -> None:
+        self.nan += int(np.count_nonzero(np.isnan(values)))
+        self.inf += int(np.count_nonzero(np.isinf(values)))
+
+    def _widen(self, low: float, high: float) -> None:
+        self.minimum = low if self.minimum is None else min(self.minimum, low)
+        self.maximum = high if self.maximum is None else max(self.maximum, high)
+
+    def _add_up(self, values: npt.NDArray[np.float64], largest: float) -> None:
+        """Norm and mean of finite values; ``values`` is scratch room afterwards.
+
+        The mean is carried as such, since a sum of doubles may overflow. The squares are added by
+        numpy and not by a BLAS, whose threads cost more than they save on arrays of this size.
+        """
+        scale = 1.0 if not largest or _SAFE_MIN < largest < _SAFE_MAX else largest
+        if scale != 1.0:
+            values /= scale
+        self.count += values.size
+        share = values.size / self.count
+        self.mean = self.mean * (1 - share) + float(values.mean()) * scale * share
+        np.square(values, out=values)
+        self.norm = math.hypot(self.norm, math.sqrt(float(values.sum())) * scale)

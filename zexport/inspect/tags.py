@@ -1,0 +1,125 @@
+"""What each of several tags is, told from the names of its files and one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.checkpoint.ages import recorded_step
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.find import locate
+from zexport.checkpoint.location import list_tags
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.runs import list_run_checkpoints, steps_by_age
+from zexport.checkpoint.states import read_optimizer_states
+from zexport.errors import ZexportError
+from zexport.formats.torch_file import read_torch_file
+from zexport.store.boundary import Boundary
+
+_TAGS_READ_MAX = 16
+"""So many of a run's newest checkpoints are looked into; the others are named only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagSummary:
+    """One tag.
+
+    Attributes:
+        name: what ``--tag`` takes.
+        step: optimizer steps taken; ``None`` where it was not looked at or cannot be read.
+        optimizer_files: how many optimizer files it has.
+        world_size: how many it should have; ``None`` as above.
+        is_complete: whether every rank's files are there; ``None`` where that is not known.
+        is_chosen: whether it is the one that the rest of the inspection is about.
+    """
+
+    name: str
+    step: int | None
+    optimizer_files: int
+    world_size: int | None
+    is_complete: bool | None
+    is_chosen: bool
+
+
+def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
+    """The tags around an opened checkpoint, newest last; it itself as it was opened.
+
+    Where its folder is a run's ``output_dir``, the run's checkpoints are among them.
+    """
+    location = checkpoint.location
+    return tuple(
+        _of_opened(checkpoint) if one.name == location.tag else one
+        for one in _summarize_all(location.root, location.boundary)
+    )
+
+
+def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
+    """The tags in ``path``, and the checkpoints in a run's folder, newest last."""
+    return tuple(_summarize_all(path, Boundary.of(path, follow=follow_symlinks)))
+
+
+def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
+    steps = steps_by_age(root, boundary) or dict.fromkeys(list_run_checkpoints(root))
+    tags, first_read = list_tags(root), len(steps) - _TAGS_READ_MAX
+    for index, (name, step) in enumerate(steps.items()):
+        is_read = index >= first_read
+        if name in tags:
+            yield _summarize(name, root / name, boundary, step, is_read=is_read)
+            continue
+        try:
+            folder = locate(root / name, follow_symlinks=boundary.follow).tag_dir
+        except ZexportError:  # this one cannot be opened without a tag of its own, or at all
+            yield TagSummary(name, None, 0, None, None, is_chosen=False)
+        else:
+            meant = recorded_step(folder, boundary) if is_read else None
+            yield _summarize(name, folder, boundary, meant, is_read=is_read)
+
+
+def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
+    optimizers = [f for f in checkpoint.files if f.kind is RankFileKind.OPTIMIZER]
+    missing = checkpoint.missing_ranks or checkpoint.missing_model_ranks
+    return TagSummary(
+        name=checkpoint.location.tag,
+        step=checkpoint.global_steps,
+        optimizer_files=len(optimizers),
+        world_size=checkpoint.world_size if optimizers else None,
+        is_complete=not missing if optimizers else None,
+        is_chosen=True,
+    )
+
+
+def _summarize(
+    name: str, folder: Path, boundary: Boundary, step: int | None, *, is_read: bool
+) -> TagSummary:
+    """One tag that is not opened; of files that lie outside, only the names are told."""
+    files = [file for file in list_rank_files(folder) if file.mp_rank == 0]
+    optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    is_read = is_read and all(boundary.holds(file.path) for file in files)
+    world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
+    return TagSummary(
+        name=name,
+        step=step,
+        optimizer_files=len(optimizers),
+        world_size=world_size,
+        is_complete=None if world_size is None else _is_complete(files, world_size),
+        is_chosen=False,
+    )
+
+
+def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:
+    ranks: dict[RankFileKind, set[int]] = {kind: set() for kind in RankFileKind}
+    for file in files:
+        if file.rank < world_size:
+            ranks[file.kind].add(file.rank)
+    whole_model = bool(ranks[RankFileKind.MODEL])
+    model = whole_model or len(ranks[RankFileKind.MODEL_PER_RANK]) == world_size
+    return model and len(ranks[RankFileKind.OPTIMIZER]) == world_size
+
+
+def _world_size(path: Path) -> int | None:
+    try:
+        counts = read_optimizer_states(read_torch_file(path)).partition_counts
+    except ZexportError:  # a summary says what it can; opening this tag tells what is wrong
+        return None
+    return max(counts, default=None)

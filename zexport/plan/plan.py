@@ -1,0 +1,151 @@
+"""The plan: where every output byte comes from, decided before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.findings import Finding, FindingKind
+from zexport.options import CheckMode
+from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Member
+from zexport.store.jsontypes import Json
+
+
+def qualified(filename: str, name: str) -> str:
+    """The name of a tensor within the whole output: after its file's folder, if it has one."""
+    folder = PurePosixPath(filename).parent
+    return name if folder == PurePosixPath() else f"{folder}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor of the output and where its elements come from.
+
+    Attributes:
+        name: name in the output; see ``qualified``.
+        shape: shape in the output; a scalar's is ``()``.
+        dtype: element type in the output.
+        stored_name: name in the checkpoint.
+        stored_dtype: element type in the checkpoint; a cast happens where the two differ.
+        source: the stored elements, row-major, ``numel * stored_dtype.itemsize`` bytes.
+        offset: first byte of the tensor within its shard's data (after the header).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    stored_name: str
+    stored_dtype: DType
+    source: ByteSource
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return self.source.nbytes // self.stored_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One safetensors file of the output.
+
+    Attributes:
+        filename: its name within the output folder.
+        header: the file's first bytes (length, JSON, padding), complete.
+        tensors: in file order; each begins where the last one ended.
+    """
+
+    filename: str
+    header: bytes
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes after the header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + self.data_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A small file of the output beside the shards: config, tokenizer, index, model card.
+
+    Exactly one of ``content`` (bytes to write) and ``origin`` (a file to copy) is given.
+    """
+
+    filename: str
+    content: bytes | None = None
+    origin: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One checkpoint file that the plan reads.
+
+    Attributes:
+        path: the file.
+        nbytes: its size when the plan was made.
+        mtime_ns: its modification time when the plan was made.
+        members: the records that hold tensor bytes, by ascending offset; a record's CRC-32 covers
+            all of it. torch's old container and safetensors have none, there a record is a storage
+            or a tensor.
+    """
+
+    path: Path
+    nbytes: int
+    mtime_ns: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Everything an export will do; nothing has been written yet and no decision is left.
+
+    Attributes:
+        out_dir: the folder that will appear.
+        shards: the safetensors files, in order.
+        side_files: everything else but the manifest.
+        sources: the checkpoint files that are read, each once.
+        replicas: second copies that must agree with what is exported; compared before any byte is
+            written.
+        gathered: copies beside the checkpoint; where they differ, that is told.
+        check: how much of them is compared.
+        allow: kinds of findings that do not end the export.
+        findings: what was found while planning.
+        provenance: what the manifest says of the checkpoint and the options, as JSON values.
+        warnings: sentences for the user that are known before the work starts.
+        overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
+        jobs: worker threads.
+        chunk_nbytes: bytes of one tensor that a worker holds at a time.
+        reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where
+            the bytes come from ``sources``.
+    """
+
+    out_dir: Path
+    shards: tuple[ShardPlan, ...]
+    side_files: tuple[SideFile, ...]
+    sources: tuple[SourceFile, ...]
+    provenance: Mapping[str, Json]
+    warnings: tuple[str, ...]
+    overwrite: bool
+    jobs: int
+    chunk_nbytes: int
+    reference: ZeroCheckpoint | None = None
+    replicas: tuple[Replica | CastReplica, ...] = ()
+    gathered: tuple[CastReplica, ...] = ()
+    check: CheckMode = CheckMode.SAMPLED
+    allow: frozenset[FindingKind] = frozenset()
+    findings: tuple[Finding, ...] = ()

@@ -1,0 +1,162 @@
+"""Tensors that lie in no file but follow from some that do: adapters merged into their base.
+
+Descriptions only, and byte sources like any other: a window of one may be cut, laid end to end or
+tiled. What its elements are is worked out where it is read (``zexport.ranges.calculator``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TypeAlias
+
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Extent
+
+_PLACE = Path("computed")
+"""What stands for a file in an extent of bytes that are in none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Row-major elements of one type, and where they come from."""
+
+    source: ByteSource
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedExtent(Extent):
+    """Bytes of a tensor that is computed; ``offset`` counts from its first."""
+
+    of: Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Recast:
+    """The elements of another tensor, rounded to ``dtype``."""
+
+    elements: Elements
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        stored = self.elements
+        return stored.source.nbytes // stored.dtype.itemsize * self.dtype.itemsize
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window, as one range of the result."""
+        return _window(self, start, stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """Where the elements come from."""
+        return (self.elements.source,)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSum:
+    """``base + scaling * addend`` in float32, element by element."""
+
+    base: Elements
+    addend: Elements
+    scaling: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return self.base.source.nbytes // self.base.dtype.itemsize * DType.F32.itemsize
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window, as one range of the result."""
+        return _window(self, start, stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """Both terms."""
+        return self.base.source, self.addend.source
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The two factors of a low-rank matrix, or of a stack of them, as peft stores them.
+
+    ``a`` is ``(matrices, rank, inputs)`` and ``b`` is ``(outputs, rank, matrices)``, row-major;
+    the product is ``b @ a``, ``(outputs, inputs)``, for each matrix by itself. For one matrix these
+    are the weights of ``lora_A`` and ``lora_B``; for a stack of experts peft 0.21
+    (``tuners/lora/layer.py``, ``ParamWrapper.get_delta_weight``) cuts them this way.
+    """
+
+    a: Elements
+    b: Elements
+    inputs: int
+    outputs: int
+    rank: int
+    matrices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """``base + scaling * (b @ a)`` in float32, each row or column then scaled to a magnitude.
+
+    Attributes:
+        base: the weight before: for each matrix ``(outputs, inputs)``, or ``(inputs, outputs)``.
+        factors: of the update.
+        scaling: of the update.
+        is_transposed: whether a matrix of ``base`` is ``(inputs, outputs)``.
+        magnitude: of DoRA: an element for each output, the norm that its weights get; ``None`` for
+            plain LoRA.
+    """
+
+    base: Elements
+    factors: Factors
+    scaling: float
+    is_transposed: bool = False
+    magnitude: Elements | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a matrix as it is stored."""
+        return self.factors.inputs if self.is_transposed else self.factors.outputs
+
+    @property
+    def columns(self) -> int:
+        """Columns of a matrix as it is stored."""
+        return self.factors.outputs if self.is_transposed else self.factors.inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return prod((self.factors.matrices, self.rows, self.columns)) * DType.F32.itemsize
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window, as one range of the result."""
+        return _window(self, start, stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The base, both factors, and the magnitude."""
+        magnitude = () if self.magnitude is None else (self.magnitude.source,)
+        return self.base.source, self.factors.a.source, self.factors.b.source, *magnitude
+
+
+Computed: TypeAlias = Recast | ScaledSum | LowRankUpdate
+
+
+def _window(of: Computed, start: int, stop: int) -> Iterator[Extent]:
+    if start < stop:
+        yield ComputedExtent(_PLACE, start, stop - start, of)
+
+
+def updates_in(sources: Iterable[ByteSource]) -> Iterator[LowRankUpdate]:
+    """The low-rank updates that some of ``sources`` are, or are made of; each once."""
+    seen: set[int] = set()
+    waiting = list(sources)
+    while waiting:
+        source = waiting.pop()
+        if id(source) in seen:
+            continue
+        seen.add(id(source))
+        waiting.extend(source.constituents())
+        if isinstance(source, LowRankUpdate):
+            yield source

@@ -1,0 +1,95 @@
+"""BLAKE3 of files, of ranges of files, and of shards, through one small buffer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from zexport.store.files import open_descriptor
+from zexport.store.retries import read_some, steadily, synced
+
+_CHUNK_NBYTES = 1 << 20
+"""Few enough that the bytes are still in the processor's cache when they are digested."""
+
+
+def digest_file(path: Path) -> str:
+    """The BLAKE3 digest of a file, as 64 hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with _opened(path) as descriptor:
+        return _digest(path, descriptor, 0, os.fstat(descriptor).st_size, None)
+
+
+def digest_shard(header: bytes, tensor_digests: Iterable[str]) -> str:
+    """The digest of a safetensors file: BLAKE3 of its header and of its tensors' digests in order.
+
+    Header and tensors are all there is in such a file, so this stands for every byte of it, as the
+    root of a hash tree does, and costs no second pass over the tensors.
+    """
+    digest = blake3(header)
+    for tensor_digest in tensor_digests:
+        digest.update(bytes.fromhex(tensor_digest))
+    return digest.hexdigest()
+
+
+def digest_ranges(
+    path: Path,
+    ranges: Iterable[tuple[int, int]],
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+) -> tuple[str, ...]:
+    """The BLAKE3 digests of ranges of a file.
+
+    Args:
+        path: the file.
+        ranges: (offset, nbytes) of each.
+        on_bytes: told the count of each run of bytes after it was taken in.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with _opened(path) as descriptor:
+        return tuple(
+            _digest(path, descriptor, offset, nbytes, on_bytes) for offset, nbytes in ranges
+        )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = steadily(lambda: open_descriptor(path))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _digest(
+    path: Path, descriptor: int, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
+) -> str:
+    """The digest of ``nbytes`` bytes, or of what there is of them."""
+    digest = blake3()
+    buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
+    while nbytes and (count := read_some(path, descriptor, offset, buffer[:nbytes])):
+        digest.update(buffer[:count])
+        offset += count
+        nbytes -= count
+        if on_bytes is not None:
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+def drop_from_cache(path: Path) -> None:
+    """Put a file on the disk and have the system forget it: the next reading starts there.
+
+    Linux forgets what is clean and unlocked at once; a file system may refuse, which is no error.
+    """
+    with _opened(path) as descriptor:
+        synced(descriptor)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

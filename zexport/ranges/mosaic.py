@@ -1,0 +1,208 @@
+"""Tensors laid together from boxes of others, as a tensor-parallel weight is from its shards.
+
+Still a byte source: any window of the whole can be asked for, and no more than the ranges of that
+window are ever named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from zexport.errors import LayoutError
+from zexport.ranges.extents import ByteSource, Extent
+
+Shape = tuple[int, ...]
+
+
+def row_major(shape: Sequence[int]) -> Shape:
+    """Strides, in elements, of a densely stored tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A box of the whole and where its elements lie in a source.
+
+    Attributes:
+        start: its first index in the whole, for each dimension.
+        shape: its size in each dimension.
+        source: the bytes of the tensor it is cut from.
+        offset: element of ``source`` that holds the box's first.
+        stride: elements of ``source`` between neighbours, for each dimension.
+    """
+
+    start: Shape
+    shape: Shape
+    source: ByteSource
+    offset: int
+    stride: Shape
+
+    def holds(self, index: Sequence[int]) -> bool:
+        """Whether the element of the whole at ``index`` is in this box."""
+        return all(a <= i < a + n for a, i, n in zip(self.start, index, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements of one tile that lie within a window of the whole.
+
+    Attributes:
+        shape: its size in each dimension.
+        source: the bytes that it is cut from.
+        offset: element of ``source`` that holds its first.
+        stride: elements of ``source`` between neighbours, for each dimension.
+        out_offset: element of the window where its first belongs.
+        out_stride: elements of the window between neighbours, for each dimension.
+    """
+
+    shape: Shape
+    source: ByteSource
+    offset: int
+    stride: Shape
+    out_offset: int
+    out_stride: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Mosaic:
+    """A row-major tensor of ``shape`` made of tiles that cover it, each element once.
+
+    Raises:
+        LayoutError: on construction, where the tiles leave a gap, overlap, or reach outside.
+    """
+
+    shape: Shape
+    itemsize: int
+    tiles: tuple[Tile, ...]
+    _strides: Shape = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_strides", row_major(self.shape))
+        _check_cover(self.shape, self.tiles, self.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return prod(self.shape) * self.itemsize
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window, run after run along the rows of the tiles."""
+        while start < stop:
+            element, within = divmod(start, self.itemsize)
+            index = self._index(element)
+            tile = next(tile for tile in self.tiles if tile.holds(index))
+            position, run = self._run(tile, index)
+            begin = position * self.itemsize + within
+            count = min(run * self.itemsize - within, stop - start)
+            yield from tile.source.extents(begin, begin + count)
+            start += count
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The sources that the tiles are cut from."""
+        return tuple(tile.source for tile in self.tiles)
+
+    def boxes(self, first: int, last: int) -> Iterator[Box]:
+        """What elements ``first`` to ``last`` (half-open) of the whole are made of; in no order."""
+        for start, shape in _boxes_of_window(self.shape, first, last):
+            for tile in self.tiles:
+                begin = tuple(map(max, start, tile.start))
+                end = tuple(min(a + n, b + m) for a, n, b, m in _zip(start, shape, tile))
+                size = tuple(b - a for a, b in zip(begin, end, strict=True))
+                if all(n > 0 for n in size):
+                    local = (a - b for a, b in zip(begin, tile.start, strict=True))
+                    yield Box(
+                        shape=size,
+                        source=tile.source,
+                        offset=tile.offset + _dot(local, tile.stride),
+                        stride=tile.stride,
+                        out_offset=_dot(begin, self._strides) - first,
+                        out_stride=self._strides,
+                    )
+
+    def _index(self, element: int) -> Shape:
+        index = []
+        for stride in self._strides:
+            at, element = divmod(element, stride)
+            index.append(at)
+        return tuple(index)
+
+    def _run(self, tile: Tile, index: Shape) -> tuple[int, int]:
+        """Position in the tile's source of the element at ``index``, and how many follow densely.
+
+        A run goes on into the next row as long as the tile spans whole rows of the whole, and the
+        source stores them densely.
+        """
+        local = [i - a for i, a in zip(index, tile.start, strict=True)]
+        position = tile.offset + _dot(local, tile.stride)
+        dense = run = 1
+        for dim in range(len(self.shape) - 1, -1, -1):
+            if tile.stride[dim] != dense and tile.shape[dim] != 1:
+                break
+            run += (tile.shape[dim] - 1 - local[dim]) * dense
+            dense *= tile.shape[dim]
+            if tile.shape[dim] != self.shape[dim]:
+                break
+        return position, run
+
+
+def _boxes_of_window(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+    """A row-major window of a tensor as boxes, each by its start and its shape, in order."""
+    if not shape:
+        if first < last:
+            yield (), ()
+        return
+    row = prod(shape[1:])
+    while first < last:
+        index, within = divmod(first, row)
+        whole = (last - first) // row if not within else 0
+        if whole:
+            yield (index, *(0 for _ in shape[1:])), (whole, *shape[1:])
+            first += whole * row
+            continue
+        stop = min(row, within + last - first)
+        for start, size in _boxes_of_window(shape[1:], within, stop):
+            yield (index, *start), (1, *size)
+        first += stop - within
+
+
+def _zip(start: Shape, shape: Shape, tile: Tile) -> Iterator[tuple[int, int, int, int]]:
+    return zip(start, shape, tile.start, tile.shape, strict=True)
+
+
+def _dot(index: Iterable[int], stride: Sequence[int]) -> int:
+    return sum(i * s for i, s in zip(index, stride, strict=True))
+
+
+def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
+    for tile in tiles:
+        inside = len(tile.start) == len(tile.shape) == len(tile.stride) == len(shape) and all(
+            a >= 0 and n > 0 and a + n <= size
+            for a, n, size in zip(tile.start, tile.shape, shape, strict=True)
+        )
+        if not inside:
+            raise LayoutError("a piece of a split tensor reaches outside it", tile.shape, shape)
+        last = tile.offset + _dot((n - 1 for n in tile.shape), tile.stride)
+        if min(tile.offset, *tile.stride, 0) < 0 or (last + 1) * itemsize > tile.source.nbytes:
+            raise LayoutError(
+                "a piece of a split tensor reaches outside its shard",
+                f"element {last}",
+                f"less than {tile.source.nbytes // itemsize}",
+            )
+    for number, tile in enumerate(tiles):
+        if any(_overlap(tile, other) for other in tiles[:number]):
+            raise LayoutError("two pieces of a split tensor overlap", tile.start, "apart")
+    covered = sum(prod(tile.shape) for tile in tiles)
+    if covered != prod(shape):
+        raise LayoutError("the pieces of a split tensor leave gaps", covered, prod(shape))
+
+
+def _overlap(one: Tile, other: Tile) -> bool:
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
+    )

@@ -1,0 +1,261 @@
+"""Tensor bytes by range, with the proof that what was read is what was saved."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Protocol, Self
+
+from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.ranges.calculator import Calculator, Kept
+from zexport.ranges.computed import ComputedExtent
+from zexport.ranges.extents import ByteSource, Member, Window
+from zexport.ranges.gather import gather
+from zexport.ranges.ledger import Ledger, Range
+from zexport.ranges.mosaic import Mosaic
+from zexport.store.retries import read_some, steadily
+
+_OPEN_FILES_LIMIT = 128
+_GAP_CHUNK_NBYTES = 1 << 20
+
+
+class ReadableFile(Protocol):
+    """A file that may be read, and what was known of it beforehand (a plan's ``SourceFile``)."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size beforehand."""
+        ...
+
+    @property
+    def mtime_ns(self) -> int:
+        """Its modification time beforehand."""
+        ...
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Its records, by ascending offset."""
+        ...
+
+
+class SourceReader:
+    """Bytes of a fixed list of files, by range, from any number of threads.
+
+    Every byte that belongs to a record goes into that record's CRC-32; ``finish`` reads what is
+    missing of the records that were touched, and compares. A file that is no longer as it was
+    beforehand is refused, when it is opened and again by ``finish``. A storage that falters is
+    tried again (``zexport.store.retries``).
+
+    Args:
+        files: all that may be read.
+    """
+
+    def __init__(self, files: Iterable[ReadableFile]) -> None:
+        self._files = {file.path: file for file in files}
+        self._members = {path: file.members for path, file in self._files.items()}
+        self._open = _OpenFiles(self._files)
+        self._ledger = self.new_ledger()
+        self._lock = Lock()
+        self._nbytes_read = 0
+        self._kept = Kept()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far, those read again for a CRC included."""
+        return self._nbytes_read
+
+    def new_ledger(self) -> Ledger:
+        """An empty ledger, for a part of the reading that is accounted for by itself."""
+        return Ledger(self._members)
+
+    def read_into(
+        self, source: ByteSource, start: int, buffer: memoryview, ledger: Ledger | None = None
+    ) -> None:
+        """Fill ``buffer`` with the bytes of ``source`` from ``start`` on.
+
+        Args:
+            source: lies in the files of this reader.
+            start: byte of it.
+            buffer: as much as is wanted.
+            ledger: where to note what was read; this reader's own where none is given. What is
+                noted elsewhere counts for ``finish`` once it is handed to ``take``.
+
+        Raises:
+            DamagedCheckpointError: a file ends too early, or was changed.
+            CheckpointError: a file cannot be read.
+        """
+        while isinstance(source, Window):
+            start += source.start
+            source = source.source
+        if isinstance(source, Mosaic) and not (start | buffer.nbytes) % source.itemsize:
+            gather(source, start, buffer, partial(self.read_into, ledger=ledger))
+            return
+        filled = 0
+        noted = self._ledger if ledger is None else ledger
+        for extent in source.extents(start, start + buffer.nbytes):
+            part = buffer[filled : filled + extent.nbytes]
+            if isinstance(extent, ComputedExtent):
+                again = partial(self.read_into, ledger=ledger)
+                Calculator(again, self._kept).fill(extent.of, extent.offset, part)
+            else:
+                self._read(extent.path, extent.offset, part)
+                noted.enter(extent.path, extent.offset, part)
+            filled += extent.nbytes
+
+    def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
+        """Count ranges that were read with another ledger, now or before a stop."""
+        self._ledger.take(ranges)
+
+    def finish(self) -> dict[Path, str]:
+        """Compare the CRC-32 of every record of which a byte was read.
+
+        Returns:
+            For each file of which ranges were taken, the digest of its records
+            (``FileLedger.digest``).
+
+        Raises:
+            DamagedCheckpointError: a record's bytes are not those that were saved, or a file was
+                changed.
+            CheckpointError: a file cannot be read.
+        """
+        buffer = memoryview(bytearray(_GAP_CHUNK_NBYTES))
+        for path, ledger in self._ledger.files():
+            for member in ledger.touched():
+                for start, stop in ledger.gaps(member, buffer.nbytes):
+                    part = buffer[: stop - start]
+                    self._read(path, start, part)
+                    ledger.enter(start, part)
+                _compare(path, member, ledger.crc(member))
+        self._open.check_unchanged()
+        digests = ((path, ledger.digest()) for path, ledger in self._ledger.files())
+        return {path: digest for path, digest in digests if digest is not None}
+
+    def _read(self, path: Path, offset: int, part: memoryview) -> None:
+        with self._open.borrow(path) as descriptor:
+            _read_exactly(path, descriptor, offset, part)
+        with self._lock:
+            self._nbytes_read += part.nbytes
+
+
+def _read_exactly(path: Path, descriptor: int, offset: int, part: memoryview) -> None:
+    done = 0
+    while done < part.nbytes:
+        try:
+            count = read_some(path, descriptor, offset + done, part[done:])
+        except OSError as cause:
+            raise CheckpointError(
+                f"cannot be read at byte {offset + done}: {cause.strerror}", path=path
+            ) from cause
+        if count == 0:
+            raise DamagedCheckpointError(
+                "ends too early",
+                path=path,
+                found=f"{offset + done} bytes",
+                expected=f"at least {offset + part.nbytes}",
+                hint="Copy the checkpoint again",
+            )
+        done += count
+
+
+def _compare(path: Path, member: Member, found: int) -> None:
+    if member.crc32 is not None and found != member.crc32:
+        raise DamagedCheckpointError(
+            f"record {member.name!r} does not hold the bytes that were saved",
+            path=path,
+            found=f"CRC-32 {found:08x}",
+            expected=f"{member.crc32:08x}",
+            hint="Copy the file again, or use another checkpoint",
+        )
+
+
+class _OpenFiles:
+    """Descriptors of the files in use and of some used last, never more than a limit idle."""
+
+    def __init__(self, files: dict[Path, ReadableFile]) -> None:
+        self._files = files
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._users: Counter[Path] = Counter()
+        self._seen: set[Path] = set()
+        self._lock = Lock()
+
+    @contextmanager
+    def borrow(self, path: Path) -> Iterator[int]:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = self._opened(path)
+            self._descriptors.move_to_end(path)
+            self._users[path] += 1
+            descriptor = self._descriptors[path]
+            self._close_idle()
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def check_unchanged(self) -> None:
+        for path in sorted(self._seen):
+            try:
+                _check_unchanged(self._files[path], steadily(path.stat))
+            except OSError as cause:
+                raise _unreadable(path, cause) from cause
+
+    def close(self) -> None:
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def _opened(self, path: Path) -> int:
+        try:
+            descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as cause:
+            raise _unreadable(path, cause) from cause
+        try:
+            _check_unchanged(self._files[path], os.fstat(descriptor))
+        except DamagedCheckpointError:
+            os.close(descriptor)
+            raise
+        self._seen.add(path)
+        return descriptor
+
+    def _close_idle(self) -> None:
+        for path in list(self._descriptors)[: len(self._descriptors) - _OPEN_FILES_LIMIT]:
+            if not self._users[path]:
+                os.close(self._descriptors.pop(path))
+
+
+def _unreadable(path: Path, cause: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot be read: {cause.strerror}", path=path)
+
+
+def _check_unchanged(file: ReadableFile, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+        raise DamagedCheckpointError(
+            "was changed while it was read",
+            path=file.path,
+            found=f"{status.st_size} bytes, modified at {status.st_mtime_ns} ns",
+            expected=f"{file.nbytes} bytes, modified at {file.mtime_ns} ns",
+            hint="Run again when nothing writes to the checkpoint",
+        )

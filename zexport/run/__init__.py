@@ -1,0 +1,1 @@
+"""Running a plan: written, read back, published, and verified at any later time."""

@@ -1,0 +1,218 @@
+"""Re-reading an export: whether it is still what its manifest, its index and its checkpoint say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from zexport.errors import VerificationError, ZexportError
+from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.plan.plan import ExportPlan, qualified
+from zexport.plan.shards import FILES_APART
+from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
+from zexport.run.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    is_as_written,
+    read_manifest,
+)
+from zexport.run.readback import Phase, Progress
+from zexport.run.remade import source_problems
+from zexport.run.verify_report import Problem, VerifyReport
+from zexport.store.files import read_regular
+
+_INDEX_NBYTES_MAX = 64 << 20
+INDEX_NAME = "model.safetensors.index.json"
+_OTHER_BYTES = "does not hold the bytes that were written"
+_SHARD_PATTERN = "*.safetensors"
+
+
+def verify_export(
+    out_dir: Path,
+    *,
+    plan: ExportPlan | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """Everything that is wrong with an exported folder; nothing is changed, and every byte is read.
+
+    Memory does not grow with the model. Damage to the export is gathered, never raised.
+
+    Args:
+        out_dir: the folder.
+        plan: what the checkpoint would give today; every tensor is then made again from it and
+            compared.
+        progress: told of bytes read.
+
+    Raises:
+        CheckpointError: a source of ``plan`` cannot be read, is damaged, or was changed.
+    """
+    try:
+        manifest = read_manifest(out_dir)
+    except VerificationError as error:
+        return VerifyReport(
+            out_dir, 0, 0, plan is not None, (Problem(MANIFEST_NAME, "", error.problem),)
+        )
+    told = _Teller(progress, _nbytes_to_read(manifest, plan))
+    headers, problems = _headers(out_dir, manifest)
+    if not is_as_written(out_dir):
+        problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
+    problems += _unlisted(out_dir, manifest)
+    problems += _header_problems(manifest, headers)
+    in_index = {name: header for name, header in headers.items() if name not in FILES_APART}
+    problems += _index_problems(out_dir, in_index)
+    for name, entry in manifest.files.items():
+        problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)
+    if plan is not None:
+        problems += source_problems(plan, manifest, told.add)
+    return VerifyReport(
+        out_dir=out_dir,
+        files=len(manifest.files),
+        tensors=len(manifest.tensors),
+        against_checkpoint=plan is not None,
+        problems=tuple(problems),
+    )
+
+
+class _Teller:
+    """Adds up bytes, in the calling thread, and tells of them."""
+
+    def __init__(self, tell: Callable[[Progress], None] | None, nbytes_total: int) -> None:
+        self._tell = tell
+        self._total = nbytes_total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._tell is not None:
+            self._tell(Progress(self._done, self._total, Phase.VERIFY))
+
+
+def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
+    again = 0 if plan is None else sum(shard.data_nbytes for shard in plan.shards)
+    return sum(entry.nbytes for entry in manifest.files.values()) + again
+
+
+def _headers(
+    out_dir: Path, manifest: Manifest
+) -> tuple[dict[str, SafetensorsHeader], list[Problem]]:
+    """The headers of all shards there are, and what is wrong with those that cannot be read.
+
+    Their tensors go by the names that the manifest has for them.
+    """
+    headers = {}
+    problems = []
+    for name in manifest.files:
+        path = out_dir / name
+        if path.match(_SHARD_PATTERN) and path.is_file():
+            try:
+                header = read_header(path, error=VerificationError)
+                tensors = {qualified(name, n): one for n, one in header.tensors.items()}
+                headers[name] = replace(header, tensors=tensors)
+            except ZexportError as error:
+                problems.append(Problem(name, "", error.problem))
+    return headers, problems
+
+
+def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
+    return [
+        Problem(path.name, "", "is not listed in the manifest")
+        for path in sorted(out_dir.glob(_SHARD_PATTERN))
+        if path.name not in manifest.files
+    ]
+
+
+def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+    """Where the headers and the manifest differ about a tensor."""
+    problems = []
+    if not manifest.tensors:
+        problems.append(Problem(MANIFEST_NAME, "", "lists no tensor"))
+    for shard, header in headers.items():
+        for name, tensor in header.tensors.items():
+            entry = manifest.tensors.get(name)
+            if entry is None or entry.shard != shard:
+                problems.append(Problem(shard, name, "is not listed for this file"))
+            elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                problems.append(Problem(shard, name, "has another shape or dtype than listed"))
+    for name, entry in manifest.tensors.items():
+        there = headers.get(entry.shard)
+        if there is not None and name not in there.tensors:
+            problems.append(Problem(entry.shard, name, "is listed but not in the file"))
+        elif entry.shard not in manifest.files or not Path(entry.shard).match(_SHARD_PATTERN):
+            problems.append(Problem(entry.shard, name, "is listed in a file that is not"))
+    return problems
+
+
+def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+    """Where the index and the headers differ; one shard of the plain name needs no index."""
+    path = out_dir / INDEX_NAME
+    if not path.exists():
+        if sum("/" not in name for name in headers) > 1:
+            return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
+        return []
+    try:
+        index = json.loads(read_regular(path, _INDEX_NBYTES_MAX) or b"")
+        weight_map = dict(index["weight_map"])
+        total_nbytes = index["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return [Problem(INDEX_NAME, "", f"is not an index: {type(error).__name__}: {error}")]
+    placed = {name: shard for shard, header in headers.items() for name in header.tensors}
+    problems = [
+        Problem(INDEX_NAME, name, "lies in another file than the index says")
+        for name in sorted(weight_map.keys() | placed.keys())
+        if weight_map.get(name) != placed.get(name)
+    ]
+    nbytes = sum(t.nbytes for header in headers.values() for t in header.tensors.values())
+    if total_nbytes != nbytes:
+        problems.append(
+            Problem(INDEX_NAME, "", f"total_size is {total_nbytes}, the shards hold {nbytes}")
+        )
+    return problems
+
+
+def _byte_problems(
+    path: Path,
+    entry: FileEntry,
+    header: SafetensorsHeader | None,
+    manifest: Manifest,
+    on_bytes: Callable[[int], None],
+) -> list[Problem]:
+    """Where a file's bytes, and its tensors' bytes, are not those that were written."""
+    try:
+        found = path.stat().st_size
+        if found != entry.nbytes:
+            return [Problem(path.name, "", f"has {found} bytes, {entry.nbytes} were written")]
+        if header is not None:
+            return _shard_problems(header, entry, manifest, on_bytes)
+        on_bytes(found)
+        is_whole = path.match(_SHARD_PATTERN) or digest_file(path) == entry.blake3
+    except OSError as error:
+        return [Problem(path.name, "", f"cannot be read: {error.strerror}")]
+    return [] if is_whole else [Problem(path.name, "", _OTHER_BYTES)]
+
+
+def _shard_problems(
+    header: SafetensorsHeader,
+    entry: FileEntry,
+    manifest: Manifest,
+    on_bytes: Callable[[int], None],
+) -> list[Problem]:
+    """Where a shard's tensors, and so the shard, are not those that were written."""
+    tensors = tuple(header.tensors.values())
+    ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
+    digests = digest_ranges(header.path, ranges, on_bytes=on_bytes)
+    with header.path.open("rb") as file:
+        whole = digest_shard(file.read(header.data_offset), digests)
+    on_bytes(header.data_offset)
+    problems = []
+    if whole != entry.blake3:
+        problems.append(Problem(header.path.name, "", _OTHER_BYTES))
+    for name, digest in zip(header.tensors, digests, strict=True):
+        listed = manifest.tensors.get(name)
+        if listed is not None and listed.blake3 != digest:
+            problems.append(
+                Problem(header.path.name, name, "does not hold the values that were written")
+            )
+    return problems

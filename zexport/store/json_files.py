@@ -1,0 +1,68 @@
+"""JSON files beside the weights, read within a bound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from zexport.errors import DamagedCheckpointError
+from zexport.store.files import read_regular
+from zexport.store.jsontypes import Json, JsonObject
+
+_NBYTES_MAX = 64 << 20
+_MEMORY_NBYTES_MAX = 128 << 20
+"""What the values of one file may take, as ``_parsed`` estimates it; an index of 100,000
+weights takes a third. Sixty million bytes of empty lists would take more than a gigabyte."""
+
+_DICT_NBYTES, _LIST_NBYTES, _ITEM_NBYTES = 240, 96, 180  # CPython 3.11 to 3.14, upwards
+_CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
+
+
+def read_json_object(path: Path) -> JsonObject:
+    """The JSON object in a file.
+
+    Raises:
+        DamagedCheckpointError: it is too large, not JSON, or no object.
+    """
+    value = _read(path, "object")
+    if not isinstance(value, dict):
+        raise _is_not(path, "object", f"a {type(value).__name__}")
+    return value
+
+
+def read_json_list(path: Path) -> list[Json]:
+    """The JSON list in a file.
+
+    Raises:
+        DamagedCheckpointError: it is too large, not JSON, or no list.
+    """
+    value = _read(path, "list")
+    if not isinstance(value, list):
+        raise _is_not(path, "list", f"a {type(value).__name__}")
+    return value
+
+
+def _read(path: Path, kind: str) -> Json:
+    try:
+        content = read_regular(path, _NBYTES_MAX)
+        value = None if content is None else _parsed(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _is_not(path, kind, error) from error
+    return cast("Json", value)
+
+
+def _parsed(content: bytes) -> object:
+    """The value, whose memory is estimated first, by what separates and opens values."""
+    nbytes = len(content) * (1 if content.isascii() else _CHARACTER_NBYTES)
+    nbytes += content.count(b"{") * _DICT_NBYTES + content.count(b"[") * _LIST_NBYTES
+    nbytes += content.count(b",") * _ITEM_NBYTES
+    if nbytes > _MEMORY_NBYTES_MAX:
+        raise ValueError(f"its values may take {nbytes >> 20} MiB of memory")
+    return json.loads(content)
+
+
+def _is_not(path: Path, kind: str, found: object) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"is not a JSON {kind}", path=path, found=found, hint="Mend or remove the file"
+    )

@@ -1,1 +1,0 @@
-"""Bytes on their way: read by range, checked, cast and digested."""

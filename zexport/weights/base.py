@@ -1,0 +1,148 @@
+"""The weights of the model folder given as a base: which file holds which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.model.matching import ModelNames
+from zexport.model.names import NamesUnknown
+from zexport.plan.plan import SourceFile
+from zexport.plan.shards import INDEX_FILE, SINGLE_FILE
+from zexport.ranges.extents import Member
+from zexport.store.boundary import Boundary
+from zexport.store.json_files import read_json_object
+
+_LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
+    """Headers of a base model's weight files: those that its index names, else the single one.
+
+    Raises:
+        DamagedCheckpointError: a file breaks its format.
+        UnsafeError: the index names something else than a file beside it, or a link to elsewhere.
+    """
+    if base is None:
+        return ()
+    boundary = Boundary.of(base, follow=follow_symlinks)
+    index, single = base / INDEX_FILE, base / SINGLE_FILE
+    for path in (index, single):
+        boundary.check(path)
+    if index.is_file():
+        return tuple(_read_indexed(index, boundary))
+    return (read_header(single),) if single.is_file() else ()
+
+
+def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader]:
+    """Headers of the files that an index names, each with the tensors that it places there."""
+    weight_map = read_json_object(index).get("weight_map")
+    placed: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
+        if not isinstance(name, str) or name in ("", "..") or "\0" in name or "/" in name:
+            raise UnsafeError(
+                "names a file that does not lie beside it",
+                path=index,
+                found=repr(name),
+                expected="the name of a safetensors file",
+                hint="Mend the index, or give another model folder",
+            )
+        placed.setdefault(name, set()).add(tensor)
+    for name in sorted(placed):
+        boundary.check(index.with_name(name))
+        header = read_header(index.with_name(name))
+        tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
+        yield replace(header, tensors=tensors)
+
+
+def source_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
+    """Weight files that are no torch files, each once."""
+    for header in {header.path: header for header in headers}.values():
+        status = header.path.stat()
+        members = tuple(_members(header))
+        yield SourceFile(header.path, status.st_size, status.st_mtime_ns, members)
+
+
+def _members(header: SafetensorsHeader) -> Iterator[Member]:
+    """The tensors of a safetensors file as its records, which have no CRC."""
+    for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes:
+            yield Member(name, tensor.offset, tensor.nbytes, None)
+
+
+def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
+    """The weights of a base model, by name."""
+    return {
+        name: StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
+        for header in base
+        for name, tensor in header.tensors.items()
+    }
+
+
+def under_names_of(
+    names: ModelNames | NamesUnknown, base: Mapping[str, StoredTensor], path: Path | None
+) -> dict[str, StoredTensor]:
+    """A base model's weights by the names that the model has for them.
+
+    They differ where the base's files are those of the class inside the model, which have no prefix
+    (GPT-2 and MiniLM on the hub), or of a class around it, and in layer norms of BERT's time. What
+    the model does not know, such as the scales of quantized weights, goes along with the rest.
+
+    Source: transformers 5.23, ``core_model_loading.py``, ``rename_source_key``, and the legacy
+    renamings of ``conversion_mapping.py``.
+
+    Raises:
+        DamagedCheckpointError: two weights of the base have one name in the model.
+    """
+    if isinstance(names, NamesUnknown):
+        return dict(base)
+    prefix = f"{names.base_prefix}." if names.base_prefix else ""
+    everything = names.all_names
+    known = {name: _known_as(name, prefix, everything) for name in base}
+    is_inside = any(new == prefix + name != name for name, new in known.items())
+    is_around = any(name == f"{prefix}{new}" != new for name, new in known.items())
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in base.items():
+        beside = prefix + name if is_inside else name.removeprefix(prefix if is_around else "")
+        new = known[name] or beside
+        if known[name] and new in renamed:
+            raise _twice(new, path)
+        renamed[new] = tensor if new == name else replace(tensor, name=new)
+    return renamed
+
+
+def _known_as(name: str, prefix: str, known: Set[str]) -> str | None:
+    """What a model calls a weight of the base; ``None`` where it has no such weight."""
+    now = name
+    for old, new in _LEGACY.items():
+        now = f"{now.removesuffix(old)}{new}" if now.endswith(old) else now
+    forms = (name, now, now.removeprefix(prefix), prefix + now)
+    return next((form for form in forms if form in known), None)
+
+
+def under_prefix(
+    prefix: str, wanted: Iterable[str], base: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A base's weights under a prefix, where that alone gives those that are wanted.
+
+    So the files of an encoder serve an adapter on a classifier around it.
+    """
+    lacking = [name for name in wanted if name not in base]
+    if not lacking or not all(
+        name.startswith(prefix) and name.removeprefix(prefix) in base for name in lacking
+    ):
+        return dict(base)
+    return {prefix + name: replace(one, name=prefix + name) for name, one in base.items()}
+
+
+def _twice(name: str, path: Path | None) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"holds two weights that are both {name} in the model",
+        path=path,
+        expected="one, with or without the prefix of the model's class",
+        hint="Load the base with transformers, and give what save_pretrained writes of it",
+    )

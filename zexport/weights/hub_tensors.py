@@ -1,0 +1,139 @@
+"""The tensors of the model's files as ranges of those that the checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import prod
+
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.model.hub_layout import HubLayout, HubTensor, Shape
+from zexport.ranges.extents import ByteSource, Window
+from zexport.ranges.mosaic import Mosaic, Tile, row_major
+
+_KEEP_NAMES = "Export with --layout memory, which keeps the checkpoint's names and shapes"
+
+
+def lay_out(
+    tensors: Mapping[str, StoredTensor], layout: HubLayout, shapes: Mapping[str, Shape]
+) -> dict[str, StoredTensor]:
+    """The tensors of the model's files that ``tensors`` make up; others keep their names.
+
+    Args:
+        tensors: name in memory to tensor; some may be missing.
+        layout: how the model is saved.
+        shapes: name in memory to the shape that the model has.
+
+    Raises:
+        UnsupportedError: of a tensor's parts some are missing, or of different types.
+        DamagedCheckpointError: the layout contradicts the shapes.
+    """
+    made: dict[str, StoredTensor] = {}
+    used: set[str] = set()
+    for name, form in layout.tensors.items():
+        sources = form.sources
+        if not sources & tensors.keys():
+            continue
+        _check_parts(name, sources, tensors)
+        used |= sources
+        same = form.is_all_of(shapes)
+        made[name] = tensors[same] if same is not None else _make(name, form, tensors, shapes)
+    others = {layout.aliases.get(n, n): t for n, t in tensors.items() if n not in used}
+    if clash := sorted(made.keys() & others.keys()):
+        raise UnsupportedError(
+            f"two tensors would be written as {clash[0]!r}",
+            expected="one",
+            hint=f"Rename one with --rename. {_KEEP_NAMES}",
+        )
+    return made | others
+
+
+def _check_parts(name: str, sources: Collection[str], tensors: Mapping[str, StoredTensor]) -> None:
+    missing = sorted(source for source in sources if source not in tensors)
+    if missing:
+        raise UnsupportedError(
+            f"the model's files hold {name!r}, which is made of several weights, not all of which "
+            "are exported",
+            found=f"no values for {', '.join(missing)}",
+            expected=", ".join(sorted(sources)),
+            hint=f"Give what is missing with --base, or do without --exclude-frozen. {_KEEP_NAMES}",
+        )
+
+
+def _make(
+    name: str,
+    form: HubTensor,
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+) -> StoredTensor:
+    """A tensor of pieces; its name is that in the checkpoint where it is of one."""
+    for part in form.sources:
+        if tensors[part].shape != shapes.get(part):
+            raise UnsupportedError(
+                f"{part!r} does not have the shape that the model's files are made from",
+                found=list(tensors[part].shape),
+                expected=list(shapes.get(part, ())),
+                hint=f"Mend config.json. {_KEEP_NAMES}",
+            )
+    parts = [tensors[part] for part in sorted(form.sources)]
+    if len({part.dtype for part in parts}) > 1:
+        raise UnsupportedError(
+            f"the model's files hold {name!r} as one, but its parts are stored in several types",
+            found=", ".join(f"{part.name}: {part.dtype.torch_name}" for part in parts),
+            expected="one type",
+            hint=_KEEP_NAMES,
+        )
+    roles = {part.role for part in parts}
+    source: ByteSource | None = None
+    if all(part.source is not None for part in parts):
+        source = _source(form, tensors, parts[0].dtype.itemsize)
+    return StoredTensor(
+        name=parts[0].name if len(parts) == 1 else name,
+        shape=form.shape,
+        dtype=parts[0].dtype,
+        role=roles.pop() if len(roles) == 1 else Role.TRAINABLE,
+        source=source,
+        fp32_under=frozenset().union(*(part.fp32_under for part in parts)),
+    )
+
+
+def _source(form: HubTensor, tensors: Mapping[str, StoredTensor], itemsize: int) -> ByteSource:
+    try:
+        return _laid_together(form, tensors, itemsize)
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            found=error.found,
+            expected=error.expected,
+            hint="Remove zexport_source.json, and the names are asked of transformers",
+        ) from error
+
+
+def _laid_together(
+    form: HubTensor, tensors: Mapping[str, StoredTensor], itemsize: int
+) -> ByteSource:
+    sources: list[ByteSource] = []
+    for box in form.boxes:
+        if isinstance(box.source, str):
+            stored = tensors[box.source].source
+            if stored is None:
+                raise AssertionError(f"{box.source} has no bytes")
+            sources.append(stored)
+        else:
+            sources.append(_laid_together(box.source, tensors, itemsize))
+    only = form.boxes[0] if len(form.boxes) == 1 else None
+    if only is not None and only.shape == form.shape and _is_dense(only.shape, only.stride):
+        start, nbytes = only.offset * itemsize, prod(form.shape) * itemsize
+        if start + nbytes <= sources[0].nbytes:
+            return Window(sources[0], start, nbytes)
+    tiles = [
+        Tile(box.start, box.shape, source, box.offset, box.stride)
+        for box, source in zip(form.boxes, sources, strict=True)
+        if prod(box.shape)
+    ]
+    return Mosaic(form.shape, itemsize, tuple(tiles))
+
+
+def _is_dense(shape: Shape, stride: Shape) -> bool:
+    steps = zip(shape, stride, row_major(shape), strict=True)
+    return all(size == 1 or step == dense for size, step, dense in steps)

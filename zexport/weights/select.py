@@ -1,0 +1,338 @@
+"""What is written under which name: the checkpoint's tensors as those of the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.errors import FrozenLeftOutError
+from zexport.model.heads import is_value_head
+from zexport.model.hub_layout import HubLayout, Shape
+from zexport.model.matching import ModelNames, absent, difference
+from zexport.model.names import NamesUnknown
+from zexport.options import ExportOptions
+from zexport.ranges.dtypes import DType
+from zexport.weights.hub_tensors import lay_out
+from zexport.weights.named import NamedTensors, Settled, check_complete, some
+from zexport.weights.quantized import check_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The tensors of the output.
+
+    Attributes:
+        tensors: output name to the stored tensor it is.
+        tied: names that are left to the model to tie, to the output name they are tied to.
+        loadable: whether transformers would load it with no missing and no unexpected key;
+            ``False`` where that is not so or not known.
+        architecture: the model class that it loads as, where ``loadable`` and known.
+        from_base: names that the base model filled in.
+        is_untied: whether weights that the model declares to be one are two, so that its config
+            must no longer tie them.
+        warnings: what the user should know.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    tied: Mapping[str, str]
+    loadable: bool
+    architecture: str | None
+    from_base: tuple[str, ...]
+    is_untied: bool
+    warnings: tuple[str, ...]
+
+
+def select_tensors(
+    checkpoint: ZeroCheckpoint,
+    settled: Settled,
+    base: Mapping[str, StoredTensor],
+    options: ExportOptions,
+) -> Selection:
+    """Make the checkpoint's tensors those of the model's files.
+
+    Args:
+        checkpoint: what was opened.
+        settled: its tensors under the model's names, and how the model is saved.
+        base: tensors of the base model, by name; they fill in frozen weights that were left out.
+        options: what is excluded.
+
+    Raises:
+        FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them
+            out was not asked for.
+        NamesMismatchError: weights are missing that no save leaves out.
+        UnsupportedError: a tensor of the model's files has only some of its parts, or one of the
+            base's is quantized.
+    """
+    own = {
+        name: tensor
+        for name, tensor in settled.stored.tensors.items()
+        if not (options.exclude_frozen and tensor.role is Role.FROZEN)
+    }
+    wanted = _wanted(checkpoint, settled, base, options)
+    found = _from_base(settled, wanted, own, base)
+    filled = {name: tensor for name, tensor in found.items() if tensor is not None}
+    if len(filled) < len(found):
+        nowhere = tuple(name for name, tensor in found.items() if tensor is None)
+        check_plain((), base, settled.names, options.base, absent=nowhere)
+        raise _frozen_left_out(checkpoint, nowhere, options)
+    aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
+    merged_over = (tensor for tensor in own.values() if base.get(tensor.name) is tensor)
+    check_plain((*filled.values(), *merged_over), base, settled.names, options.base)
+    differences = _differences(own, wanted, aliases, settled)
+    names, tied = settled.names, aliases
+    if settled.layout is not None and isinstance(names, ModelNames):
+        if not options.exclude_frozen:
+            check_complete(names, {**own, **wanted, **aliases}, checkpoint.location.tag_dir)
+        own, tied = _tie_as_declared(own, aliases, names)
+        own, tied = _as_saved(own, tied, names, settled.layout)
+    from_base = f"{len(filled)} weights come from the base model" if filled else ""
+    loadable = not differences and (settled.layout is not None or _is_saved_so(settled, aliases))
+    written = own | filled
+    if settled.untied:
+        written, tied = _under_all_names(written, tied, settled)
+    return Selection(
+        tensors=written,
+        tied=tied,
+        loadable=loadable,
+        architecture=names.architecture if loadable and isinstance(names, ModelNames) else None,
+        from_base=tuple(filled),
+        is_untied=bool(settled.untied),
+        warnings=tuple(filter(None, (from_base, *settled.notes, _obstacle(settled, differences)))),
+    )
+
+
+def _obstacle(settled: Settled, differences: str) -> str:
+    """Why transformers may not load the output; empty if it will, or if that was not asked."""
+    if not settled.is_for_hub or not differences:
+        return ""
+    if isinstance(settled.names, NamesUnknown):
+        return f"names are written as stored, unchecked: {differences}"
+    return f"the folder will not load as it is: {differences}"
+
+
+def _is_saved_so(settled: Settled, aliases: Mapping[str, str]) -> bool:
+    """Whether names as they are stored are those of the hub, and every tie is the model's."""
+    names = settled.names
+    return (
+        isinstance(names, ModelNames)
+        and names.hub_is_memory
+        and all(names.tied.get(a, a) == names.tied.get(n, n) for a, n in aliases.items())
+    )
+
+
+def _differences(
+    own: Mapping[str, StoredTensor],
+    wanted: Mapping[str, Shape],
+    aliases: Mapping[str, str],
+    settled: Settled,
+) -> str:
+    """How the tensors differ from the model's, or why that is not known; empty if they do not."""
+    if not isinstance(settled.names, ModelNames):
+        return settled.names.reason
+    shapes = {name: tensor.shape for name, tensor in own.items()} | dict(wanted)
+    shapes |= {alias: shapes[name] for alias, name in aliases.items() if name in shapes}
+    found = difference(settled.names, dict(shapes))
+    reshaped = tuple(
+        f"{n} {list(shapes[n])} for {list(settled.names.shapes[n])}" for n in found.reshaped
+    )
+    told = (
+        ("missing", found.missing),
+        ("unexpected", tuple(n for n in found.unexpected if not settled.names.ignores(n))),
+        ("of another shape", reshaped),
+    )
+    return "; ".join(f"{what}: {some(which)}" for what, which in told if which)
+
+
+def _wanted(
+    checkpoint: ZeroCheckpoint,
+    settled: Settled,
+    base: Mapping[str, StoredTensor],
+    options: ExportOptions,
+) -> dict[str, Shape]:
+    """Weights that the checkpoint left out, by the name they go by in it."""
+    if options.exclude_frozen:
+        return {}
+    stored, names = settled.stored, settled.names
+    shapes = stored.shapes
+    if isinstance(names, ModelNames) and (
+        settled.layout is not None or not _unknown(names, stored)
+    ):
+        return _missing_weights(checkpoint, names, shapes)
+    if checkpoint.frozen_left_out:
+        more = {n: t.shape for n, t in base.items() if n not in shapes}
+        if not more or not stored.tensors.keys() <= base.keys():
+            raise _frozen_left_out(checkpoint, ("names that only a config would tell",), options)
+        return more
+    others = _unknown(names, stored) - base.keys()
+    if others and any(n in base for n in stored.left_out):
+        raise _other_names(checkpoint, stored.left_out, tuple(sorted(others)))
+    return {n: base[n].shape if n in base else () for n in stored.left_out}
+
+
+def _unknown(names: ModelNames | NamesUnknown, stored: NamedTensors) -> set[str]:
+    """The weights that a model does not have, value heads and what it passes over aside."""
+    others = {n for n in stored.shapes.keys() - stored.buffers if not is_value_head(n)}
+    if isinstance(names, NamesUnknown):
+        return others
+    return {n for n in others - names.shapes.keys() if not names.ignores(n)}
+
+
+def _missing_weights(
+    checkpoint: ZeroCheckpoint, names: ModelNames, stored: Mapping[str, Shape]
+) -> dict[str, Shape]:
+    """Weights that the model has and a save that may leave some out has not stored.
+
+    Of tied names one is enough, and the source is wanted.
+    """
+    if not checkpoint.may_lack_weights:
+        return {}
+    return {
+        name: names.shapes[name]
+        for name in absent(names, stored)
+        if name not in names.buffers and name not in names.tied
+    }
+
+
+def _from_base(
+    settled: Settled,
+    wanted: Mapping[str, Shape],
+    own: Mapping[str, StoredTensor],
+    base: Mapping[str, StoredTensor],
+) -> dict[str, StoredTensor | None]:
+    """Tensors of the output that the base fills in; ``None`` for those that it does not have."""
+    if settled.layout is not None:
+        needed = {
+            name: tensor.shape
+            for name, tensor in settled.layout.tensors.items()
+            if tensor.sources & wanted.keys() and not tensor.sources & own.keys()
+        }
+        untied = settled.layout.aliases
+        needed |= {untied[name]: shape for name, shape in wanted.items() if name in untied}
+    else:
+        needed = dict(wanted)
+        base = {**_under_memory_names(base, settled), **base}
+    return {
+        name: replace(base[name], role=Role.FROZEN, fp32_under=_kept_in_fp32(name, settled))
+        if name in base and base[name].shape == shape
+        else None
+        for name, shape in needed.items()
+    }
+
+
+def _kept_in_fp32(name: str, settled: Settled) -> frozenset[DType]:
+    """The element types under which a tensor of the model's files stays in float32."""
+    if settled.layout is None or not isinstance(settled.names, ModelNames):
+        return frozenset()
+    made = settled.layout.tensors.get(name)
+    kept = map(settled.names.kept_in_fp32, () if made is None else made.sources)
+    return frozenset().union(*kept)
+
+
+def _under_memory_names(
+    base: Mapping[str, StoredTensor], settled: Settled
+) -> dict[str, StoredTensor]:
+    """The base's tensors that are in its files as they are in memory, under the names there."""
+    names = settled.names
+    if not isinstance(names, ModelNames):
+        return {}
+    return {
+        same: base[name]
+        for layout in names.layouts
+        for name, tensor in layout.tensors.items()
+        if name in base and (same := tensor.is_all_of(names.shapes)) is not None
+    }
+
+
+def _as_saved(
+    tensors: Mapping[str, StoredTensor],
+    tied: Mapping[str, str],
+    names: ModelNames,
+    layout: HubLayout,
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors and ties under the names of the model's files."""
+    saved = {name: tensor for name, tensor in tensors.items() if name not in names.unsaved}
+    for name in saved.keys() & set().union(*names.keep_fp32.values()):
+        saved[name] = replace(saved[name], fp32_under=names.kept_in_fp32(name))
+    renamed = names.names_in(layout)
+    ties = {renamed.get(a, a): renamed.get(n, n) for a, n in tied.items() if a not in names.unsaved}
+    return lay_out(saved, layout, names.shapes), ties
+
+
+def _under_all_names(
+    tensors: Mapping[str, StoredTensor], tied: Mapping[str, str], settled: Settled
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors also under the names of ties that hold, where the config must no longer tie any.
+
+    BERT's config ties the weight of its output and its bias, or neither.
+    """
+    names, written = settled.names, dict(tensors)
+    if not isinstance(names, ModelNames):
+        return written, dict(tied)
+    renamed = {} if settled.layout is None else names.names_in(settled.layout)
+    for alias, source in names.tied.items():
+        one, other = renamed.get(alias, alias), renamed.get(source, source)
+        if other in written:
+            written.setdefault(one, written[other])
+    return written, {alias: name for alias, name in tied.items() if alias not in written}
+
+
+def _frozen_left_out(
+    checkpoint: ZeroCheckpoint, names: tuple[str, ...], options: ExportOptions
+) -> FrozenLeftOutError:
+    where = "and the base does not have them either" if options.base else "and no base was given"
+    if options.base and not any(options.base.glob("*.safetensors")):
+        where = "and the base has no safetensors files, which alone are read"
+    return FrozenLeftOutError(
+        f"weights were left out when the checkpoint was saved, {where}",
+        path=checkpoint.location.tag_dir,
+        found=f"no values for {some(names)}",
+        expected="every weight of the model",
+        hint="Give the model that training began from with --base, or leave these weights out on "
+        "purpose with --exclude-frozen",
+    )
+
+
+def _other_names(
+    checkpoint: ZeroCheckpoint, lost: tuple[str, ...], others: tuple[str, ...]
+) -> FrozenLeftOutError:
+    return FrozenLeftOutError(
+        "weights have no values, and to take the base's would be a guess: others were trained "
+        "under names that it does not have",
+        path=checkpoint.location.tag_dir,
+        found=f"no values for {some(lost)}; {some(others)} beside them",
+        expected="the base's names throughout",
+        hint="Put the names right with --rename, or save again from the model without the wrapper "
+        "that changes its names",
+    )
+
+
+def _tie_as_declared(
+    tensors: Mapping[str, StoredTensor], aliases: Mapping[str, str], names: ModelNames
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors under the names that the model keeps of each tie.
+
+    A tie of the checkpoint that the model declares is written once, under the name that the model
+    calls its source. One that it does not declare is written under every name that the model has.
+    """
+    together: dict[str, list[str]] = {name: [name] for name in tensors}
+    tied: dict[str, str] = {}
+    for alias, name in aliases.items():
+        if name in together:
+            together[name].append(alias)
+        else:
+            tied[alias] = name
+    written: dict[str, StoredTensor] = {}
+    for name, members in together.items():
+        known = [member for member in members if member in names.shapes] or [name]
+        kept: dict[str, str] = {}
+        for member in known:
+            source = names.tied.get(member, member)
+            is_free = source not in tensors and source not in aliases
+            kept.setdefault(source, source if source in known or is_free else member)
+        for member in members:
+            keeper = kept.get(names.tied.get(member, member), known[0])
+            written[keeper] = tensors[name]
+            if keeper != member:
+                tied[member] = keeper
+    return written, tied
