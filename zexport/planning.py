@@ -18,7 +18,7 @@ from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.added_tokens import tokens_without_a_row
 from zexport.model.card import model_card
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
@@ -43,7 +43,7 @@ from zexport.weights.accounting import account
 from zexport.weights.base import base_tensors, read_base, source_files, under_names_of
 from zexport.weights.expected_shapes import check_shapes
 from zexport.weights.gathered import gathered_copies, may_be_gathered
-from zexport.weights.identity import Identity, identify
+from zexport.weights.model_class import Identity, identify
 from zexport.weights.named import name_tensors, settle_names
 from zexport.weights.select import Selection, select_tensors
 from zexport.weights.ties import settle_ties, under_tied_sources
@@ -194,7 +194,7 @@ def _with_fused_experts(
     is_split = any(tensor.name.endswith(".experts.w1") for tensor in checkpoint.tensors)
     if options.layout is NameLayout.MEMORY or not is_split:
         return checkpoint
-    from zexport.weights.autoep import (  # noqa: PLC0415 - rare
+    from zexport.weights.autoep_experts import (  # noqa: PLC0415 - rare
         fuse_experts,
         with_original_names,
     )

@@ -18,7 +18,7 @@ from tests.support.checkpoints import Model, Run, edit, save
 from tests.support.hf_models import differing, load, tiny_config, tiny_model, write_config
 from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint, raise_problems
-from zexport.model.matching import without_inner_wrappers
+from zexport.model.fit import without_inner_wrappers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -38,8 +38,8 @@ from zexport.errors import (
 from zexport.formats.inert import StorageRef
 from zexport.formats.torch_legacy import LegacyRecords
 from zexport.model import custom_code
+from zexport.model.fit import ModelNames
 from zexport.model.hub_layout import Box, HubLayout, HubTensor
-from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
@@ -47,8 +47,8 @@ from zexport.ranges.extents import Extent
 from zexport.train import launch
 from zexport.train.options import TrainOptions, resumed
 from zexport.train.summary import TrainSummary
-from zexport.weights.autoep import fuse_experts
-from zexport.weights.hub_tensors import lay_out
+from zexport.weights.autoep_experts import fuse_experts
+from zexport.weights.hub_form import lay_out
 from zexport.weights.named import NamedTensors, settle_names
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

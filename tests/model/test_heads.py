@@ -22,8 +22,8 @@ from tests.support.hf_models import (
     write_config,
 )
 from zexport.errors import NamesMismatchError
+from zexport.model.fit import ModelNames, as_it_is, choose_class
 from zexport.model.heads import head_names, without_value_heads
-from zexport.model.matching import ModelNames, as_it_is, choose_class
 
 _SHAPES = {
     "model.embed.weight": (5, 3),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars

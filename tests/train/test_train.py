@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars

@@ -17,7 +17,7 @@ from tests.support.live_models import files_of, in_training, live_model
 from tests.support.real_cases import facts
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.model.matching import ModelNames, as_it_is
+from zexport.model.fit import ModelNames, as_it_is
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType

@@ -13,7 +13,7 @@ from tests.support.checkpoints import Model, Run, edit, model_file, save, small_
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType

@@ -11,7 +11,7 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.updates import Update
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.peft_names import read_name
 from zexport.weights.memory_tensors import tensor_in_memory
 

@@ -24,8 +24,8 @@ from zexport.adapters.updates import (
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.model.added_tokens import tokens_beyond
+from zexport.model.fit import ModelNames
 from zexport.model.hub_layout import Shape
-from zexport.model.matching import ModelNames
 from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.peft_names import inner_name, read_name

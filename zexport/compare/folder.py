@@ -10,7 +10,7 @@ from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError
 from zexport.formats.safetensors_file import StoredTensor, read_header
 from zexport.model.config import ConfigFile
-from zexport.model.matching import ModelNames, best_fit
+from zexport.model.fit import ModelNames, best_fit
 from zexport.model.names import learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars

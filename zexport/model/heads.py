@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from zexport.model.fit import ModelNames, best_fit, wrapper_prefixes
 from zexport.model.hub_layout import Shape
-from zexport.model.matching import ModelNames, best_fit, wrapper_prefixes
 
 _TENSORS_MAX = 16
 _VALUE_HEADS = ("v_head", "value_head", "reward_head", "critic_head")

@@ -9,7 +9,7 @@ from pathlib import Path
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, UnsafeError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.plan.plan import SourceFile
 from zexport.plan.shards import INDEX_FILE, SINGLE_FILE

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import Finding, FindingKind
-from zexport.model.matching import ModelNames, best_fit
+from zexport.model.fit import ModelNames, best_fit
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.weights.named import NamedTensors

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import NamesMismatchError, UnsupportedError, UsageError
-from zexport.model.hub_layout import HubLayout, Shape
-from zexport.model.matching import (
+from zexport.model.fit import (
     INNER_WRAPPERS,
     Difference,
     Fit,
@@ -20,6 +19,7 @@ from zexport.model.matching import (
     best_fit,
     without_inner_wrappers,
 )
+from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.ranges.dtypes import DType
 from zexport.weights.named import some

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
+from zexport.model.fit import ModelNames, absent, difference
 from zexport.model.heads import is_value_head
 from zexport.model.hub_layout import HubLayout, Shape
-from zexport.model.matching import ModelNames, absent, difference
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
-from zexport.weights.hub_tensors import lay_out
+from zexport.weights.hub_form import lay_out
 from zexport.weights.named import NamedTensors, Settled, check_complete, some
 from zexport.weights.quantized import check_plain
 

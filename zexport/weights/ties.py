@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.model.matching import ModelNames
+from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.ranges.equality import Equality
 from zexport.ranges.reader import ReadableFile, SourceReader

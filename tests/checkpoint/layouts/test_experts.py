@@ -28,7 +28,7 @@ from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, Un
 from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
-from zexport.weights.autoep import fuse_experts, with_original_names
+from zexport.weights.autoep_experts import fuse_experts, with_original_names
 
 _FIXTURES = Path(__file__).parents[3] / "fixtures"
 _FOLDERS = [_FIXTURES, *(Path(own) for own in [os.environ.get("ZEXPORT_CASES")] if own)]

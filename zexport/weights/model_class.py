@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import NamesMismatchError
 from zexport.model.config import ConfigFile
+from zexport.model.fit import ModelNames, best_fit
 from zexport.model.heads import head_names, shared_prefix, without_value_heads
 from zexport.model.hub_layout import Shape
-from zexport.model.matching import ModelNames, best_fit
 from zexport.model.mending import mend_sizes
 from zexport.model.names import NamesUnknown, learn_classes, learn_names
 from zexport.model.names_client import NamesClient
