@@ -25,7 +25,7 @@ from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.model.spoilt_files import spoilt_files
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.plan.memory import share_memory
-from zexport.plan.plan import ExportPlan, ShardPlan, SideFile, SourceFile
+from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile
 from zexport.plan.shards import (
     DTYPES,
     INDEX_FILE,
@@ -245,7 +245,7 @@ def _written_files(
     checkpoint: ZeroCheckpoint,
     model: Identity,
     selection: Selection,
-    shards: Sequence[ShardPlan],
+    shards: Sequence[FilePlan],
     target: DType,
 ) -> Iterator[SideFile]:
     """The files beside the shards whose content is new: card, config, index.

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from zexport.plan.plan import ShardPlan, TensorPlan
+from zexport.plan.plan import FilePlan, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped, Window
 from zexport.run.fingerprint import fingerprint
 
 RANKS = (Chain((Extent(Path("a"), 0, 40),)), Chain((Extent(Path("b"), 0, 40),)))
 TENSOR = TensorPlan("x", (4,), DType.F32, "y", DType.F32, Striped(RANKS, 8, 8, 16), 0)
-SHARD = ShardPlan("model.safetensors", b"header", (TENSOR, replace(TENSOR, name="z")))
+SHARD = FilePlan("model.safetensors", b"header", (TENSOR, replace(TENSOR, name="z")))
 
 
 def test_the_same_plan_made_twice_has_one_fingerprint() -> None:
@@ -25,7 +25,7 @@ def test_the_same_plan_made_twice_has_one_fingerprint() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(SHARD, header=b"Header"),
+        replace(SHARD, head=b"Header"),
         replace(SHARD, tensors=SHARD.tensors[:1]),
         replace(SHARD, tensors=SHARD.tensors[::-1]),
         replace(SHARD, tensors=(replace(TENSOR, dtype=DType.BF16), SHARD.tensors[1])),
@@ -35,7 +35,7 @@ def test_the_same_plan_made_twice_has_one_fingerprint() -> None:
         replace(SHARD, tensors=(replace(TENSOR, source=Window(RANKS[0], 8, 16)), TENSOR)),
     ],
 )
-def test_any_difference_shows(other: ShardPlan) -> None:
+def test_any_difference_shows(other: FilePlan) -> None:
     assert fingerprint("v", other) != fingerprint("v", SHARD)
     assert fingerprint("w", SHARD) != fingerprint("v", SHARD)
 

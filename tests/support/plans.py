@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 
 from zexport.formats.safetensors_file import HeaderEntry, build_header
-from zexport.plan.plan import ExportPlan, ShardPlan, SideFile, SourceFile, TensorPlan
+from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Member
 
@@ -67,13 +67,13 @@ class Wanted:
     source: ByteSource
 
 
-def shard_plan(filename: str, wanted: Sequence[Wanted]) -> ShardPlan:
+def shard_plan(filename: str, wanted: Sequence[Wanted]) -> FilePlan:
     header, offsets = build_header([HeaderEntry(w.name, w.target, w.shape) for w in wanted])
     tensors = tuple(
-        TensorPlan(w.name, w.shape, w.target, w.name, w.stored, w.source, offset)
+        TensorPlan(w.name, w.shape, w.target, w.name, w.stored, w.source, len(header) + offset)
         for w, offset in zip(wanted, offsets, strict=True)
     )
-    return ShardPlan(filename, header, tensors)
+    return FilePlan(filename, header, tensors)
 
 
 def export_plan(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.plans import Wanted, export_plan, save, saved
-from zexport.plan.plan import ExportPlan, ShardPlan, SideFile
+from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run.execute import run_plan
@@ -57,7 +57,7 @@ def stopped_after(count: int, error: BaseException) -> Iterator[None]:
     """A block in which an export ends with ``error`` once ``count`` shards are noted."""
     whole = Journal.add
 
-    def add(self: Journal, planned: ShardPlan, written: ShardResult) -> None:
+    def add(self: Journal, planned: FilePlan, written: ShardResult) -> None:
         if len(finished_shards(self._folder.parent)) == count:
             raise error
         whole(self, planned, written)

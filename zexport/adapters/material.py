@@ -9,7 +9,7 @@ from zexport.adapters.saved_beside import SavedBeside
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.findings import Finding
 from zexport.model.sidecars import Sidecars
-from zexport.plan.plan import ShardPlan, SideFile, SourceFile
+from zexport.plan.plan import FilePlan, SideFile, SourceFile
 from zexport.weights.named import NamedTensors
 from zexport.weights.select import Selection
 
@@ -55,7 +55,7 @@ class Content:
     """
 
     selection: Selection
-    shards: tuple[ShardPlan, ...]
+    shards: tuple[FilePlan, ...]
     side_files: tuple[SideFile, ...]
     sidecars: Sidecars
     warnings: tuple[str, ...]

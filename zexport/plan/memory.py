@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zexport.errors import MemoryLimitError
 from zexport.options import ExportOptions
-from zexport.plan.plan import ExportPlan, ShardPlan
+from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.calculator import held_nbytes
 from zexport.ranges.computed import updates_in
 
@@ -25,14 +25,14 @@ def memory_nbytes(plan: ExportPlan) -> int:
     return _PROCESS_NBYTES + plan.jobs * _BUFFERS_PER_JOB * plan.chunk_nbytes + calculation
 
 
-def _calculation_nbytes(shards: Iterable[ShardPlan], jobs: int) -> int:
+def _calculation_nbytes(shards: Iterable[FilePlan], jobs: int) -> int:
     """What working out the tensors takes that are in no file, beside the buffers."""
     updates = updates_in(tensor.source for shard in shards for tensor in shard.tensors)
     largest = max(updates, key=lambda update: held_nbytes(update, jobs), default=None)
     return 0 if largest is None else held_nbytes(largest, jobs)
 
 
-def share_memory(options: ExportOptions, shards: Iterable[ShardPlan] = ()) -> tuple[int, int]:
+def share_memory(options: ExportOptions, shards: Iterable[FilePlan] = ()) -> tuple[int, int]:
     """Worker threads and bytes of a chunk that stay within ``--max-memory``.
 
     Raises:

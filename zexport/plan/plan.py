@@ -32,7 +32,7 @@ class TensorPlan:
         stored_name: name in the checkpoint.
         stored_dtype: element type in the checkpoint; a cast happens where the two differ.
         source: the stored elements, row-major, ``numel * stored_dtype.itemsize`` bytes.
-        offset: first byte of the tensor within its shard's data (after the header).
+        offset: first byte of the tensor within its file.
     """
 
     name: str
@@ -55,28 +55,28 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """One safetensors file of the output.
+class FilePlan:
+    """One weight file of the output: its first bytes, and its tensors at their places.
 
     Attributes:
         filename: its name within the output folder.
-        header: the file's first bytes (length, JSON, padding), complete.
+        head: the file's first bytes, complete; those of safetensors are length, JSON and padding.
         tensors: in file order; each begins where the last one ended.
     """
 
     filename: str
-    header: bytes
+    head: bytes
     tensors: tuple[TensorPlan, ...]
 
     @property
     def data_nbytes(self) -> int:
-        """Bytes after the header."""
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
         """Size of the whole file."""
-        return len(self.header) + self.data_nbytes
+        return len(self.head) + self.data_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ExportPlan:
     """
 
     out_dir: Path
-    shards: tuple[ShardPlan, ...]
+    shards: tuple[FilePlan, ...]
     side_files: tuple[SideFile, ...]
     sources: tuple[SourceFile, ...]
     provenance: Mapping[str, Json]

@@ -10,7 +10,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.model.heads import is_value_head
 from zexport.options import ExportDType
-from zexport.plan.plan import ShardPlan, TensorPlan, qualified
+from zexport.plan.plan import FilePlan, TensorPlan, qualified
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
 
@@ -36,7 +36,7 @@ for the model's.
 
 def plan_shards(
     tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
-) -> tuple[ShardPlan, ...]:
+) -> tuple[FilePlan, ...]:
     """The files of a model, split as huggingface_hub splits a state dict."""
     from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
 
@@ -61,7 +61,7 @@ def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
     return files
 
 
-def plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[ShardPlan, ...]:
+def plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[FilePlan, ...]:
     """The files of the weights that the model does not know, if there are any."""
     dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
     return tuple(
@@ -72,7 +72,7 @@ def plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[Shar
 
 def plan_shard(
     filename: str, tensors: Mapping[str, StoredTensor], dtypes: Mapping[str, DType]
-) -> ShardPlan:
+) -> FilePlan:
     """One file: widest elements first, then by name, as safetensors itself orders them.
 
     Args:
@@ -93,14 +93,14 @@ def plan_shard(
             stored_name=tensors[name].name,
             stored_dtype=tensors[name].dtype,
             source=_source_of(tensors[name]),
-            offset=offset,
+            offset=len(header) + offset,
         )
         for name, offset in zip(order, offsets, strict=True)
     )
-    return ShardPlan(filename, header, planned)
+    return FilePlan(filename, header, planned)
 
 
-def index_file(shards: Sequence[ShardPlan], tensors: Mapping[str, StoredTensor]) -> bytes:
+def index_file(shards: Sequence[FilePlan], tensors: Mapping[str, StoredTensor]) -> bytes:
     """The index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
     planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
     parameters = [t for t, _ in planned if tensors[t.name].role is not Role.BUFFER]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from zexport.plan.plan import ExportPlan, ShardPlan
+    from zexport.plan.plan import ExportPlan, FilePlan
 
 _SCHEMA = 1
 _ESTIMATE_BYTES_PER_SECOND = 1_000_000_000
@@ -96,7 +96,7 @@ def _file_rows(plan: ExportPlan) -> Iterable[tuple[str, str, str]]:
     yield "zexport_manifest.json", "", ""
 
 
-def _row(shard: ShardPlan) -> tuple[str, str, str]:
+def _row(shard: FilePlan) -> tuple[str, str, str]:
     return shard.filename, size(shard.nbytes), f"{len(shard.tensors):,}"
 
 

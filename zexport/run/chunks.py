@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zexport.plan.plan import ShardPlan, TensorPlan
+from zexport.plan.plan import FilePlan, TensorPlan
 
 _LEAST_NBYTES = 8
 """Room for one element of the largest type."""
@@ -56,13 +56,13 @@ def pieces(tensor: TensorPlan, chunk_nbytes: int) -> Iterator[Piece]:
         yield Piece(tensor, first, min(first + step, tensor.numel))
 
 
-def chunks(shard: ShardPlan, chunk_nbytes: int) -> Iterator[Chunk]:
+def chunks(shard: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
     """A shard's data in file order, each chunk full or nearly so, however small its tensors are.
 
     Every tensor has at least one piece, an empty one too; a shard has at least one chunk.
     """
     limit = room(chunk_nbytes)
-    offset = len(shard.header)
+    offset = len(shard.head)
     gathered: list[Piece] = []
     used = 0
     for tensor in shard.tensors:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from zexport.plan.plan import ExportPlan, ShardPlan
+from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.run.fingerprint import fingerprint
 from zexport.run.results import ShardResult, TensorResult
@@ -35,7 +35,7 @@ class Journal:
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
 
-    def add(self, planned: ShardPlan, written: ShardResult) -> None:
+    def add(self, planned: FilePlan, written: ShardResult) -> None:
         """Note a shard that is on the disk.
 
         Raises:
@@ -54,7 +54,7 @@ class Journal:
         seal = blake3(text).hexdigest().encode()
         write_durably(self._entry(planned), [seal, b"\n", text])
 
-    def find(self, planned: ShardPlan) -> ShardResult | None:
+    def find(self, planned: FilePlan) -> ShardResult | None:
         """What was noted of a shard; ``None`` where nothing was, or something of another plan."""
         try:
             seal, text = self._entry(planned).read_bytes().split(b"\n", 1)
@@ -92,10 +92,10 @@ class Journal:
                 if path != self._folder and name not in filenames:
                     _remove(path)
 
-    def _entry(self, planned: ShardPlan) -> Path:
+    def _entry(self, planned: FilePlan) -> Path:
         return self._folder / f"{planned.filename}{_ENTRY}"
 
-    def _fingerprint(self, planned: ShardPlan) -> str:
+    def _fingerprint(self, planned: FilePlan) -> str:
         return fingerprint(self._sources, planned)
 
 

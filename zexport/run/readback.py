@@ -14,7 +14,7 @@ from typing import ParamSpec, Self
 from safetensors import SafetensorError, safe_open
 
 from zexport.errors import VerificationError
-from zexport.plan.plan import ShardPlan, TensorPlan, qualified
+from zexport.plan.plan import FilePlan, TensorPlan, qualified
 from zexport.ranges.digests import digest_file, digest_ranges, drop_from_cache
 from zexport.run.manifest import FileEntry
 from zexport.run.results import ShardResult
@@ -138,14 +138,14 @@ class Checks:
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def add_shard(self, planned: ShardPlan, written: ShardResult) -> None:
+    def add_shard(self, planned: FilePlan, written: ShardResult) -> None:
         """Have a shard opened by the safetensors library, and read again if the mode says so."""
         path = self._folder / planned.filename
         self._submit(_check_opens, path, written)
         if self._verify is not VerifyMode.NONE:
             self._add_reading(path, planned, written, self._meter.verified)
 
-    def holds(self, planned: ShardPlan, written: ShardResult) -> bool:
+    def holds(self, planned: FilePlan, written: ShardResult) -> bool:
         """Whether a shard that was left is still what was written, read again whatever the mode."""
         path = self._folder / planned.filename
         if not path.is_file() or path.stat().st_size != planned.nbytes:
@@ -161,7 +161,7 @@ class Checks:
     def _add_reading(
         self,
         path: Path,
-        planned: ShardPlan,
+        planned: FilePlan,
         written: ShardResult,
         on_bytes: Callable[[int], None],
     ) -> None:
@@ -170,7 +170,7 @@ class Checks:
                 drop_from_cache(path)
         self._submit(_check_header, path, planned)
         for batch in _batches(planned):
-            self._submit(_check_tensors, path, planned, batch, written, on_bytes)
+            self._submit(_check_tensors, path, batch, written, on_bytes)
 
     def add_file(self, filename: str, entry: FileEntry) -> None:
         """Have a file beside the shards read again, if the mode says so."""
@@ -204,7 +204,7 @@ def _check_opens(path: Path, shard: ShardResult) -> None:
         )
 
 
-def _batches(shard: ShardPlan) -> Iterator[list[TensorPlan]]:
+def _batches(shard: FilePlan) -> Iterator[list[TensorPlan]]:
     """The shard's tensors in runs that are worth a task of their own."""
     batch: list[TensorPlan] = []
     nbytes = 0
@@ -218,22 +218,20 @@ def _batches(shard: ShardPlan) -> Iterator[list[TensorPlan]]:
         yield batch
 
 
-def _check_header(path: Path, planned: ShardPlan) -> None:
+def _check_header(path: Path, planned: FilePlan) -> None:
     with writing(path), path.open("rb") as file:
-        found = file.read(len(planned.header))
-    if found != planned.header or path.stat().st_size != planned.nbytes:
+        found = file.read(len(planned.head))
+    if found != planned.head or path.stat().st_size != planned.nbytes:
         raise _not_as_written(path, "another header or size", "those that were written")
 
 
 def _check_tensors(
     path: Path,
-    planned: ShardPlan,
     batch: Sequence[TensorPlan],
     written: ShardResult,
     on_bytes: Callable[[int], None],
 ) -> None:
-    begin = len(planned.header)
-    ranges = [(begin + tensor.offset, tensor.nbytes) for tensor in batch]
+    ranges = [(tensor.offset, tensor.nbytes) for tensor in batch]
     with writing(path):
         digests = digest_ranges(path, ranges, on_bytes=on_bytes)
     for tensor, found in zip(batch, digests, strict=True):

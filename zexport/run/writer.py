@@ -14,7 +14,7 @@ from types import TracebackType
 
 from blake3 import blake3
 
-from zexport.plan.plan import ExportPlan, ShardPlan
+from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.digests import digest_shard
 from zexport.run.chunks import Chunk, Piece, chunks
@@ -146,7 +146,7 @@ def _schedule(
 class _ShardWriter:
     """One shard on its way to the disk."""
 
-    def __init__(self, path: Path, shard: ShardPlan, reader: TensorReader) -> None:
+    def __init__(self, path: Path, shard: FilePlan, reader: TensorReader) -> None:
         self._shard = shard
         self._reader = reader
         self.nbytes = shard.nbytes  # a sum over all tensors, made once
@@ -158,7 +158,7 @@ class _ShardWriter:
 
     def begin(self) -> None:
         """Write the file's header."""
-        self._file.write(self._shard.header, 0)
+        self._file.write(self._shard.head, 0)
 
     def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
         """Everything that happens to one chunk."""
@@ -207,7 +207,7 @@ class _ShardWriter:
         return ShardResult(
             self._shard.filename,
             self.nbytes,
-            digest_shard(self._shard.header, digests),
+            digest_shard(self._shard.head, digests),
             self._tensors,
             self._ledger.ranges(),
         )
