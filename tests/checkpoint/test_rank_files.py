@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file, ranges_of
+from zexport.checkpoint.rank_files import (
+    RankFileKind,
+    list_rank_files,
+    parse_rank_file,
+    ranges_of,
+    rank_file_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +32,30 @@ def test_a_name_says_kind_and_ranks(name: str, kind: RankFileKind, rank: int, mp
     file = parse_rank_file(Path("tag") / name)
     assert file is not None
     assert (file.kind, file.rank, file.mp_rank) == (kind, rank, mp_rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "expert", "tensor_rank"),
+    [
+        ("layer_3_expert_12_mp_rank_00_model_states.pt", 3, 12, None),
+        ("layer_03-model_states.pt", 3, 0, None),
+        ("layer_10-model_01-model_states.pt", 10, 0, 1),
+    ],
+)
+def test_a_name_says_layer_and_expert(
+    name: str, layer: int, expert: int, tensor_rank: int | None
+) -> None:
+    file = parse_rank_file(Path(name))
+    assert file is not None
+    assert (file.layer, file.expert, file.tensor_rank) == (layer, expert, tensor_rank or 0)
+    assert name == rank_file_name(file.kind, layer=layer, expert=expert, tensor_rank=tensor_rank)
+
+
+def test_what_bf16_optimizer_writes_is_named_as_it_is_read() -> None:
+    name = "bf16_zero_pp_rank_12_mp_rank_03_optim_states.pt"
+    file = parse_rank_file(Path(name))
+    assert file is not None
+    assert rank_file_name(file.kind, file.rank, file.mp_rank, prefix=file.prefix) == name
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.agreement import step_of
-from zexport.checkpoint.rank_files import ranges_of
+from zexport.checkpoint.rank_files import RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
@@ -84,11 +84,12 @@ def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
     have = {index for index, cell in cells.items() if cell.first_model is not None}
     missing = sorted(set(range(count)) - have)
     if missing:
+        name = rank_file_name(RankFileKind.MODEL, mp_rank=missing[0])
         raise IncompleteCheckpointError(
             f"lacks the model files of {what} {ranges_of(missing)}",
             path=tag_dir_of(cells),
             found=f"{what} {ranges_of(have)}",
-            expected=f"{count} of them, *mp_rank_{missing[0]:02d}_model_states.pt and the like",
+            expected=f"{count} of them, *{name} and the like",
             hint="Copy them from the nodes that wrote them",
         )
     if surplus := sorted(set(cells) - set(range(count))):

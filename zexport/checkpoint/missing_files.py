@@ -7,7 +7,7 @@ from itertools import islice
 
 from zexport.checkpoint.contents import Parallelism, Role
 from zexport.checkpoint.layouts.data import Inventory
-from zexport.checkpoint.rank_files import RankFile
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.structure import Structure
 
@@ -50,11 +50,11 @@ def _needed(
     has_stripes = any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors)
     per_rank = any(cell.is_zero3 for cell in cells.values())
     has_masters = any(cell.optimizer or cell.missing_ranks for cell in cells.values())
-    prefix = "bf16_" if any(file.path.name.startswith("bf16_") for file in files) else ""
+    prefix = next((file.prefix for file in files if file.prefix), "")
+    kind = RankFileKind.MODEL_PER_RANK if per_rank else RankFileKind.MODEL
     for index in range(parallelism.stages * parallelism.tensor_ranks) if cells else ():
         if has_masters and structure is not Structure.UNIVERSAL:
             for rank in world:
-                yield f"{prefix}zero_pp_rank_{rank}_mp_rank_{index:02d}_optim_states.pt"
+                yield rank_file_name(RankFileKind.OPTIMIZER, rank, index, prefix=prefix)
         for rank in world if per_rank and has_stripes else (0,):
-            start = f"zero_pp_rank_{rank}_" if per_rank else ""
-            yield f"{start}mp_rank_{index:02d}_model_states.pt"
+            yield rank_file_name(kind, rank, index)

@@ -16,7 +16,7 @@ from zexport.checkpoint.location import Location
 from zexport.checkpoint.missing_files import missing_files
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.parallelism import parallelism_of
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.runs import newer_than
 from zexport.checkpoint.states import ModelStates
@@ -221,7 +221,7 @@ def _others(files: Sequence[RankFile], assembled: Assembled) -> Iterator[RankFil
     listed = {file.path for file in files}
     for torch_file in assembled.files:
         if torch_file.path not in listed:
-            yield RankFile(torch_file.path, RankFileKind.PARAMETER, 0, 0)
+            yield RankFile(torch_file.path, RankFileKind.PARAMETER)
 
 
 def _describe_files(
@@ -285,13 +285,13 @@ def _missing_frozen(
     for index, cell in cells.items():
         missing = [rank for rank in cell.missing_model_ranks if rank != 0]
         if missing:
+            name = rank_file_name(RankFileKind.MODEL_PER_RANK, missing[0], index)
             yield IncompleteCheckpointError(
                 f"lacks the model files of {name_ranks(missing)}, which have parts of frozen "
                 "weights",
                 path=tag_dir,
                 found=f"{len(cell.model)} of {cell.world_size} model files",
-                expected=f"zero_pp_rank_{missing[0]}_mp_rank_{index:02d}_model_states.pt "
-                "and the like",
+                expected=f"{name} and the like",
                 hint="Copy them from the nodes that wrote them",
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zexport.checkpoint.contents import Parallelism
@@ -11,8 +10,6 @@ from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.structure import Structure
 from zexport.errors import LayoutError, ZexportError
-
-_TENSOR_RANK = re.compile(r"layer_\d+-model_(\d{2,9})-model_states\.pt", re.ASCII)
 
 
 def parallelism_of(
@@ -44,8 +41,7 @@ def _stages(model: ModelStates, files: Sequence[RankFile]) -> Parallelism:
     grid = recorded_grid(model)
     if grid is not None:
         return Parallelism(grid.stages, grid.tensor)
-    named = [match for file in files if (match := _TENSOR_RANK.fullmatch(file.path.name))]
-    tensor = max((int(match[1]) for match in named), default=0) + 1
+    tensor = max((file.tensor_rank for file in files), default=0) + 1
     return Parallelism(max(model.tensor_parallel // tensor, 1), tensor)
 
 

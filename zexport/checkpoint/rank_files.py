@@ -30,41 +30,82 @@ class RankFileKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One file of a tag folder, as its name describes it.
+    """One file of a tag folder, as its name describes it; 0 stands for what the name does not say.
 
     Attributes:
         path: the file.
         kind: what it holds.
-        rank: data-parallel rank (0 where the name carries none).
-        mp_rank: model-parallel index: tensor rank or pipeline stage (0 where the name carries
-            none).
+        rank: data-parallel or expert-parallel rank.
+        mp_rank: model-parallel index: tensor rank or pipeline stage.
+        layer: number of the layer, among all of a pipeline or among those with experts.
+        expert: number of the expert in its layer.
+        tensor_rank: tensor rank that a pipeline's layer file is of.
+        prefix: what precedes the rank: ``bf16_`` for BF16_Optimizer.
     """
 
     path: Path
     kind: RankFileKind
-    rank: int
-    mp_rank: int
+    rank: int = 0
+    mp_rank: int = 0
+    layer: int = 0
+    expert: int = 0
+    tensor_rank: int = 0
+    prefix: str = ""
 
 
-_RANK = r"(?P<rank>\d{1,9})"
-_MP = r"(?P<mp>\d{2,9})"
-_PATTERNS = {
-    RankFileKind.OPTIMIZER: rf"(?:bf16_)?zero_pp_rank_{_RANK}_mp_rank_{_MP}_optim_states\.pt",
-    RankFileKind.MODEL_PER_RANK: rf"zero_pp_rank_{_RANK}_mp_rank_{_MP}_model_states\.pt",
-    RankFileKind.MODEL: rf"mp_rank_{_MP}_model_states\.pt",
-    RankFileKind.EXPERT: rf"layer_\d+_expert_\d+_mp_rank_{_MP}_model_states\.pt",
-    RankFileKind.EXPERT_OPTIMIZER: rf"expp_rank_{_RANK}_mp_rank_{_MP}_optim_states\.pt",
-    RankFileKind.PIPELINE_LAYER: r"layer_\d{2,}(?:-model_\d{2,})?-model_states\.pt",
+_FORMS = {
+    RankFileKind.OPTIMIZER: "{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt",
+    RankFileKind.MODEL_PER_RANK: "zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt",
+    RankFileKind.MODEL: "mp_rank_{mp_rank:02d}_model_states.pt",
+    RankFileKind.EXPERT: "layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt",
+    RankFileKind.EXPERT_OPTIMIZER: "expp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt",
+    RankFileKind.PIPELINE_LAYER: "layer_{layer:02d}{shard}-model_states.pt",
 }
-_COMPILED = {kind: re.compile(pattern, re.ASCII) for kind, pattern in _PATTERNS.items()}
+_SHARD = "-model_{tensor_rank:02d}"
+_FIELD = re.compile(r"\\\{(\w+)(:02d)?\\\}")
+
+
+def rank_file_name(
+    kind: RankFileKind,
+    rank: int = 0,
+    mp_rank: int = 0,
+    *,
+    layer: int = 0,
+    expert: int = 0,
+    tensor_rank: int | None = None,
+    prefix: str = "",
+) -> str:
+    """The name that DeepSpeed gives a file; a layer file's tells of tensor ranks if there are."""
+    shard = "" if tensor_rank is None else _SHARD.format(tensor_rank=tensor_rank)
+    return _FORMS[kind].format(
+        rank=rank, mp_rank=mp_rank, layer=layer, expert=expert, shard=shard, prefix=prefix
+    )
+
+
+def _pattern(form: str) -> str:
+    """What matches the names of a form: numbers as they are, or padded to two digits."""
+
+    def field(match: re.Match[str]) -> str:
+        if match[1] == "prefix":
+            return "(?P<prefix>(?:bf16_)?)"
+        if match[1] == "shard":
+            return f"(?:{_pattern(_SHARD)})?"
+        return rf"(?P<{match[1]}>\d{{{2 if match[2] else 1},9}})"
+
+    return _FIELD.sub(field, re.escape(form))
+
+
+_PATTERNS = {kind: re.compile(_pattern(form), re.ASCII) for kind, form in _FORMS.items()}
 
 
 def parse_rank_file(path: Path) -> RankFile | None:
     """What the name of ``path`` says, or ``None`` if it is no name that DeepSpeed writes."""
-    for kind, pattern in _COMPILED.items():
+    for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(path.name):
-            named = match.groupdict()
-            return RankFile(path, kind, int(named.get("rank") or 0), int(named.get("mp") or 0))
+            said = match.groupdict()
+            prefix = said.pop("prefix", "")
+            numbers = {field: int(digits or 0) for field, digits in said.items()}
+            return RankFile(path, kind, prefix=prefix, **numbers)
     return None
 
 

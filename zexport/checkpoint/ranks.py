@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from zexport.checkpoint.agreement import disagreements
 from zexport.checkpoint.copied_files import copied_files
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, parse_rank_file
+from zexport.checkpoint.rank_files import (
+    RankFile,
+    RankFileKind,
+    name_ranks,
+    parse_rank_file,
+    rank_file_name,
+)
 from zexport.checkpoint.states import (
     ZERO3,
     ModelStates,
@@ -205,7 +211,7 @@ def no_optimizer_files(tag_dir: Path, mp_rank: int) -> ZexportError:
         "lacks the optimizer files of all ranks, which hold the weights",
         path=tag_dir,
         found=f"no *_mp_rank_{mp_rank:02d}_optim_states.pt",
-        expected=f"zero_pp_rank_0_mp_rank_{mp_rank:02d}_optim_states.pt and the like",
+        expected=f"{rank_file_name(RankFileKind.OPTIMIZER, 0, mp_rank)} and the like",
         hint="Copy them from the nodes that wrote them",
     )
 
@@ -216,7 +222,7 @@ def _missing(
     written = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
     if missing and written:
         here = written[0]
-        name = here.path.name.replace(f"pp_rank_{here.rank}_", f"pp_rank_{missing[0]}_")
+        name = rank_file_name(here.kind, missing[0], here.mp_rank, prefix=here.prefix)
         yield IncompleteCheckpointError(
             f"lacks the optimizer files of {name_ranks(missing)}",
             path=tag_dir,
@@ -230,12 +236,12 @@ def no_first_model(
     tag_dir: Path, mp_rank: int = 0, *, is_zero3: bool = False
 ) -> IncompleteCheckpointError:
     """The problem of a model-parallel index without the file that names its weights."""
-    name = f"zero_pp_rank_0_mp_rank_{mp_rank:02d}" if is_zero3 else f"mp_rank_{mp_rank:02d}"
+    kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
     return IncompleteCheckpointError(
         "lacks the model file of rank 0, which names and shapes come from",
         path=tag_dir,
         found="no such file",
-        expected=f"{name}_model_states.pt",
+        expected=rank_file_name(kind, 0, mp_rank),
         hint="Copy it from the node of rank 0",
     )
 

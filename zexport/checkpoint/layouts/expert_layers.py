@@ -14,6 +14,7 @@ from zexport.checkpoint.layouts.expert_states import (
     read_autoep_layers,
     read_num_experts,
 )
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
@@ -77,11 +78,12 @@ def _files_by_layer(
     expected = ((layer, expert) for layer, count in enumerate(counts) for expert in range(count))
     missing = next((place for place in expected if place not in present), None)
     if missing is not None:
+        layer, expert = missing
         raise IncompleteCheckpointError(
             "lacks expert files",
             path=model.file.path.parent,
             found=f"{len(present)} of {sum(counts)}",
-            expected=f"layer_{missing[0]}_expert_{missing[1]}_mp_rank_00_model_states.pt",
+            expected=rank_file_name(RankFileKind.EXPERT, layer=layer, expert=expert),
             hint="Copy them from the nodes that wrote them",
         )
     if len(present) > sum(counts):

@@ -11,6 +11,7 @@ from zexport.checkpoint.layouts.expert_layers import ExpertLayers
 from zexport.checkpoint.layouts.expert_states import parse_native
 from zexport.checkpoint.layouts.master_groups import form_of, unnamed_masters
 from zexport.checkpoint.layouts.unnamed import Master, Masters, Weight
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
@@ -56,7 +57,7 @@ def check_files_are_there(
             else "has optimizer files of more expert-parallel ranks than there are",
             path=dense.file.path.parent,
             found=f"{len(optimizers)} of {expected}",
-            expected=f"expp_rank_{missing or 0}_mp_rank_00_optim_states.pt",
+            expected=rank_file_name(RankFileKind.EXPERT_OPTIMIZER, missing or 0),
             hint="Copy all files of one save from the nodes that wrote them",
         )
 

@@ -20,9 +20,6 @@ from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 
-_EXPERT_FILE = re.compile(
-    r"layer_(\d{1,9})_expert_(\d{1,9})_mp_rank_\d+_model_states\.pt", re.ASCII
-)
 _NATIVE = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,9})\.(.+)", re.ASCII)
 _PLACEMENT_VERSION = 1
 _PARTITIONED_VERSION = 1
@@ -98,12 +95,9 @@ def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
     """
     read: dict[tuple[int, int], ExpertStates] = {}
     for file in files:
-        match = _EXPERT_FILE.fullmatch(file.path.name)
-        if match is None:
-            continue
         torch_file = read_torch_file(file.path)
         check_written_as_named(torch_file)
-        key = int(match[1]), int(match[2])
+        key = file.layer, file.expert
         if key in read:
             raise DamagedCheckpointError(
                 "is a second file of the same expert",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ TIED = "tied_modules."
 """How the name of a tied layer's parameter begins; its key and its name in the layer follow."""
 
 _SHOWN = 4
-_NAME = re.compile(
-    r"layer_(?P<layer>\d{2,9})(?:-model_(?P<tensor>\d{2,9}))?-model_states\.pt", re.ASCII
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +58,6 @@ def read_layers(files: Iterable[RankFile]) -> tuple[LayerFile, ...]:
             key=lambda layer: (layer.tensor_rank, layer.layer),
         )
     )
-
-
-def layer_file_name(layer: int, tensor_rank: int | None = None) -> str:
-    """The name DeepSpeed gives a layer file."""
-    middle = "" if tensor_rank is None else f"-model_{tensor_rank:02d}"
-    return f"layer_{layer:02d}{middle}-model_states.pt"
 
 
 def layer_of(name: str) -> int | None:
@@ -113,12 +103,9 @@ def _shown(shapes: Mapping[str, Shape]) -> str:
 def _read(file: RankFile) -> LayerFile:
     torch_file = read_torch_file(file.path)
     check_written_as_named(torch_file)
-    match = _NAME.fullmatch(file.path.name)
-    if match is None:
-        raise AssertionError(file.path.name)  # a bug: the same names as in rank_files
     return LayerFile(
         file=torch_file,
-        layer=int(match["layer"]),
-        tensor_rank=int(match["tensor"] or 0),
+        layer=file.layer,
+        tensor_rank=file.tensor_rank,
         tensors=Value(file.path, "layer states", torch_file.value).tensors(),
     )

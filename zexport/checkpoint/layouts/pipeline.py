@@ -14,7 +14,6 @@ from zexport.checkpoint.layouts.layer_files import (
     TIED,
     LayerFile,
     check_holds_trained,
-    layer_file_name,
     layer_of,
 )
 from zexport.checkpoint.layouts.stage_masters import (
@@ -26,11 +25,14 @@ from zexport.checkpoint.layouts.stage_masters import (
 )
 from zexport.checkpoint.layouts.tensor import join_shards
 from zexport.checkpoint.layouts.zero0 import rounded_note
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Shape
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,11 @@ def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[Layer
     """The recorded degrees, or what follows from layer files and model-parallel world size."""
     models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
     if not models or not layers:
+        lacking = RankFileKind.PIPELINE_LAYER if models else RankFileKind.MODEL
         raise IncompleteCheckpointError(
             "lacks the layer files of its pipeline" if models else "lacks all model files",
             path=tag_dir,
-            expected=layer_file_name(0) if models else "mp_rank_00_model_states.pt and the like",
+            expected=rank_file_name(lacking) + ("" if models else " and the like"),
             hint="Copy them from the nodes that wrote them",
         )
     recorded = recorded_grid(models[0])
@@ -136,12 +139,16 @@ def _column(
     named = {layer_of(name) for cell in column for name in cell.names} - {None}
     everywhere = {layer.layer for layer in layers} | {layer for layer in named if layer is not None}
     if missing := sorted(everywhere - set(own)):
-        suffix = tensor_rank if grid.tensor > 1 else None
+        shard = tensor_rank if grid.tensor > 1 else None
+        names = (
+            rank_file_name(RankFileKind.PIPELINE_LAYER, layer=layer, tensor_rank=shard)
+            for layer in missing[:_SHOWN]
+        )
         raise IncompleteCheckpointError(
             f"lacks {len(missing)} layer files, which hold buffers and frozen weights",
             path=tag_dir,
             found=f"{len(own)} layer files",
-            expected=", ".join(layer_file_name(layer, suffix) for layer in missing[:8]),
+            expected=", ".join(names),
             hint="Copy them from the nodes that wrote them",
         )
     check_weights_are_there(tag_dir, column, own)

@@ -11,6 +11,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.data import Inventory, damage_of
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Shape
@@ -49,7 +50,7 @@ def join_tensor_ranks(
             "lacks the layer files of its pipeline",
             path=tag_dir_of(cells),
             found=f"{grid.stages} pipeline stages and no layer file",
-            expected="layer_00-model_states.pt and the like",
+            expected=f"{rank_file_name(RankFileKind.PIPELINE_LAYER)} and the like",
             hint="Copy them from the nodes that wrote them",
         )
     check_cells(cells, grid.tensor if grid else model.tensor_parallel, "tensor ranks")
