@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,12 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.formats.torch_file import TorchFile
+from zexport.printable import some
 from zexport.ranges.reader import SourceReader
 
 if TYPE_CHECKING:
     import torch
     from huggingface_hub import StateDictSplit
-
-_NAMES_SHOWN = 12
 
 
 class LazyTensor:
@@ -143,7 +142,7 @@ def load_state_dict_from_zero_checkpoint(
         ("values unknown to the model:", result.unexpected_keys),
     ):
         if names:
-            warnings.warn(f"{checkpoint_dir} has {what} {_some(names)}", stacklevel=2)
+            warnings.warn(f"{checkpoint_dir} has {what} {some(names)}", stacklevel=2)
     return model
 
 
@@ -234,7 +233,7 @@ def _refuse_left_out(checkpoint: ZeroCheckpoint) -> None:
         raise FrozenLeftOutError(
             "frozen weights may have been left out when the checkpoint was saved",
             path=checkpoint.location.tag_dir,
-            found=f"no values for {_some(checkpoint.left_out)}" if checkpoint.left_out else None,
+            found=f"no values for {some(checkpoint.left_out)}" if checkpoint.left_out else None,
             expected="every weight of the model",
             hint="Give exclude_frozen_parameters=True to do without them on purpose",
         )
@@ -329,8 +328,3 @@ def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
 def _index(split: StateDictSplit) -> str:
     content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

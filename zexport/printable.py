@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 _SHOWN_MAX = 2000
@@ -30,6 +31,13 @@ def shown(value: object) -> str:
         return printable(text)
     begin, end = text[: _SHOWN_MAX - _END], text[-_END:]
     return f"{printable(begin)}... ({len(text)} characters) ...{printable(end)}"
+
+
+def some(names: Sequence[str], shown: int = 12) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - shown
+    listed = ", ".join(names[:shown])
+    return f"{listed} and {more:,} more" if more > 0 else listed
 
 
 def shell_word(word: str | Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.printable import printable, shell_word, shown
+from zexport.printable import printable, shell_word, shown, some
 from zexport.report.failure import error_json
 
 HOSTILE = "a\x1b[2J\r\n\u202e\u200b\udc80ü\x00\x9b"
@@ -25,6 +25,12 @@ def test_a_fact_that_would_fill_the_screen_is_cut_and_its_length_said() -> None:
     text = shown("x" * 10_000_000)
     assert text == "x" * 1600 + "... (10000000 characters) ..." + "x" * 400
     assert shown(5) == "5"
+
+
+def test_of_many_names_the_first_are_said_and_how_many_more_there_are() -> None:
+    assert some(["a", "b"], 2) == "a, b"
+    assert some(["a", "b", "c"], 2) == "a, b and 1 more"
+    assert some(["a"] * 1_012) == f"{', '.join('a' * 12)} and 1,000 more"
 
 
 @pytest.mark.parametrize("fact", ["problem", "found", "expected", "hint", "path"])

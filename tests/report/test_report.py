@@ -26,7 +26,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.report.export import export_json, print_export, print_verify, verify_json
 from zexport.report.failure import error_json
 from zexport.report.plan import plan_json, print_plan
-from zexport.report.text import duration, plural, print_table, size, some
+from zexport.report.text import duration, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
 
 NUMBER = {"type": "integer", "minimum": 0}
@@ -120,8 +120,6 @@ def test_columns_of_numbers_line_up_on_the_right_and_cells_are_never_cut() -> No
 
 def test_words_follow_their_number() -> None:
     assert (plural(1, "file"), plural(1024, "file")) == ("1 file", "1,024 files")
-    assert some(["a", "b", "c"], 2) == "a, b and 1 more"
-    assert some(["a", "b"], 2) == "a, b"
 
 
 def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:

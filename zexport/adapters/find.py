@@ -22,6 +22,7 @@ from zexport.errors import (
 )
 from zexport.model.peft_names import PEFT_PREFIX, adapters_of, read_name
 from zexport.options import AdapterMode, ExportOptions, NameLayout
+from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.weights.named import NamedTensors
 
@@ -219,7 +220,7 @@ def check_whole(
         raise FrozenLeftOutError(
             f"parts of the adapter {adapter.name!r} were frozen, and left out of the save",
             path=checkpoint.location.tag_dir,
-            found=f"no values for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}",  # noqa: PLR2004 - a few
+            found=f"no values for {some(lost, 4)}",
             expected="all of the adapter",
             hint="Save again with exclude_frozen_parameters=False",
         )

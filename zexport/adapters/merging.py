@@ -32,10 +32,11 @@ from zexport.model.peft_names import inner_name, read_name
 from zexport.model.side_files import tokenizer_files
 from zexport.options import Engine, ExportOptions
 from zexport.plan.shards import DTYPES
+from zexport.printable import some
 from zexport.ranges.computed import Recast
 from zexport.ranges.dtypes import DType
 from zexport.weights.base import under_names_of, under_prefix
-from zexport.weights.named import NamedTensors, some
+from zexport.weights.named import NamedTensors
 from zexport.weights.quantized import check_plain
 from zexport.weights.ties import under_tied_sources, without_broken_ties
 

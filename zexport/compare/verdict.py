@@ -14,6 +14,7 @@ from enum import Enum
 from math import prod
 
 from zexport.compare.outcome import Outcome, TensorDiff
+from zexport.printable import some
 
 _COSINE_RELATED_MIN = 0.5
 """Below this two matrices have nothing in common: of random ones it is near 0."""
@@ -156,6 +157,4 @@ def _count(tensors: Sequence[TensorDiff]) -> str:
 
 
 def _names(tensors: Sequence[TensorDiff]) -> str:
-    more = len(tensors) - _NAMED
-    listed = ", ".join(tensor.name for tensor in tensors[:_NAMED])
-    return f"{listed} and {more:,} more" if more > 0 else listed
+    return some([tensor.name for tensor in tensors], _NAMED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zexport.printable import some
 from zexport.report.findings import finding_lines
 from zexport.report.text import (
     duration,
@@ -13,7 +14,6 @@ from zexport.report.text import (
     print_list,
     print_table,
     size,
-    some,
 )
 from zexport.store.jsontypes import JsonObject
 

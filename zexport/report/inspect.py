@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
 from zexport.inspect.inspect import Count, Inspection, Outcome
+from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
@@ -17,7 +18,6 @@ from zexport.report.text import (
     print_list,
     print_table,
     size,
-    some,
 )
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _adapter(adapter: AdapterSummary) -> str:
     rank = "" if config.rank is None else f" of rank {config.rank}"
     parts = [
         f"{adapter.name}: {config.peft_type}{rank}",
-        f"on {some(config.targets)}" if config.targets else "",
-        f"{some(config.saved_modules)} trained whole" if config.saved_modules else "",
+        f"on {some(config.targets, 8)}" if config.targets else "",
+        f"{some(config.saved_modules, 8)} trained whole" if config.saved_modules else "",
         f"{base} the base model",
     ]
     return ", ".join(filter(None, parts))
@@ -248,14 +248,14 @@ def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iter
     found += [(file.path.name, file.unknown_globals) for file in inspection.weight_files]
     for name, unknown in found:
         if unknown:
-            yield f"{name}: {some([str(one) for one in unknown])}"
+            yield f"{name}: {some([str(one) for one in unknown], 8)}"
 
 
 def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
     if checkpoint.left_out:
         yield (
             f"{plural(len(checkpoint.left_out), 'weight')} were left out when it was saved: "
-            f"{some(checkpoint.left_out)}"
+            f"{some(checkpoint.left_out, 8)}"
         )
     elif checkpoint.frozen_left_out:
         yield (

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
-_NAMES_SHOWN = 8
 
 
 def size(nbytes: int) -> str:
@@ -39,13 +38,6 @@ def duration(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``1 file``, ``1,024 files``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def some(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - shown
-    listed = ", ".join(names[:shown])
-    return f"{listed} and {more:,} more" if more > 0 else listed
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:

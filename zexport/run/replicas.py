@@ -15,12 +15,11 @@ from zexport.errors import DamagedCheckpointError
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan
+from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Difference, Replica, compare_casts
 from zexport.ranges.equality import Equality
 from zexport.ranges.extents import paths_of
 from zexport.ranges.reader import SourceReader
-
-_SHOWN = 8
 
 
 def compare_replicas(plan: ExportPlan, sources: SourceReader) -> tuple[Finding, ...]:
@@ -97,8 +96,8 @@ def _not_the_masters(
         "holds other weights than the masters in the optimizer files, rounded",
         path=differences[0].replica.path,
         found=f"{len(differences)} of {len(compared)} weights differ, in what "
-        f"{_some(files)} hold{'s' if len(files) == 1 else ''}: "
-        f"{_some([_told(one) for one in differences])}",
+        f"{some(files, 8)} hold{'s' if len(files) == 1 else ''}: "
+        f"{some([_told(one) for one in differences], 8)}",
         expected=f"each weight to be its master as {' or '.join(dtypes)}",
         hint=_diagnosis(differences, is_everywhere=len(every) > 1 and set(files) == every),
         finding=FindingKind.CAST_MISMATCH,
@@ -129,7 +128,7 @@ def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         "holds other values than the rank whose copy would be exported",
         path=_path_of(differing[0]),
-        found=f"{_some(list(dict.fromkeys(replica.name for replica in differing)))} differ",
+        found=f"{some(list(dict.fromkeys(replica.name for replica in differing)), 8)} differ",
         expected="equal copies on every rank",
         hint="Copy the rank files of one save again; if they are whole, the ranks had diverged",
         finding=FindingKind.REPLICA_MISMATCH,
@@ -138,8 +137,3 @@ def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
 
 def _path_of(replica: Replica) -> Path:
     return next(iter(replica.other.extents(0, 1))).path
-
-
-def _some(items: Sequence[str]) -> str:
-    more = len(items) - _SHOWN
-    return f"{', '.join(items[:_SHOWN])}{f' and {more} more' if more > 0 else ''}"

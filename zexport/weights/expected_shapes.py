@@ -14,9 +14,8 @@ from zexport.findings import Finding, FindingKind
 from zexport.model.fit import ModelNames, best_fit
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
+from zexport.printable import some
 from zexport.weights.named import NamedTensors
-
-_SHOWN = 8
 
 
 def check_shapes(
@@ -41,11 +40,10 @@ def check_shapes(
     differing = dict(_differing(stored, names))
     if differing and FindingKind.SHAPE_MISMATCH not in options.allow:
         told = [f"{name} {details}" for name, details in differing.items()]
-        more = len(told) - _SHOWN
         raise DamagedCheckpointError(
             f"holds weights of other shapes than {names.architecture} has for its config",
             path=tag_dir,
-            found=f"{', '.join(told[:_SHOWN])}{f' and {more} more' if more > 0 else ''}",
+            found=some(told, 8),
             expected="the config's shapes",
             hint="Put the config.json beside it that the model was trained with, or give a model "
             "folder with --base",

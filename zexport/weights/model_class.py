@@ -18,7 +18,8 @@ from zexport.model.peft_names import PEFT_PREFIX
 from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions, NameLayout
 from zexport.plan.shards import HEAD_FILE, files_apart
-from zexport.weights.named import NamedTensors, some
+from zexport.printable import some
+from zexport.weights.named import NamedTensors
 
 Stored = Mapping[str, Shape | None]
 """Names to shapes; ``None`` where the values are in no file."""

@@ -22,8 +22,8 @@ from zexport.model.fit import (
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
+from zexport.printable import some
 
-_NAMES_SHOWN = 12
 _ADAPTED = "base_model.model."
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
 
@@ -282,13 +282,6 @@ def _too_many(unread: tuple[str, ...], names: ModelNames, path: Path) -> NamesMi
         hint="Give the config.json that the model was trained with (its class, the number of its "
         f"layers, its biases), put the names right with --rename, or {_KEEP_NAMES}",
     )
-
-
-def some(names: tuple[str, ...]) -> str:
-    """The first of many names, in words."""
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[str, str]:

@@ -10,8 +10,8 @@ from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
+from zexport.printable import some
 from zexport.ranges.dtypes import DType
-from zexport.weights.named import some
 
 _AFTER_WEIGHT = re.compile(
     r"(?P<weight>.+?)(?:_scale|_scales|_scale_inv|_global_scale|_zero_point|_packed|_shape|_g_idx"
@@ -65,7 +65,7 @@ def check_plain(
         raise UnsupportedError(
             "the base model's weights are quantized, and some would be taken without their scales",
             path=path,
-            found=some(tuple(f"{name} ({what})" for name, what in packed.items())),
+            found=some([f"{name} ({what})" for name, what in packed.items()]),
             expected="a floating-point type, with no scales beside it",
             hint="Give the model before its quantization with --base, or leave these weights out "
             "with --exclude-frozen",

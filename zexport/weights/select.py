@@ -12,9 +12,10 @@ from zexport.model.heads import is_value_head
 from zexport.model.hub_layout import HubLayout, Shape
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
+from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_form import lay_out
-from zexport.weights.named import NamedTensors, Settled, check_complete, some
+from zexport.weights.named import NamedTensors, Settled, check_complete
 from zexport.weights.quantized import check_plain
 
 

@@ -31,10 +31,9 @@ from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
+from zexport.printable import some
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType
-
-_SHOWN = 8
 
 
 def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
@@ -108,11 +107,10 @@ def masters_of(
 def contradictions(masters: Masters, file: TorchFile) -> Iterable[DamagedCheckpointError]:
     """What the masters in ``file`` say against the weights; if allowed, these have their values."""
     if masters.unlike:
-        more = f" and {count} more" if (count := len(masters.unlike) - _SHOWN) > 0 else ""
         yield DamagedCheckpointError(
             "holds fp32 masters that no weight of the module is, rounded",
             path=file.path,
-            found=f"no master like {', '.join(masters.unlike[:_SHOWN])}{more}",
+            found=f"no master like {some(masters.unlike, 8)}",
             expected="each weight to be its master, rounded",
             hint="The files of the weights and this one seem to be of different saves. Copy all "
             "files of one save again",
