@@ -25,7 +25,6 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.model.added_tokens import tokens_beyond
 from zexport.model.fit import ModelNames
-from zexport.model.hub_layout import Shape
 from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.peft_names import inner_name, read_name
@@ -34,7 +33,7 @@ from zexport.options import Engine, ExportOptions
 from zexport.plan.shards import DTYPES
 from zexport.printable import some
 from zexport.ranges.computed import Recast
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.base import under_names_of, under_prefix
 from zexport.weights.named import NamedTensors
 from zexport.weights.quantized import check_plain

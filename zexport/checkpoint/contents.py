@@ -10,13 +10,12 @@ from pathlib import Path
 
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import ZexportError
 from zexport.findings import Finding
 from zexport.formats.pickles import Global
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
 
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zexport.checkpoint.layouts.zero12 import Fragments
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.formats.pickles import FragmentAddress, TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 
 ZERO3 = 3
 """The stage that stripes parameters over the ranks."""

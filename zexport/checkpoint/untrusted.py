@@ -11,8 +11,7 @@ from typing import NoReturn
 from zexport.errors import DamagedCheckpointError, UnsafeError
 from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.formats.pickles import Opaque, TensorRef
-
-Shape = tuple[int, ...]
+from zexport.ranges.dtypes import Shape
 
 
 @dataclass(frozen=True, slots=True)

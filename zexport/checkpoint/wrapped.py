@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import LayoutError
+from zexport.ranges.dtypes import Shape
 
 _HIDDEN = "_checkpoint_wrapped_module."
 

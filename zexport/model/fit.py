@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zexport.model.hub_layout import HubLayout, Shape, whole
-from zexport.ranges.dtypes import DType
+from zexport.model.hub_layout import HubLayout, whole
+from zexport.ranges.dtypes import DType, Shape
 
 _WRAPPERS = (
     "module.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from zexport.model.fit import ModelNames, best_fit, wrapper_prefixes
-from zexport.model.hub_layout import Shape
+from zexport.ranges.dtypes import Shape
 
 _TENSORS_MAX = 16
 _VALUE_HEADS = ("v_head", "value_head", "reward_head", "critic_head")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
 from zexport.store.jsontypes import Json
-
-Shape = tuple[int, ...]
 
 _DIMENSIONS_MAX = 16
 

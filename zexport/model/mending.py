@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from zexport.model.config import ConfigFile
+from zexport.ranges.dtypes import Shape
 from zexport.store.jsontypes import Json
 
-Shape = tuple[int, ...]
 ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]
 """The shapes that a model has for a config; ``None`` where they cannot be learnt."""
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames, best_fit, choose_class
-from zexport.model.hub_layout import Shape, read_hub_layout
+from zexport.model.hub_layout import read_hub_layout
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.store.jsontypes import Json, JsonObject
 
 

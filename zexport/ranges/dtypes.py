@@ -1,8 +1,12 @@
-"""Element types: their names in torch and in safetensors, and their size in bytes."""
+"""Element types (their names in torch and in safetensors, their size in bytes), and shapes."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import TypeAlias
+
+Shape: TypeAlias = tuple[int, ...]
+"""How many elements a tensor has in each dimension."""
 
 
 class DType(Enum):

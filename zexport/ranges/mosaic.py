@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zexport.errors import LayoutError
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource, Extent
-
-Shape = tuple[int, ...]
 
 
 def row_major(shape: Sequence[int]) -> Shape:

@@ -12,8 +12,8 @@ from itertools import chain
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.layouts.data import Inventory
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import DamagedCheckpointError
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 
 _DIMENSIONS = 3  # expert, output, input

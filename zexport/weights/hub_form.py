@@ -7,7 +7,8 @@ from math import prod
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
-from zexport.model.hub_layout import HubLayout, HubTensor, Shape
+from zexport.model.hub_layout import HubLayout, HubTensor
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource, Window
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import LayoutError
 from zexport.model.fit import ModelNames
-from zexport.model.hub_layout import Box, HubLayout, Shape
+from zexport.model.hub_layout import Box, HubLayout
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 
 

@@ -10,7 +10,6 @@ from zexport.errors import NamesMismatchError
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames, best_fit
 from zexport.model.heads import head_names, shared_prefix, without_value_heads
-from zexport.model.hub_layout import Shape
 from zexport.model.mending import mend_sizes
 from zexport.model.names import NamesUnknown, learn_classes, learn_names
 from zexport.model.names_client import NamesClient
@@ -19,6 +18,7 @@ from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions, NameLayout
 from zexport.plan.shards import HEAD_FILE, files_apart
 from zexport.printable import some
+from zexport.ranges.dtypes import Shape
 from zexport.weights.named import NamedTensors
 
 Stored = Mapping[str, Shape | None]

@@ -19,10 +19,11 @@ from zexport.model.fit import (
     best_fit,
     without_inner_wrappers,
 )
-from zexport.model.hub_layout import HubLayout, Shape
+from zexport.model.hub_layout import HubLayout
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions, NameLayout
 from zexport.printable import some
+from zexport.ranges.dtypes import Shape
 
 _ADAPTED = "base_model.model."
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"

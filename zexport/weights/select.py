@@ -9,11 +9,11 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
 from zexport.model.fit import ModelNames, absent, difference
 from zexport.model.heads import is_value_head
-from zexport.model.hub_layout import HubLayout, Shape
+from zexport.model.hub_layout import HubLayout
 from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.printable import some
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.hub_form import lay_out
 from zexport.weights.named import NamedTensors, Settled, check_complete
 from zexport.weights.quantized import check_plain

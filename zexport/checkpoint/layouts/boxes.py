@@ -14,8 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from zexport.errors import LayoutError
-
-Shape = tuple[int, ...]
+from zexport.ranges.dtypes import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from zexport.checkpoint.layouts.expert_states import (
 from zexport.checkpoint.layouts.placement import Placement, ep_size_of, sharing_sets
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import LayoutError
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Striped, Window
 
 

@@ -9,8 +9,8 @@ from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.expert_states import read_blocks_option
 from zexport.checkpoint.layouts.placement import Placement, same_where_shared
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import LayoutError, UnsupportedError
+from zexport.ranges.dtypes import Shape
 
 
 @dataclass(frozen=True, slots=True)

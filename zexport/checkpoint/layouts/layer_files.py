@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import check_written_as_named
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.ranges.dtypes import Shape
 
 TIED = "tied_modules."
 """How the name of a tied layer's parameter begins; its key and its name in the layer follow."""

@@ -28,9 +28,9 @@ from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.dtypes import Shape
 
 _SHOWN = 8
 

@@ -21,8 +21,9 @@ from zexport.checkpoint.layouts.boxes import (
 )
 from zexport.checkpoint.layouts.patterns import PatternTable
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.ranges.dtypes import Shape
 
 MAX_PIECES = 1024
 """Pieces of one tensor; a fused layout of 64 ranks has a few hundred."""

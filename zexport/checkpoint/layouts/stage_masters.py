@@ -17,10 +17,11 @@ from zexport.checkpoint.layouts.zero0 import masters_of, stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_optimizer_states
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
 from zexport.formats.pickles import FragmentAddress
 from zexport.ranges.copies import Replica
+from zexport.ranges.dtypes import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_split
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -22,6 +21,7 @@ from zexport.errors import (
     UnsupportedError,
 )
 from zexport.ranges.copies import Replica
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from zexport.checkpoint.layouts.layer_files import LayerFile
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
+from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource
 from zexport.ranges.reader import SourceReader
 

@@ -22,7 +22,7 @@ from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_fl
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.checkpoint.wrapped import names_in_state_dict
 from zexport.errors import (
     DamagedCheckpointError,
@@ -34,7 +34,7 @@ from zexport.errors import (
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Window
 
 _FOLDER = "zero"

@@ -11,8 +11,7 @@ from math import prod
 
 from zexport.checkpoint.layouts.zero3 import stripe_numel
 from zexport.errors import LayoutError
-
-Shape = tuple[int, ...]
+from zexport.ranges.dtypes import Shape
 
 
 def check_whole(

@@ -23,12 +23,12 @@ from zexport.checkpoint.layouts.master_groups import (
     master_tensor,
     unnamed_masters,
 )
-from zexport.checkpoint.untrusted import Shape, Value
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import LayoutError
 from zexport.formats.pickles import FragmentAddress, StorageRef, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.reader import SourceReader
 

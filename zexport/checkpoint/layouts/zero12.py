@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from zexport.errors import LayoutError
+from zexport.ranges.dtypes import Shape
 
-Shape = tuple[int, ...]
 Fragments = Mapping[str, tuple[int, int]]
 """Name to the first element and the number of elements that a partition holds of a parameter."""
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from zexport.errors import LayoutError
-
-Shape = tuple[int, ...]
+from zexport.ranges.dtypes import Shape
 
 
 @dataclass(frozen=True, slots=True)
