@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from tests.support.real_cases import Facts, facts
+from zexport.checkpoint.candidates import is_tag_dir
 from zexport.checkpoint.layouts.data import Inventory
-from zexport.checkpoint.location import is_tag_dir
 from zexport.checkpoint.rank_files import list_rank_files
 from zexport.checkpoint.ranks import RankStates, read_ranks
 from zexport.ranges.extents import ByteSource

@@ -11,17 +11,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zexport.checkpoint.ages import are_of_one_run, by_age, models_of_accelerate
+from zexport.checkpoint.candidates import (
+    are_of_one_run,
+    is_tag_dir,
+    list_ages,
+    list_candidates,
+    list_run_checkpoints,
+    list_tags,
+    models_of_accelerate,
+)
 from zexport.checkpoint.location import (
     Location,
     TagChoice,
     check_child_name,
-    is_tag_dir,
-    list_tags,
     location_of,
     read_latest,
 )
-from zexport.checkpoint.runs import list_ages, list_run_checkpoints, steps_by_age
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -95,20 +100,30 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
         for root in (path, *(path / run for run in list_ages(path))):
             _check_one_model(root, list_tags(root))
         return tuple(
-            location_of(root, tag, TagChoice.NEWEST, boundary)
-            for name in reversed(steps_by_age(path, boundary))
-            for root, tag in _newest_first(path, name, boundary)
+            location_of(one.root, tag, TagChoice.NEWEST, boundary)
+            for one in reversed(list_candidates(path, boundary))
+            for tag in reversed(one.tags)
         )
 
 
-def _newest_first(path: Path, name: str, boundary: Boundary) -> Iterator[tuple[Path, str]]:
-    """The one tag of that name in ``path``, or all in the checkpoint of that name."""
-    if is_tag_dir(path / name):
-        yield path, name
+def newer_than(location: Location, step: int | None) -> Iterator[str]:
+    """Tells of a newer checkpoint of the same run, where the tag was not chosen by the user.
+
+    Args:
+        location: a tag in a folder that may be a run's ``output_dir``.
+        step: the steps that it records.
+    """
+    if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
         return
-    root = path / name
-    for tag in reversed(by_age(root, list_tags(root), boundary)):
-        yield root, tag
+    if not list_ages(location.root):
+        return
+    candidates = list_candidates(location.root, location.boundary)
+    newest = [one for one in candidates if one.root != location.root][-1]
+    if newest.step is not None and newest.step > step:
+        yield (
+            f"{newest.name} beside {location.tag} is of step {newest.step:,}, and this one, which "
+            f"is {location.chosen.value}, of step {step:,}: --tag {newest.name} takes that one"
+        )
 
 
 @contextmanager
@@ -173,7 +188,7 @@ def _in_run(path: Path, boundary: Boundary) -> Location:
     """Descend from a run's ``output_dir`` into its only checkpoint."""
     runs = list_run_checkpoints(path)
     if len(runs) > 1:
-        newest = next(reversed(steps_by_age(path, boundary)), None)
+        newest = next((one.name for one in reversed(list_candidates(path, boundary))), None)
         raise AmbiguousTagError(
             "holds several checkpoints",
             path=path,
@@ -194,7 +209,7 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
         return location_of(root, latest, TagChoice.LATEST, boundary)
     if latest is None and len(tags) == 1:
         return location_of(root, tags[0], TagChoice.ONLY, boundary)
-    names = list(steps_by_age(root, boundary))
+    names = [one.name for one in list_candidates(root, boundary)]
     if latest is not None:
         raise CheckpointError(
             f"names the tag {latest!r}, which is not there",

@@ -1,14 +1,12 @@
-"""What lies where: tag folders, the file ``latest`` beside them, and who arranged them so."""
+"""One tag folder, chosen: what lies around it, the file ``latest``, and who arranged them so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zexport.checkpoint.ages import by_number, models_of_accelerate
-from zexport.checkpoint.rank_files import parse_rank_file
+from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
 from zexport.store.boundary import Boundary
 from zexport.store.files import read_regular
@@ -61,32 +59,6 @@ class Location:
     def tag_dir(self) -> Path:
         """The folder with the rank files."""
         return self.root / self.tag
-
-
-def is_tag_dir(path: Path) -> bool:
-    """Whether ``path`` holds rank files directly, or the parameters of a universal checkpoint."""
-    return path.is_dir() and (
-        any(parse_rank_file(child) for child in path.iterdir())
-        or any((path / "zero").glob("*/fp32.pt"))
-    )
-
-
-def list_tags(root: Path) -> tuple[str, ...]:
-    """Names of the tag folders in ``root``, ordered by the numbers in them."""
-    return list_children(root, is_tag_dir)
-
-
-def list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
-    """Names of the wanted folders in ``folder``; one that may not be read is none of them."""
-
-    def is_readable_and_wanted(child: Path) -> bool:
-        try:
-            return is_wanted(child)
-        except PermissionError:  # such as lost+found, where a disk holds the checkpoints
-            return False
-
-    names = (child.name for child in folder.iterdir() if is_readable_and_wanted(child))
-    return tuple(sorted(names, key=by_number))
 
 
 def read_latest(root: Path, name: str = "latest") -> str | None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from zexport.checkpoint.cells import disagreements
 from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
-from zexport.checkpoint.find import locate, locate_all
+from zexport.checkpoint.find import locate, locate_all, newer_than
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
 from zexport.checkpoint.layouts.data import Inventory
 from zexport.checkpoint.location import Location
@@ -18,7 +18,6 @@ from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.parallelism import parallelism_of
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
-from zexport.checkpoint.runs import newer_than
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.structure import (
     Structure,

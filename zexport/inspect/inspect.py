@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zexport.checkpoint.ages import are_of_one_run
+from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.inspect.adapters import AdapterSummary, summarize_adapters

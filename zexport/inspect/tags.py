@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.ages import recorded_step
+from zexport.checkpoint.candidates import (
+    READ_MAX,
+    Candidate,
+    list_candidates,
+    list_run_checkpoints,
+    recorded_step,
+)
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate
-from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
-from zexport.checkpoint.runs import list_run_checkpoints, steps_by_age
 from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
-
-_TAGS_READ_MAX = 16
-"""So many of a run's newest checkpoints are looked into; the others are named only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,21 @@ def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagS
 
 
 def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
-    steps = steps_by_age(root, boundary) or dict.fromkeys(list_run_checkpoints(root))
-    tags, first_read = list_tags(root), len(steps) - _TAGS_READ_MAX
-    for index, (name, step) in enumerate(steps.items()):
-        is_read = index >= first_read
-        if name in tags:
-            yield _summarize(name, root / name, boundary, step, is_read=is_read)
-            continue
-        try:
-            folder = locate(root / name, follow_symlinks=boundary.follow).tag_dir
-        except ZexportError:  # this one cannot be opened without a tag of its own, or at all
-            yield TagSummary(name, None, 0, None, None, is_chosen=False)
-        else:
-            meant = recorded_step(folder, boundary) if is_read else None
-            yield _summarize(name, folder, boundary, meant, is_read=is_read)
+    """Every candidate; so many of the newest are looked into, the others named only."""
+    models = list_run_checkpoints(root)
+    candidates = list_candidates(root, boundary) or [
+        Candidate(n, root / n, (), None) for n in models
+    ]
+    for index, one in enumerate(candidates, start=READ_MAX - len(candidates)):
+        is_read, step, folder = index >= 0, one.step, root / one.name
+        if one.root != root:
+            try:
+                folder = locate(one.root, follow_symlinks=boundary.follow).tag_dir
+            except ZexportError:  # it cannot be opened without a tag of its own, or at all
+                yield TagSummary(one.name, None, 0, None, None, is_chosen=False)
+                continue
+            step = recorded_step(folder, boundary) if is_read else None
+        yield _summarize(one.name, folder, boundary, step, is_read=is_read)
 
 
 def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:

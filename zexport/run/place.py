@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from zexport.checkpoint.location import is_tag_dir, list_tags
-from zexport.checkpoint.runs import list_run_checkpoints
+from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.disk import writing

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.location import list_tags
 from zexport.checkpoint.states import ZERO3
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.ranges.copies import CastReplica

@@ -10,8 +10,8 @@ import torch
 
 import zexport
 from tests.support.expert_checkpoints import rewrite
-from zexport.checkpoint import ages
-from zexport.checkpoint.ages import are_of_one_run, by_age, newest_last, recorded_step
+from zexport.checkpoint import candidates
+from zexport.checkpoint.candidates import are_of_one_run, by_age, newest_last, recorded_step
 from zexport.checkpoint.opening import NEWEST
 from zexport.errors import AmbiguousTagError
 from zexport.inspect.inspect import inspect_checkpoint
@@ -128,9 +128,9 @@ def test_of_very_many_tags_only_some_are_read(
         read.append(tag_dir.name)
         return recorded_step(tag_dir, boundary)
 
-    monkeypatch.setattr(ages, "recorded_step", counted)
+    monkeypatch.setattr(candidates, "recorded_step", counted)
     within = Boundary.of(tmp_path, follow=False)
-    assert by_age(tmp_path, [*names, "final"], within) == (*names, "final")
+    assert by_age(tmp_path, within) == (*names, "final")
     assert sorted(read) == sorted(["final", *names[-15:]])
 
 

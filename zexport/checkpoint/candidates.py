@@ -1,0 +1,170 @@
+"""The checkpoints that a folder holds: which there are, of which steps, and which is the newest.
+
+A folder may hold tags, and a run's ``output_dir`` a folder for each checkpoint, with the tags in
+it, and tags of its own beside those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file
+from zexport.checkpoint.states import read_model_states
+from zexport.errors import ZexportError
+from zexport.formats.torch_file import read_torch_file
+from zexport.store.boundary import Boundary
+
+READ_MAX = 16
+"""So many checkpoints are looked into for their step; among the others, names decide."""
+
+_DIGITS = re.compile(r"\d{1,18}", re.ASCII)
+_ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
+_CHECKPOINT = re.compile(r"checkpoint[-_]\d{1,18}", re.ASCII)
+_MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What ``--tag`` may name: a tag of a folder, or a checkpoint of a run there.
+
+    Attributes:
+        name: of the tag folder, or of the checkpoint's folder.
+        root: the folder that holds its tags.
+        tags: the one tag, or all of the checkpoint, newest last.
+        step: what the newest of them records; ``None`` where it was not looked into, or says none.
+    """
+
+    name: str
+    root: Path
+    tags: tuple[str, ...]
+    step: int | None
+
+
+def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:
+    """The tags in a folder and the checkpoints of its run, newest last."""
+    found = {run: (folder / run, by_age(folder / run, boundary)) for run in list_ages(folder)}
+    found |= {tag: (folder, (tag,)) for tag in list_tags(folder)}
+    steps = recorded_steps(
+        {name: root / tags[-1] for name, (root, tags) in found.items()}, boundary
+    )
+    return tuple(
+        Candidate(name, *found[name], steps.get(name)) for name in newest_last(found, steps)
+    )
+
+
+def list_ages(folder: Path) -> tuple[str, ...]:
+    """Those of ``list_run_checkpoints`` that are of one run, with the tags beside them if any are.
+
+    Beside tags these are ``checkpoint-N`` alone: other folders may be other models (a critic below
+    its actor). Source: transformers 5.23, ``trainer.py`` (``save_model``: under ZeRO-3 that gathers
+    nothing on saving, DeepSpeed's ``save_checkpoint`` writes the end of training to ``output_dir``
+    itself, beside ``checkpoint-N``).
+    """
+    runs = list_run_checkpoints(folder)
+    if list_tags(folder):
+        return tuple(run for run in runs if _CHECKPOINT.fullmatch(run))
+    return runs if are_of_one_run(runs) else ()
+
+
+def list_run_checkpoints(folder: Path) -> tuple[str, ...]:
+    """Names of the folders in a run's ``output_dir`` that hold tags, by the numbers in them."""
+    return _list_children(folder, lambda child: child.is_dir() and bool(list_tags(child)))
+
+
+def list_tags(folder: Path) -> tuple[str, ...]:
+    """Names of the tag folders in ``folder``, by the numbers in them."""
+    return _list_children(folder, is_tag_dir)
+
+
+def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
+    """Names of the wanted folders in ``folder``; one that may not be read is none of them."""
+
+    def is_readable_and_wanted(child: Path) -> bool:
+        try:
+            return is_wanted(child)
+        except PermissionError:  # such as lost+found, where a disk holds the checkpoints
+            return False
+
+    names = (child.name for child in folder.iterdir() if is_readable_and_wanted(child))
+    return tuple(sorted(names, key=_by_number))
+
+
+def is_tag_dir(path: Path) -> bool:
+    """Whether ``path`` holds rank files directly, or the parameters of a universal checkpoint."""
+    return path.is_dir() and (
+        any(parse_rank_file(child) for child in path.iterdir())
+        or any((path / "zero").glob("*/fp32.pt"))
+    )
+
+
+def are_of_one_run(names: Iterable[str]) -> bool:
+    """Whether folders differ in nothing but a number, as ``checkpoint-N`` do.
+
+    Others (an actor and a critic, say) are models beside one another, none of them the newer.
+    """
+    return len({_without_numbers(name) for name in names}) <= 1
+
+
+def models_of_accelerate(tags: Iterable[str]) -> tuple[str, ...]:
+    """The tags that hold one of several models each, all of one save.
+
+    Source: Accelerate 1.15, ``accelerator.py`` (``save_state``: ``pytorch_model``, and
+    ``pytorch_model_1`` and on for further models; ``latest`` names whichever was saved last).
+    """
+    return tuple(tag for tag in tags if _ACCELERATE.fullmatch(tag))
+
+
+def by_age(folder: Path, boundary: Boundary) -> tuple[str, ...]:
+    """The tags in ``folder``, newest last."""
+    tags = list_tags(folder)
+    folders = {tag: folder / tag for tag in tags}
+    return newest_last(tags, recorded_steps(folders, boundary) if len(tags) > 1 else {})
+
+
+def recorded_steps(folders: Mapping[str, Path], boundary: Boundary) -> dict[str, int | None]:
+    """The steps of the tags that are looked into: those without a number, and the highest.
+
+    Args:
+        folders: the tag folder of each name.
+        boundary: where its files may lie.
+    """
+    ordered = sorted(folders, key=lambda tag: (not _DIGITS.search(tag), _by_number(tag)))
+    return {tag: recorded_step(folders[tag], boundary) for tag in ordered[-READ_MAX:]}
+
+
+def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
+    """The steps taken, as a model file says; ``None`` where none does, or it lies outside."""
+    models = [file.path for file in list_rank_files(tag_dir) if file.kind in _MODEL_FILES]
+    if not models or not boundary.holds(models[0]):
+        return None
+    try:
+        return read_model_states(read_torch_file(models[0])).global_steps
+    except ZexportError:  # opening this tag tells what is wrong
+        return None
+
+
+def newest_last(tags: Iterable[str], steps: Mapping[str, int | None]) -> tuple[str, ...]:
+    """The tags by their steps; at the same step, by the numbers in their names.
+
+    One whose step is not known comes right after the next lower one of its kind of name (an
+    interrupted save after the one before it), and before all tags of other names if there is none.
+    """
+    highest: dict[str, int] = {}
+    places: dict[str, tuple[int, tuple[list[int], str]]] = {}
+    for tag in sorted(tags, key=_by_number):
+        kind, step = _without_numbers(tag), steps.get(tag)
+        known = highest.get(kind, -1)
+        places[tag] = (known if step is None else step, _by_number(tag))
+        highest[kind] = places[tag][0]
+    return tuple(sorted(places, key=places.__getitem__))
+
+
+def _by_number(name: str) -> tuple[list[int], str]:
+    return [int(digits) for digits in _DIGITS.findall(name)], name
+
+
+def _without_numbers(name: str) -> str:
+    return _DIGITS.sub("0", name)
