@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.layouts.data import Inventory, take_inventory
 from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.stage_slices import order_slices
-from zexport.checkpoint.layouts.unnamed import Weight
+from zexport.checkpoint.layouts.unnamed_masters import Weight
 from zexport.checkpoint.layouts.zero0 import masters_of, stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
@@ -202,13 +202,13 @@ def check_weights_are_there(
 
 
 def _check_shapes(tag_dir: Path, stages: Sequence[ModelStates], held: Counter[Shape]) -> None:
-    from zexport.checkpoint.layouts.tied_uses import check_shapes  # noqa: PLC0415
+    from zexport.checkpoint.layouts.stepped_weights import check_shapes  # noqa: PLC0415
 
     check_shapes(tag_dir, stages, held)
 
 
 def _tied_uses(column: Iterable[StageMasters], layers: Mapping[int, LayerFile]) -> int:
-    from zexport.checkpoint.layouts.tied_uses import count_uses_without_file  # noqa: PLC0415
+    from zexport.checkpoint.layouts.stepped_weights import count_uses_without_file  # noqa: PLC0415
 
     return count_uses_without_file([cell.model for cell in column], [*layers.values()])
 

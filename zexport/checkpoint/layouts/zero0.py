@@ -3,7 +3,7 @@
 Which values are exported:
 
 1. fp32 masters, where the optimizer holds some, under the names that shape and order allow
-   (``master_fit``): by shape alone where that leaves one possibility, else by shape and
+   (``matching``): by shape alone where that leaves one possibility, else by shape and
    by samples of the values, rounded. Where the order does not fit at all, a master is still the
    weight's that it alone is like; one that is like none, while weights of its shape are left over,
    is a contradiction.
@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data import Inventory
-from zexport.checkpoint.layouts.unnamed import Master, Masters, Weight, find_masters
+from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight, find_masters
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError

@@ -15,16 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data import Inventory
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers
-from zexport.checkpoint.layouts.expert_shares import (
-    Share,
-    check_dense_masters,
-    check_evenly_trained,
-    check_files_are_there,
-    check_one_form,
-)
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.layouts.placement import expert_runs, uniform
-from zexport.checkpoint.layouts.unnamed import Master, Masters, Weight
+from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight
 from zexport.checkpoint.layouts.zero0 import (
     casts,
     contradictions,
@@ -33,6 +26,13 @@ from zexport.checkpoint.layouts.zero0 import (
     stored_buffers,
     stored_weights,
     weights_of,
+)
+from zexport.checkpoint.layouts.zero0_expert_files import (
+    Share,
+    check_dense_masters,
+    check_evenly_trained,
+    check_files_are_there,
+    check_one_form,
 )
 from zexport.checkpoint.states import ModelStates
 from zexport.formats.torch_file import TorchFile

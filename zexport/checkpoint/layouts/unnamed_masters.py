@@ -8,13 +8,6 @@ from functools import partial
 from math import prod
 from typing import TypeVar
 
-from zexport.checkpoint.layouts.master_fit import (
-    Span,
-    is_tiled,
-    match_in_order,
-    match_unique,
-    unlike_any,
-)
 from zexport.checkpoint.layouts.master_groups import (
     NAMED,
     UNFUSED,
@@ -22,6 +15,13 @@ from zexport.checkpoint.layouts.master_groups import (
     form_of,
     master_tensor,
     unnamed_masters,
+)
+from zexport.checkpoint.layouts.matching import (
+    Span,
+    is_tiled,
+    match_in_order,
+    match_unique,
+    unlike_any,
 )
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import LayoutError
