@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
+from tests.support.published import check_all_printed
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()
@@ -22,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to gather, where the goldens are to be written.
+    """Check what commands print, and begin to gather, where the goldens are to be written.
 
     What a shell has made this process ignore (``nohup``, ``&``), the commands under test would too.
     """
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    check_all_printed()
     if config.getoption("--update-goldens"):
         config.stash[_UPDATE] = Update()
 

@@ -90,6 +90,21 @@ def test_inspection_where_a_tag_has_to_be_chosen(tmp_path: Path) -> None:
     assert (told["checkpoint"], told["verdict"]["outcome"]) == (None, "choose_tag")
 
 
+@pytest.mark.parametrize(
+    ("root", "tag", "framework"),
+    [
+        ("epoch=1-step=20.ckpt", "checkpoint", "lightning"),
+        ("_actor", "global_step20", "openrlhf"),
+    ],
+)
+def test_inspection_of_every_frameworks_folders(
+    tmp_path: Path, root: str, tag: str, framework: str
+) -> None:
+    shutil.copytree(PLAIN / "global_step2", tmp_path / root / tag)
+    code, told = printed("inspect", tmp_path / root)
+    assert (code, told["checkpoint"]["framework"]) == (0, framework)
+
+
 def test_inspection_of_damage(tmp_path: Path) -> None:
     root = shutil.copytree(PLAIN, tmp_path / "run")
     files = sorted((root / "global_step2").glob("*.pt"))

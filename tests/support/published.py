@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
+
+from zexport.cli.main import cli
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -32,8 +38,49 @@ def closed(node: Any) -> Any:
     return inner
 
 
+@cache
+def _validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator(closed(schema(name)))
+
+
 def check(name: str, content: object) -> Any:
     """The content as a program gets it, once it is known to fit."""
     received = json.loads(json.dumps(content, allow_nan=False))
-    Draft202012Validator(closed(schema(name))).validate(received)
+    _validator(name).validate(received)
     return received
+
+
+def check_printed(words: Sequence[object], stdout: str | bytes | None) -> None:
+    """Hold what a command printed against its schema, if it is JSON."""
+    try:
+        told = json.loads(stdout or "")
+    except ValueError:
+        return
+    command = next((word for word in map(str, words) if word in cli.list_commands(None)), "")
+    if not command or not isinstance(told, dict):
+        return
+    if "error" in told:
+        check("error", told)
+    elif command == "consolidate":
+        check("plan" if "--dry-run" in words else "export", told)
+    else:
+        check(command, told)
+
+
+def check_all_printed() -> None:
+    """From now on, hold what commands print, in this process and in others, against its schema."""
+    run, invoke = subprocess.run, CliRunner.invoke
+
+    def run_and_check(words: Any, *rest: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
+        done = run(words, *rest, **options)
+        if not isinstance(words, str) and "zexport" in words:
+            check_printed(words, done.stdout)
+        return done
+
+    def invoke_and_check(runner: CliRunner, command: Any, words: Any = (), **more: Any) -> Result:
+        done = invoke(runner, command, words, **more)
+        if command is cli:
+            check_printed(words, done.stdout)
+        return done
+
+    subprocess.run, CliRunner.invoke = run_and_check, invoke_and_check
