@@ -105,7 +105,7 @@ def _material(
     """What the checkpoint, the base and the options give, before an adapter is thought of."""
     stored = name_tensors(checkpoint, options.renames)
     base = read_base(options.base, follow_symlinks=checkpoint.location.boundary.follow)
-    files = (*_source_files(checkpoint), *source_files((*base, *beside)))
+    files = (*map(SourceFile.of, checkpoint.torch_files), *source_files((*base, *beside)))
     return Material(checkpoint, stored, sidecars, base_tensors(base), files)
 
 
@@ -280,13 +280,6 @@ def _sources(
     copies = [c for r in (*checkpoint.replicas, *gathered) for c in (r.kept, r.other)]
     read = paths_of([*kept, *copies])
     return tuple(file for file in files if file.path in read)
-
-
-def _source_files(checkpoint: ZeroCheckpoint) -> list[SourceFile]:
-    return [
-        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
-        for file in checkpoint.torch_files
-    ]
 
 
 def _warnings(model: Identity) -> Iterator[str]:

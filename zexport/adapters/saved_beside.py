@@ -19,7 +19,6 @@ from zexport.options import CheckMode
 from zexport.ranges.copies import compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
-from zexport.weights.base import source_files
 from zexport.weights.gathered import copy_of
 from zexport.weights.named import NamedTensors
 
@@ -147,5 +146,5 @@ def _holds(
     whole = [copy for copy in copies if copy is not None]
     if len(whole) < len(copies):
         return False
-    with SourceReader([*checkpoint.torch_files, *source_files([header])]) as reader:
+    with SourceReader([*checkpoint.torch_files, header]) as reader:
         return not compare_casts(whole, reader, full=check is CheckMode.FULL)

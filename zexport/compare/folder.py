@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.adapters.saved_beside import ADAPTER_FILE
-from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError
-from zexport.formats.safetensors_file import StoredTensor, read_header
+from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames, best_fit
 from zexport.model.names import learn_names
@@ -22,6 +22,7 @@ from zexport.store.json_files import read_json_object
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"
 _PREFERRED = ("model.safetensors.index.json", "model.safetensors")
+_FETCH_AGAIN = "Fetch the folder again"
 _NO_WEIGHTS_HINT = (
     "Name a folder with model.safetensors or its index, or one safetensors file; "
     "zexport verify --against compares with a checkpoint"
@@ -108,7 +109,7 @@ def _open_weights(path: Path) -> ModelWeights:
             raise DamagedCheckpointError(
                 f"lacks tensor {min(missing)!r}, which the index places there",
                 path=file,
-                hint="Fetch the folder again",
+                hint=_FETCH_AGAIN,
             )
         if twice := header.tensors.keys() & tensors.keys():
             raise DamagedCheckpointError(
@@ -118,8 +119,7 @@ def _open_weights(path: Path) -> ModelWeights:
             )
         for name, tensor in header.tensors.items():
             tensors[name] = PlacedTensor(tensor, header.source(name))
-        status = file.stat()
-        files.append(SourceFile(file, status.st_size, status.st_mtime_ns, ()))
+        files.append(SourceFile(file, header.nbytes, header.mtime_ns, ()))
     return ModelWeights(path, tensors, tuple(files))
 
 
@@ -145,20 +145,7 @@ def _lack(path: Path) -> str:
 
 
 def _indexed(path: Path) -> dict[Path, set[str]]:
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DamagedCheckpointError(
-            "is an index without weight_map", path=path, hint="Fetch the folder again"
-        )
-    listed: dict[Path, set[str]] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or file != Path(file).name or "\0" in file:
-            raise UnsafeError(
-                "names a file that does not lie beside it",
-                path=path,
-                found=repr(file),
-                expected="the name of a safetensors file",
-                hint="Fetch the folder again",
-            )
-        listed.setdefault(path.parent / file, set()).add(name)
-    return dict(sorted(listed.items()))
+    listed = read_index(path, _FETCH_AGAIN)
+    if not listed:
+        raise DamagedCheckpointError("is an index without weight_map", path=path, hint=_FETCH_AGAIN)
+    return listed

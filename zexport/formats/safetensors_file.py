@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Extent
+from zexport.ranges.extents import Extent, Member
 from zexport.store.files import open_regular
+from zexport.store.json_files import read_json_object
 
 HEADER_NBYTES_LIMIT = 100_000_000
 """Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""
@@ -54,15 +56,28 @@ class SafetensorsHeader:
 
     Attributes:
         path: the file.
+        nbytes: its size when it was read.
+        mtime_ns: its modification time when it was read.
         data_offset: first byte after the header.
         tensors: by name, in file order.
         metadata: the free strings under ``__metadata__``.
     """
 
     path: Path
+    nbytes: int
+    mtime_ns: int
     data_offset: int
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Its tensors as records, by ascending offset; nothing covers their bytes with a CRC."""
+        return tuple(
+            Member(tensor.name, tensor.offset, tensor.nbytes, None)
+            for tensor in self.tensors.values()
+            if tensor.nbytes
+        )
 
     def source(self, name: str) -> Extent:
         """Where the bytes of a tensor lie.
@@ -140,17 +155,18 @@ def read_header(
     """
     try:
         with open_regular(path) as file:
-            file_nbytes = file.seek(0, 2)
-            file.seek(0)
+            status = os.fstat(file.fileno())
             prefix = file.read(_LENGTH.size)
-            text = file.read(_header_nbytes(path, prefix, file_nbytes, error))
+            text = file.read(_header_nbytes(path, prefix, status.st_size, error))
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror}", path=path) from cause
     data_offset = len(prefix) + len(text)
     table, metadata = _parsed(path, text, error)
-    tensors = _checked(path, table, file_nbytes - data_offset, error)
+    tensors = _checked(path, table, status.st_size - data_offset, error)
     return SafetensorsHeader(
         path=path,
+        nbytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
         data_offset=data_offset,
         tensors={
             entry.name: StoredTensor(
@@ -160,6 +176,26 @@ def read_header(
         },
         metadata=metadata,
     )
+
+
+def read_index(path: Path, hint: str) -> dict[Path, set[str]]:
+    """The files that an index names, in order, each with the tensors that it places there.
+
+    Nothing where it has no ``weight_map``; ``hint`` is for one who has an index of other folders.
+    """
+    weight_map = read_json_object(path).get("weight_map")
+    placed: dict[Path, set[str]] = {}
+    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
+        if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or "/" in name:
+            raise UnsafeError(
+                "names a file that does not lie beside it",
+                path=path,
+                found=repr(name),
+                expected="the name of a safetensors file",
+                hint=hint,
+            )
+        placed.setdefault(path.with_name(name), set()).add(tensor)
+    return dict(sorted(placed.items()))
 
 
 def _header_nbytes(path: Path, prefix: bytes, file_nbytes: int, error: type[ZexportError]) -> int:

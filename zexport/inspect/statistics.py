@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.plan.plan import SourceFile
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
 from zexport.ranges.reader import SourceReader
@@ -72,14 +71,10 @@ def measure(
             changed.
         CheckpointError: a file cannot be read.
     """
-    files = [
-        SourceFile(file.path, file.nbytes, file.mtime_ns, file.members)
-        for file in checkpoint.torch_files
-    ]
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
     done, total = 0, sum(source.nbytes for _, source in sources)
     buffer = memoryview(mmap(-1, max(buffer_nbytes, 8)))
-    with SourceReader(files) as reader:
+    with SourceReader(checkpoint.torch_files) as reader:
         found = []
         for tensor, source in sources:
             found.append(_measure(tensor, source, reader, buffer))

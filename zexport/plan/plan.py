@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.findings import Finding, FindingKind
@@ -13,6 +14,9 @@ from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
 from zexport.store.jsontypes import Json
+
+if TYPE_CHECKING:
+    from zexport.ranges.reader import ReadableFile
 
 
 def qualified(filename: str, name: str) -> str:
@@ -108,6 +112,11 @@ class SourceFile:
     nbytes: int
     mtime_ns: int
     members: tuple[Member, ...]
+
+    @classmethod
+    def of(cls, file: ReadableFile) -> SourceFile:
+        """What a plan keeps of a file whose directory or header was read."""
+        return cls(file.path, file.nbytes, file.mtime_ns, file.members)
 
 
 @dataclass(frozen=True, slots=True)

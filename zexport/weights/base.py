@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.errors import DamagedCheckpointError, UnsafeError
-from zexport.formats.safetensors_file import SafetensorsHeader, read_header
+from zexport.errors import DamagedCheckpointError
+from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames
 from zexport.model.names import NamesUnknown
 from zexport.plan.plan import SourceFile
 from zexport.plan.shards import INDEX_FILE, SINGLE_FILE
-from zexport.ranges.extents import Member
 from zexport.store.boundary import Boundary
-from zexport.store.json_files import read_json_object
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -40,38 +38,17 @@ def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsH
 
 def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader]:
     """Headers of the files that an index names, each with the tensors that it places there."""
-    weight_map = read_json_object(index).get("weight_map")
-    placed: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
-        if not isinstance(name, str) or name in ("", "..") or "\0" in name or "/" in name:
-            raise UnsafeError(
-                "names a file that does not lie beside it",
-                path=index,
-                found=repr(name),
-                expected="the name of a safetensors file",
-                hint="Mend the index, or give another model folder",
-            )
-        placed.setdefault(name, set()).add(tensor)
-    for name in sorted(placed):
-        boundary.check(index.with_name(name))
-        header = read_header(index.with_name(name))
-        tensors = {n: one for n, one in header.tensors.items() if n in placed[name]}
+    for path, placed in read_index(index, "Mend the index, or give another model folder").items():
+        boundary.check(path)
+        header = read_header(path)
+        tensors = {n: one for n, one in header.tensors.items() if n in placed}
         yield replace(header, tensors=tensors)
 
 
 def source_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
     """Weight files that are no torch files, each once."""
     for header in {header.path: header for header in headers}.values():
-        status = header.path.stat()
-        members = tuple(_members(header))
-        yield SourceFile(header.path, status.st_size, status.st_mtime_ns, members)
-
-
-def _members(header: SafetensorsHeader) -> Iterator[Member]:
-    """The tensors of a safetensors file as its records, which have no CRC."""
-    for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1].offset):
-        if tensor.nbytes:
-            yield Member(name, tensor.offset, tensor.nbytes, None)
+        yield SourceFile.of(header)
 
 
 def base_tensors(base: Iterable[SafetensorsHeader]) -> dict[str, StoredTensor]:
