@@ -3,55 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.rank_files import RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.states import MAX_DEGREE
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
 from zexport.findings import FindingKind
-
-MAX_DEGREE = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Degrees of model parallelism; index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``.
-
-    Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``: ranks of a replica in
-    the order of the axes pipe, model).
-
-    Attributes:
-        stages: pipeline stages.
-        tensor: tensor-parallel ranks of each.
-    """
-
-    stages: int
-    tensor: int
-
-    def index(self, stage: int, tensor_rank: int) -> int:
-        """The model-parallel index that rank files carry."""
-        return stage * self.tensor + tensor_rank
-
-
-def recorded_grid(model: ModelStates) -> Grid | None:
-    """The degrees that a rank's model states record (DeepSpeed 0.19 and later), if they do."""
-    value = Value(model.file.path, "model states", model.file.value)
-    degrees = value.get("checkpoint_parallel_dimensions").mapping_or_empty()
-    stages, tensor = degrees.get("pp_degree"), degrees.get("tp_degree")
-    if type(stages) is not int or type(tensor) is not int:
-        return None
-    if not (0 < stages <= MAX_DEGREE and 0 < tensor <= MAX_DEGREE):
-        raise DamagedCheckpointError(
-            "records impossible degrees of parallelism",
-            path=model.file.path,
-            found=f"{stages} pipeline stages, {tensor} tensor ranks",
-            expected=f"1 to {MAX_DEGREE} of each",
-        )
-    return Grid(stages, tensor)
 
 
 def tag_dir_of(cells: Mapping[int, RankStates]) -> Path | None:

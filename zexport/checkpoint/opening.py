@@ -11,19 +11,20 @@ from zexport.checkpoint.cells import disagreements
 from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
+from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.structure import (
+    Structure,
+    lacking_optimizer_files,
+    missing_files,
+    parallelism_of,
+    recognise,
+)
 from zexport.checkpoint.location import Location
-from zexport.checkpoint.missing_files import missing_files
 from zexport.checkpoint.node_local import unite
-from zexport.checkpoint.parallelism import parallelism_of
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.structure import (
-    Structure,
-    lacking_optimizer_files,
-    recognise,
-)
 from zexport.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -85,7 +86,7 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
     files = unite(locations)
     cells = _read_cells(location.tag_dir, files)
     structure = recognise(location.tag_dir, files, cells)
-    problems = [problem for cell in cells.values() for problem in cell.problems]
+    problems = [p for cell in cells.values() for p in (*cell.problems, *copied_files(cell))]
     problems += [
         no_optimizer_files(location.tag_dir, index)
         for index in lacking_optimizer_files(structure, files, cells)

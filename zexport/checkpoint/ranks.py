@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from zexport.checkpoint.agreement import disagreements
-from zexport.checkpoint.copied_files import copied_files
 from zexport.checkpoint.rank_files import (
     RankFile,
     RankFileKind,
@@ -120,7 +119,6 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     problems += _surplus(tag_dir, named, world_size)
     own = {r: s for r, s in optimizer.items() if world_size is None or r < world_size}
     problems += disagreements(tag_dir, model, own)
-    problems += copied_files(model.get(0), own)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
     )

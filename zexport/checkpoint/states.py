@@ -8,11 +8,11 @@ model states, so unknown keys are ignored there and known keys are checked befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from zexport.checkpoint.layouts.zero12 import Fragments
 from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickles import FragmentAddress, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
@@ -20,10 +20,36 @@ from zexport.ranges.dtypes import DType, Shape
 ZERO3 = 3
 """The stage that stripes parameters over the ranks."""
 
+MAX_DEGREE = 65536
+"""More ranks of one kind of model parallelism than any run has."""
+
+
+Fragments = Mapping[str, tuple[int, int]]
+"""Name to the first element and the number of elements that a partition holds of a parameter."""
 
 _CASTS = {"bf16": DType.BF16, "bfloat16": DType.BF16, "fp16": DType.F16}
 """Sections of the configuration that switch a cast of the module on; the second is an older name
 of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Degrees of model parallelism; index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``.
+
+    Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``: ranks of a replica in
+    the order of the axes pipe, model).
+
+    Attributes:
+        stages: pipeline stages.
+        tensor: tensor-parallel ranks of each.
+    """
+
+    stages: int
+    tensor: int
+
+    def index(self, stage: int, tensor_rank: int) -> int:
+        """The model-parallel index that rank files carry."""
+        return stage * self.tensor + tensor_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +99,13 @@ class ModelStates:
 
         Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py``.
         """
-        zero = self.ds_config.get("zero_optimization")
-        return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+        return bool(self.zero_options.get("round_robin_gradients"))
+
+    @property
+    def zero_options(self) -> Mapping[object, object]:
+        """The section of the configuration that ZeRO has."""
+        options = self.ds_config.get("zero_optimization")
+        return options if isinstance(options, dict) else {}
 
     @property
     def cast_dtype(self) -> DType | None:
@@ -88,6 +119,93 @@ class ModelStates:
                 return dtype
         return None
 
+    # What few layouts ask for is read when it is asked for, so that damage there harms no other.
+
+    @property
+    def grid(self) -> Grid | None:
+        """The degrees of model parallelism, where they are recorded (DeepSpeed 0.19 and later).
+
+        Raises:
+            DamagedCheckpointError: they are impossible.
+        """
+        degrees = self._at("checkpoint_parallel_dimensions").mapping_or_empty()
+        stages, tensor = degrees.get("pp_degree"), degrees.get("tp_degree")
+        if type(stages) is not int or type(tensor) is not int:
+            return None
+        if not (0 < stages <= MAX_DEGREE and 0 < tensor <= MAX_DEGREE):
+            raise DamagedCheckpointError(
+                "records impossible degrees of parallelism",
+                path=self.file.path,
+                found=f"{stages} pipeline stages, {tensor} tensor ranks",
+                expected=f"1 to {MAX_DEGREE} of each",
+            )
+        return Grid(stages, tensor)
+
+    @property
+    def num_experts(self) -> tuple[int, ...]:
+        """The number of experts of every layer that has some, in the module's order."""
+        return tuple(item.number() for item in self._at("num_experts").items_or_self())
+
+    @property
+    def autoep_layers(self) -> list[Value]:
+        """What AutoEP records of each layer that it replaced; the key has an older name."""
+        root = Value(self.file.path, "model states", self.file.value)
+        key = "ds_autoep_layers" if root.has("ds_autoep_layers") else "autoep_layers"
+        return root.get(key).items()
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts and tensor ranks share their processes (AutoEP with AutoTP).
+
+        Source: DeepSpeed 0.19, ``checkpoint/constants.py`` (``FOLDING_METADATA_KEY``).
+        """
+        return not self._at("folding").is_none
+
+    @property
+    def tensor_splits(self) -> Value:
+        """The record of how tensors are split over tensor ranks (``universal_checkpoint_info``)."""
+        return self._at("universal_checkpoint_info")
+
+    @property
+    def optimizer(self) -> Value:
+        """The optimizer's state, which lies in the model file without ZeRO."""
+        return self._at("optimizer")
+
+    def _at(self, key: str) -> Value:
+        return Value(self.file.path, "model states", self.file.value).get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What an optimizer keeps of one flat group, beside the masters: this rank's part of it.
+
+    A state within another dictionary, as 8-bit optimizers have, is named by both, with a dot
+    between.
+
+    Attributes:
+        tensors: its state tensors by name, flat ones and others.
+        scalars: its other states by name, tensors without a dimension among them, such as a step.
+        settings: those of its parameter group, a step that is counted there among them; nothing
+            where they are not recorded (``elastic_checkpoint``).
+    """
+
+    tensors: Mapping[str, TensorRef]
+    scalars: Mapping[str, object]
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """Which ranks share a flat group of ZeRO-3 under AutoEP, and whose part this file has.
+
+    Attributes:
+        ranks: those that share it, in the order of their parts.
+        part: number of the part; ``None`` where it is not said.
+    """
+
+    ranks: tuple[int, ...]
+    part: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
@@ -98,6 +216,7 @@ class OptimizerStates:
         stage: ZeRO stage; ``None`` for BF16_Optimizer, which does not record one.
         partition_counts: number of partitions per group (one number under ZeRO-3).
         flat_groups: the master weights of this rank, one 1-D tensor per flat group.
+        group_states: per flat group, what else the optimizer keeps of it.
         alignment_paddings: per group, elements of padding after each parameter; empty where absent.
         slices: per group, what this rank's partition holds of which parameter; empty where absent.
             Parameters of which it holds no element are left out.
@@ -110,11 +229,25 @@ class OptimizerStates:
     stage: int | None
     partition_counts: tuple[int, ...]
     flat_groups: tuple[TensorRef, ...]
+    group_states: tuple[GroupState, ...]
     alignment_paddings: tuple[tuple[int, ...], ...]
     slices: tuple[Fragments, ...]
     step: int | TensorRef | None
     ds_version: str | None
     stripes_experts: bool
+
+    @property
+    def shared_groups(self) -> tuple[SharedGroup, ...]:
+        """Who shares each flat group of ZeRO-3 under AutoEP (``ds_zero_partition_groups``)."""
+        top = Value(self.file.path, "optimizer states", self.file.value)
+        groups = top.need("optimizer_state_dict").get("ds_zero_partition_groups")
+        return tuple(
+            SharedGroup(
+                ranks=tuple(rank.number() for rank in group.need("partition_ranks").items()),
+                part=group.get("partition_rank").number_or_none(),
+            )
+            for group in groups.items()
+        )
 
 
 def read_model_states(file: TorchFile) -> ModelStates:
@@ -185,25 +318,44 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         UnsafeError: a value that is needed is hidden behind a call.
     """
     top = Value(file.path, "optimizer states", file.value)
-    root = top.need("optimizer_state_dict")
+    return _optimizer_states(file, top.need("optimizer_state_dict"), top.get("ds_version"))
+
+
+def read_inner_states(model: ModelStates) -> OptimizerStates:
+    """The record of BF16_Optimizer's state, which a run without ZeRO saves in the model file.
+
+    Raises:
+        DamagedCheckpointError, UnsafeError: as ``read_optimizer_states``.
+    """
+    return _optimizer_states(model.file, model.optimizer, model.optimizer.get("ds_version"))
+
+
+def optimizer_in(file: TorchFile) -> Value:
+    """The optimizer's state in a file of whole states, which a run without ZeRO has."""
+    return Value(file.path, "states", file.value).get("optimizer")
+
+
+def _optimizer_states(file: TorchFile, root: Value, version: Value) -> OptimizerStates:
     key = "fp32_flat_groups" if root.has("fp32_flat_groups") else "single_partition_of_fp32_groups"
     stage = root.get("zero_stage").number_or_none()
     if stage is not None and (stage == ZERO3) != (key == "fp32_flat_groups"):
         root.fail(f"holds {key!r}, which ZeRO-{stage} does not write")
     counts = root.need("partition_count")
     base = root.get("optimizer_state_dict" if key == "fp32_flat_groups" else "base_optimizer_state")
+    flat_groups = tuple(_flat_group(item) for item in root.need(key).items())
     return OptimizerStates(
         file=file,
         stage=stage,
         partition_counts=tuple(item.number() for item in counts.items_or_self()),
-        flat_groups=tuple(_flat_group(item) for item in root.need(key).items()),
+        flat_groups=flat_groups,
+        group_states=tuple(_group_state(base.value, index) for index in range(len(flat_groups))),
         alignment_paddings=tuple(
             tuple(padding.number() for padding in group.items())
             for group in root.get("param_alignment_paddings").items()
         ),
         slices=tuple(_slices(mapping) for mapping in root.get("param_slice_mappings").items()),
         step=base.first_step(),
-        ds_version=top.get("ds_version").text_or_none() or root.get("ds_version").text_or_none(),
+        ds_version=version.text_or_none() or root.get("ds_version").text_or_none(),
         stripes_experts=root.has("ds_zero_partition_groups"),
     )
 
@@ -218,6 +370,45 @@ def _flat_group(item: Value) -> TensorRef:
     if group.numel and not group.is_dense:
         item.fail("is not one run of elements", f"strides {group.stride} of shape {group.shape}")
     return group
+
+
+def _group_state(base: object, index: int) -> GroupState:
+    """What the optimizer keeps of one flat group; nothing where it is in a form that none writes.
+
+    A flat group is one parameter of the inner optimizer, under its number. With
+    ``elastic_checkpoint`` there is a list of states alone, without the parameter groups' settings.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py``
+    (``_get_base_optimizer_state``), ``runtime/zero/stage3.py`` and ``runtime/bf16_optimizer.py``.
+    """
+    root = base if isinstance(base, dict) else {"state": base}
+    by_number = root.get("state")
+    if isinstance(by_number, list):
+        by_number = dict(enumerate(by_number))
+    found = dict(_states(by_number.get(index) if isinstance(by_number, dict) else None))
+    tensors = {name: one for name, one in found.items() if isinstance(one, TensorRef) and one.shape}
+    return GroupState(
+        tensors=tensors,
+        scalars={name: one for name, one in found.items() if name not in tensors},
+        settings=next(_settings(root.get("param_groups"), index), {}),
+    )
+
+
+def _states(state: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """The states of one parameter by name, those within another dictionary by both names."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, dict) and not above:
+            yield from _states(value, f"{name}.")
+        elif isinstance(name, str):
+            yield above + name, value
+
+
+def _settings(groups: object, index: int) -> Iterator[dict[str, object]]:
+    """The settings of the parameter group that has the parameter of this number."""
+    for group in groups if isinstance(groups, list) else ():
+        params = group.get("params") if isinstance(group, dict) else None
+        if isinstance(params, list) and index in params:
+            yield {key: value for key, value in group.items() if key != "params"}
 
 
 def _slices(mapping: Value) -> Fragments:

@@ -69,6 +69,14 @@ class Value:
             found[key] = Value(self.path, f"{self.where}[{key!r}]", value)
         return found
 
+    def by_number(self) -> dict[int, Value]:
+        """The items of a dictionary; those whose key is no whole number are left out."""
+        return {
+            key: Value(self.path, f"{self.where}[{key}]", value)
+            for key, value in self.mapping().items()
+            if type(key) is int
+        }
+
     def items(self) -> list[Value]:
         """The items of a list; nothing for ``None``."""
         if self.value is None:

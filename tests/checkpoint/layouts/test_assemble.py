@@ -19,10 +19,10 @@ from tests.support.model_parallel import truth, unequal, values
 from tests.support.oracles import differences
 from zexport.checkpoint.contents import Parallelism, ZeroCheckpoint
 from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.structure import Structure, recognise
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_file
 from zexport.checkpoint.ranks import read_ranks
-from zexport.checkpoint.structure import Structure, recognise
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
 from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.ranges.copies import Replica

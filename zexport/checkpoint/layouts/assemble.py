@@ -13,10 +13,10 @@ from zexport.checkpoint.layouts.data import (
     module_dtype,
     take_inventory,
 )
+from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.structure import Structure
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
@@ -143,9 +143,9 @@ def _check_is_pipeline(
     tag_dir: Path, cells: Mapping[int, RankStates], models: Sequence[ModelStates]
 ) -> None:
     """Refuse experts of several model-parallel indices unless these are a pipeline's stages."""
-    from zexport.checkpoint.cells import check_cells, recorded_grid  # noqa: PLC0415
+    from zexport.checkpoint.cells import check_cells  # noqa: PLC0415
 
-    grid = recorded_grid(models[0]) if models else None
+    grid = models[0].grid if models else None
     if grid is None or grid.tensor > 1:
         raise UnsupportedError(
             "combines experts with tensor parallelism, or does not say with what",

@@ -11,7 +11,6 @@ from zexport.checkpoint.layouts.expert_placement import ExpertGroup, find_placem
 from zexport.checkpoint.layouts.expert_states import (
     check_own_partition,
     read_autoep_layers,
-    read_sharing_ranks,
 )
 from zexport.checkpoint.layouts.placement import Placement, ep_size_of, sharing_sets
 from zexport.checkpoint.ranks import RankStates
@@ -110,7 +109,7 @@ def _group(
 ) -> ExpertGroup:
     paddings, counts = first.alignment_paddings, first.partition_counts
     if ranks.is_zero3:
-        counts = tuple(len(sharing) for sharing in read_sharing_ranks(first))
+        counts = tuple(len(group.ranks) for group in first.shared_groups)
     if index >= len(counts):
         raise LayoutError(
             "ds_zero_partition_groups does not name every flat group",
@@ -162,7 +161,7 @@ def _striped(
     optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
     for rank, states in enumerate(optimizers):
         check_own_partition(rank, states)
-    sharing = [read_sharing_ranks(states) for states in optimizers]
+    sharing = [[group.ranks for group in states.shared_groups] for states in optimizers]
     for index in indices:
         sets = sharing_sets([one[index] if index < len(one) else () for one in sharing])
         _check_order(ranks, sets)

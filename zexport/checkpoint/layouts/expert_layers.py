@@ -12,7 +12,6 @@ from zexport.checkpoint.layouts.expert_states import (
     ExpertStates,
     parse_native,
     read_autoep_layers,
-    read_num_experts,
 )
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
@@ -74,7 +73,7 @@ def _files_by_layer(
 ) -> dict[int, list[ExpertStates]]:
     """The expert files of each layer, all that there should be and no other."""
     present = {(states.layer, states.expert): states for states in experts}
-    counts = read_num_experts(model)
+    counts = model.num_experts
     expected = ((layer, expert) for layer, count in enumerate(counts) for expert in range(count))
     missing = next((place for place in expected if place not in present), None)
     if missing is not None:

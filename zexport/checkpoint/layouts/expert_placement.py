@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.expert_states import read_blocks_option
 from zexport.checkpoint.layouts.placement import Placement, same_where_shared
-from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.checkpoint.states import Fragments, ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.ranges.dtypes import Shape
 
@@ -92,7 +92,7 @@ def _fits(
     placement: Placement,
     model: ModelStates,
     optimizers: Sequence[OptimizerStates],
-    recorded: Sequence[tuple[zero12.Fragments, ...]],
+    recorded: Sequence[tuple[Fragments, ...]],
     group: ExpertGroup,
 ) -> bool:
     """Whether what the ranks record of their partitions agrees with ``placement``; so does nothing.

@@ -124,26 +124,6 @@ def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
     return read
 
 
-def read_num_experts(model: ModelStates) -> tuple[int, ...]:
-    """The number of experts of every layer that has some, in the module's order."""
-    counts = Value(model.file.path, "model states", model.file.value).get("num_experts")
-    return tuple(item.number() for item in counts.items_or_self())
-
-
-def read_dp_world_size(model: ModelStates) -> int | None:
-    """The number of data-parallel ranks, where the file says it."""
-    root = Value(model.file.path, "model states", model.file.value)
-    return root.get("dp_world_size").number_or_none()
-
-
-def is_folded(model: ModelStates) -> bool:
-    """Whether experts and tensor ranks share their processes (AutoEP with AutoTP).
-
-    Source: DeepSpeed 0.19, ``checkpoint/constants.py`` (``FOLDING_METADATA_KEY``).
-    """
-    return not Value(model.file.path, "model states", model.file.value).get("folding").is_none
-
-
 def read_blocks_option(model: ModelStates) -> bool | None:
     """Whether the run had ``use_data_before_expert_parallelism``; ``None`` where nothing says it.
 
@@ -163,9 +143,7 @@ def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
         LayoutError: it deals the experts out in a way that cannot be.
         UnsupportedError: it has another version than 1.
     """
-    root = Value(model.file.path, "model states", model.file.value)
-    key = "ds_autoep_layers" if root.has("ds_autoep_layers") else "autoep_layers"
-    return tuple(_autoep_layer(entry) for entry in root.get(key).items())
+    return tuple(_autoep_layer(entry) for entry in model.autoep_layers)
 
 
 def _autoep_layer(entry: Value) -> AutoEpLayer:
@@ -218,15 +196,6 @@ def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedErro
     )
 
 
-def read_sharing_ranks(optimizer: OptimizerStates) -> tuple[tuple[int, ...], ...]:
-    """For each flat group of ZeRO-3 under AutoEP, the ranks that share it, in partition order."""
-    groups = _optimizer_root(optimizer).get("ds_zero_partition_groups")
-    return tuple(
-        tuple(rank.number() for rank in group.need("partition_ranks").items())
-        for group in groups.items()
-    )
-
-
 def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:
     """Refuse ZeRO-3 states under AutoEP that another rank wrote than their file is named for.
 
@@ -236,20 +205,14 @@ def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:
     Raises:
         DamagedCheckpointError: it is not ``rank``.
     """
-    for group in _optimizer_root(optimizer).get("ds_zero_partition_groups").items():
-        part = group.get("partition_rank").number_or_none()
-        sharing = [item.number() for item in group.need("partition_ranks").items()]
-        if part is None or sharing[part : part + 1] == [rank]:
+    for group in optimizer.shared_groups:
+        part = group.part
+        if part is None or group.ranks[part : part + 1] == (rank,):
             continue
         raise DamagedCheckpointError(
             "holds the states of another rank than its name says",
             path=optimizer.file.path,
-            found=f"part {part} of those that ranks {sharing} share",
+            found=f"part {part} of those that ranks {list(group.ranks)} share",
             expected=f"rank {rank}'s part",
             hint="Give the rank files their own names back, or copy them again",
         )
-
-
-def _optimizer_root(optimizer: OptimizerStates) -> Value:
-    top = Value(optimizer.file.path, "optimizer states", optimizer.file.value)
-    return top.need("optimizer_state_dict")

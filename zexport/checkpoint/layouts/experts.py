@@ -29,9 +29,7 @@ from zexport.checkpoint.layouts.expert_layers import (
 from zexport.checkpoint.layouts.expert_states import (
     AutoEpLayer,
     ExpertStates,
-    is_folded,
     parse_native,
-    read_dp_world_size,
 )
 from zexport.checkpoint.layouts.placement import expert_runs, uniform
 from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
@@ -104,7 +102,7 @@ def _take(
 
 def _world_size(ranks: RankStates, model: ModelStates) -> int | None:
     """The number of ranks; where experts alone are trained, no flat group is shared by all."""
-    stated = read_dp_world_size(model)
+    stated = model.dp_world_size
     return stated if stated == len(ranks.optimizer) else ranks.world_size
 
 
@@ -115,7 +113,7 @@ def _nowhere(layers: ExpertLayers, found: Iterable[StoredTensor]) -> list[str]:
 
 
 def _refuse(model: ModelStates) -> None:
-    if is_folded(model):
+    if model.splits_experts:
         raise UnsupportedError(
             "holds experts that are split over tensor ranks as well",
             path=model.file.path,

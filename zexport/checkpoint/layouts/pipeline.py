@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from zexport.checkpoint.cells import Grid, check_cells, recorded_grid
+from zexport.checkpoint.cells import check_cells
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data import Inventory, damage_of, rounded_copy
 from zexport.checkpoint.layouts.layer_files import (
@@ -27,7 +27,7 @@ from zexport.checkpoint.layouts.tensor import join_shards
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.states import Grid, ModelStates
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import Shape
@@ -112,7 +112,7 @@ def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[Layer
             expected=rank_file_name(lacking) + ("" if models else " and the like"),
             hint="Copy them from the nodes that wrote them",
         )
-    recorded = recorded_grid(models[0])
+    recorded = models[0].grid
     tensor = max(layer.tensor_rank for layer in layers) + 1
     if recorded is None and models[0].tensor_parallel % tensor:
         raise UnsupportedError(

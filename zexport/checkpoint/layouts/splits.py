@@ -111,7 +111,7 @@ class Splits:
     def _by_map(self, name: str, entry: Value, shards: Sequence[Shape]) -> Joined:
         """The pieces that ``affine_map`` names, each a box of the whole and of the shard."""
         whole = entry.need("logical_shape").shape()
-        ranks = entry.need("ranks").mapping()
+        ranks = entry.need("ranks").by_number()
         pieces: list[Piece] = []
         if set(ranks) != set(range(len(shards))):
             raise LayoutError(
@@ -120,7 +120,7 @@ class Splits:
                 f"ranks 0 to {len(shards) - 1}",
             )
         for rank, shard in enumerate(shards):
-            value = Value(entry.path, f"{entry.where}['ranks'][{rank}]", ranks[rank])
+            value = ranks[rank]
             if value.need("shard_shape").shape() != shard:
                 raise LayoutError(
                     f"rank {rank}'s shard of {name!r} is not as it is described",
@@ -235,12 +235,8 @@ def read_all_splits(models: Sequence[ModelStates]) -> tuple[Splits, ...]:
     Raises:
         UnsupportedError, DamagedCheckpointError: as ``read_splits``.
     """
-    others = (model for model in models[1:] if not _is_without(_record(model)))
+    others = (model for model in models[1:] if not _is_without(model.tensor_splits))
     return (read_splits(models[0]), *map(read_splits, others))
-
-
-def _record(model: ModelStates) -> Value:
-    return Value(model.file.path, "model states", model.file.value).get(_INFO)
 
 
 def _is_without(record: Value) -> bool:
@@ -254,7 +250,7 @@ def read_splits(model: ModelStates) -> Splits:
         UnsupportedError: there is none, or it is of a newer kind.
         DamagedCheckpointError: it is not what DeepSpeed writes.
     """
-    record = _record(model)
+    record = model.tensor_splits
     if _is_without(record):
         raise UnsupportedError(
             f"is tensor-parallel and does not record how its tensors are split (no {_INFO})",

@@ -16,10 +16,8 @@ from zexport.checkpoint.layouts.unnamed_masters import Weight
 from zexport.checkpoint.layouts.zero0 import masters_of, stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, read_optimizer_states
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.states import ModelStates, read_inner_states
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.pickles import FragmentAddress
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
 
@@ -68,12 +66,12 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
     if model.param_shapes:
         return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
     if not ranks.optimizer:
-        optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+        optimizer = model.optimizer
         if optimizer.is_none or optimizer.has("param_groups"):
             return StageMasters(model, Inventory((), {}, ()), weights_are_masters=True)
         if optimizer.has("fp32_groups") or optimizer.has("fp32_groups_flat"):
             return _take_unnamed(model, layers)
-        ranks = _with_inner_optimizer(ranks, model, optimizer)
+        ranks = _with_inner_optimizer(ranks, model)
     model = replace(model, param_shapes=tuple(_shapes_by_slices(ranks, layers)))
     return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
 
@@ -214,18 +212,17 @@ def _tied_uses(column: Iterable[StageMasters], layers: Mapping[int, LayerFile]) 
 
 
 def _stepped(model: ModelStates) -> int:
-    optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+    optimizer = model.optimizer
     groups = [] if optimizer.is_none else optimizer.need("param_groups").items()
     return sum(len(group.need("params").items()) for group in groups)
 
 
-def _with_inner_optimizer(ranks: RankStates, model: ModelStates, optimizer: Value) -> RankStates:
+def _with_inner_optimizer(ranks: RankStates, model: ModelStates) -> RankStates:
     """The rank states with BF16_Optimizer's, which a run without ZeRO saves in the model file.
 
     That file is written by the first data-parallel rank and has its partition alone.
     """
-    inner = replace(model.file, value={"optimizer_state_dict": optimizer.value})
-    states = read_optimizer_states(inner)
+    states = read_inner_states(model)
     world_size = max(states.partition_counts, default=1)
     if world_size != 1:
         raise IncompleteCheckpointError(
@@ -250,26 +247,10 @@ def _shapes_by_slices(
             found=f"{len(states)} of {ranks.world_size} ranks",
             hint="Copy them from the nodes that wrote them",
         )
-    by_rank = [
-        Value(state.file.path, "optimizer states", state.file.value)
-        .need("optimizer_state_dict")
-        .need("param_slice_mappings")
-        .items()
-        for state in states
-    ]
     for group, flat in enumerate(states[0].flat_groups):
-        slices = [_slices(mappings[group]) for mappings in by_rank if group < len(mappings)]
+        slices = [state.slices[group] for state in states if group < len(state.slices)]
         numels = order_slices(slices, flat.numel)
         yield {name: _shape_of(name, numel, layers) for name, numel in numels.items()}
-
-
-def _slices(mapping: Value) -> dict[str, tuple[int, int]]:
-    found = {}
-    for name, entry in mapping.entries().items():
-        if not isinstance(entry.value, FragmentAddress):
-            entry.fail("is not a fragment_address")
-        found[name] = (entry.value.start, entry.value.numel)
-    return found
 
 
 def _shape_of(name: str, numel: int, layers: Mapping[int, LayerFile]) -> Shape:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from zexport.checkpoint.layouts.layer_files import LayerFile
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
@@ -110,7 +109,7 @@ def _adams_moments(model: ModelStates) -> Iterator[list[TensorRef]]:
 
 
 def _states(model: ModelStates) -> Iterator[dict[object, object]]:
-    optimizer = Value(model.file.path, "model states", model.file.value).get("optimizer")
+    optimizer = model.optimizer
     states = optimizer.get("state").mapping() if optimizer.has("state") else {}
     yield from (state for state in states.values() if isinstance(state, dict))
 

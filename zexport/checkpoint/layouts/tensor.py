@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from zexport.checkpoint.cells import check_cells, recorded_grid, tag_dir_of
+from zexport.checkpoint.cells import check_cells, tag_dir_of
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.data import Inventory, damage_of
@@ -44,7 +44,7 @@ def join_tensor_ranks(
         UnsupportedError: nothing says exactly how the shards belong together.
     """
     model = _lowest_model(cells)
-    grid = recorded_grid(model)
+    grid = model.grid
     if grid is not None and grid.stages > 1:
         raise IncompleteCheckpointError(
             "lacks the layer files of its pipeline",

@@ -130,11 +130,8 @@ def _refuse_spoiled(model: ModelStates) -> None:
     which the converter cuts them, tells of the order before. A single rank shuffles nothing. Errs
     towards refusing: BF16_Optimizer does not shuffle, but leaves no trace in the model files.
     """
-    config = Value(model.file.path, "model states", model.file.value)
-    zero = Value(config.path, "ds_config", config.get("ds_config").mapping_or_empty())
-    options = zero.get("zero_optimization").mapping_or_empty()
-    ranks = config.get("dp_world_size").number_or_none()
-    if options.get("round_robin_gradients") and options.get("stage") in (1, 2) and ranks != 1:
+    stage = model.zero_options.get("stage")
+    if model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1:
         raise UnsupportedError(
             "was converted from a run with round_robin_gradients, and the converter mixed up the "
             "weights' values",
@@ -145,10 +142,14 @@ def _refuse_spoiled(model: ModelStates) -> None:
 
 def _take_cell(tag_dir: Path, ranks: RankStates, model: ModelStates) -> Inventory:
     """One model-parallel index by its model files alone: trained weights are without source."""
-    said = Value(model.file.path, "model states", model.file.value).get("dp_world_size")
-    world_size = said.number_or_none() or len(ranks.model)
+    world_size = model.dp_world_size or len(ranks.model)
     if not 0 < world_size <= WORLD_SIZE_MAX:
-        said.fail("is an impossible number of ranks", str(world_size))
+        raise DamagedCheckpointError(
+            "model states['dp_world_size'] is an impossible number of ranks",
+            path=model.file.path,
+            found=world_size,
+            hint="Copy the file again from where it was written",
+        )
     inventory = take_inventory(replace(ranks, optimizer={}, world_size=world_size), model)
     if model.has_experts:
         inventory = _without_unrecorded(inventory, model)

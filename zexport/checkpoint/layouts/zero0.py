@@ -25,8 +25,7 @@ from dataclasses import replace
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data import Inventory
 from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight, find_masters
-from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.states import ModelStates, optimizer_in
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import TensorRef
@@ -90,9 +89,8 @@ def masters_of(
     Raises:
         UnsupportedError: there are masters, and none can be told to be some weight's.
     """
-    optimizer = Value(file.path, "states", file.value).get("optimizer")
     try:
-        return find_masters(optimizer, file, weights, others)
+        return find_masters(optimizer_in(file), file, weights, others)
     except LayoutError as error:
         raise UnsupportedError(
             f"holds fp32 masters that cannot be told apart: {error.problem}",

@@ -12,8 +12,7 @@ from zexport.checkpoint.layouts.expert_states import parse_native
 from zexport.checkpoint.layouts.master_groups import form_of, unnamed_masters
 from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.states import ModelStates, optimizer_in
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
 
@@ -66,7 +65,7 @@ def _known_sizes(layers: ExpertLayers, optimizers: Mapping[int, TorchFile]) -> s
     """The expert-parallel sizes that AutoEP records, or that parameter groups are named after."""
     sizes = {len(layer.held) for layer in layers.autoep.values()}
     for file in optimizers.values():
-        optimizer = _optimizer(file)
+        optimizer = optimizer_in(file)
         key = "optimizer_state_dict"
         groups = optimizer.get(key).get("param_groups").items() if optimizer.has(key) else ()
         for group in groups:
@@ -85,7 +84,7 @@ def check_one_form(optimizers: Mapping[int, TorchFile]) -> None:
     Raises:
         DamagedCheckpointError: one file's form is not that of the others.
     """
-    forms = {file.path: form_of(_optimizer(file)) for file in optimizers.values()}
+    forms = {file.path: form_of(optimizer_in(file)) for file in optimizers.values()}
     usual = Counter(form for form in forms.values() if form is not None).most_common(1)
     odd = next((path for path, form in forms.items() if usual and form != usual[0][0]), None)
     if odd is not None:
@@ -111,7 +110,9 @@ def check_dense_masters(
         DamagedCheckpointError: one rank lacks a dense weight's master, or the model file a weight.
     """
     for share in () if weights else shares:
-        numel = sum(one.numel for group in unnamed_masters(_optimizer(share.file)) for one in group)
+        numel = sum(
+            one.numel for group in unnamed_masters(optimizer_in(share.file)) for one in group
+        )
         if numel > (room := sum(one.numel for one in share.experts)):
             raise DamagedCheckpointError(
                 "has no weights beside the experts', although there are fp32 masters of some",
@@ -132,10 +133,6 @@ def check_dense_masters(
                     expected="those of the same dense weights on every expert-parallel rank",
                     hint=_ONE_SAVE,
                 )
-
-
-def _optimizer(file: TorchFile) -> Value:
-    return Value(file.path, "states", file.value).get("optimizer")
 
 
 def check_evenly_trained(

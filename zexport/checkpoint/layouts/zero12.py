@@ -16,9 +16,6 @@ from math import prod
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
 
-Fragments = Mapping[str, tuple[int, int]]
-"""Name to the first element and the number of elements that a partition holds of a parameter."""
-
 
 @dataclass(frozen=True, slots=True)
 class FlatParameter:
@@ -87,7 +84,9 @@ def fragments(
 
 
 def check_fragments(
-    parameters: Sequence[FlatParameter], partition_numel: int, recorded: Sequence[Fragments]
+    parameters: Sequence[FlatParameter],
+    partition_numel: int,
+    recorded: Sequence[Mapping[str, tuple[int, int]]],
 ) -> None:
     """Hold what each rank records of its partition against the places of the parameters.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import filecmp
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.layouts.zero3 import StripedParameter, stripe_parameters
 from zexport.checkpoint.rank_files import parse_rank_file
-from zexport.checkpoint.states import ZERO3, ModelStates, OptimizerStates
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ZERO3, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain
@@ -19,19 +20,17 @@ _DISTINCT_MIN = 64
 """Values that a sample must have, so that equal ones are no coincidence of constants."""
 
 
-def copied_files(
-    model: ModelStates | None, optimizer: Mapping[int, OptimizerStates]
-) -> Iterator[ZexportError]:
+def copied_files(ranks: RankStates) -> Iterator[ZexportError]:
     """ZeRO-3's optimizer files that are those of another rank to the last byte.
 
     No key in them says which rank wrote them. Only files are compared whose container does not say
     it either, and that have equal samples of the largest weight.
 
-    Args:
-        model: what names and shapes come from.
-        optimizer: by rank; of the ranks that the weights are striped over and no others, since
-            further groups of ranks hold rightful copies (MiCS).
+    Nor are files of ranks beyond those that the weights are striped over, since further groups of
+    ranks hold rightful copies (MiCS).
     """
+    model, world_size = ranks.model.get(0), ranks.world_size
+    optimizer = {r: s for r, s in ranks.optimizer.items() if world_size is None or r < world_size}
     counts = {count for states in optimizer.values() for count in states.partition_counts}
     if model is None or len(counts) != 1 or not all(map(_is_anonymous, optimizer.values())):
         return

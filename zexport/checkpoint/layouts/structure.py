@@ -1,0 +1,179 @@
+"""How a model was split, by its files' names and what they say, and which files that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+
+from zexport.checkpoint.contents import Parallelism, Role
+from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
+from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.states import ModelStates
+from zexport.errors import LayoutError, ZexportError
+
+_MAX_NAMES = 100_000
+"""Names that are given; a damaged file may claim any number of ranks."""
+
+
+class Structure(Enum):
+    """How the model was split, beside the data parallelism that there always is."""
+
+    DATA = "data parallelism alone"
+    TENSOR = "tensor parallelism"
+    PIPELINE = "pipeline parallelism"
+    EXPERTS = "expert parallelism"
+    UNIVERSAL = "none: converted to a universal checkpoint"
+
+
+def recognise(
+    tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
+) -> Structure:
+    """The structure of the checkpoint in ``tag_dir``.
+
+    Args:
+        tag_dir: the tag folder.
+        files: its rank files.
+        cells: the states of each model-parallel index.
+    """
+    kinds = {file.kind for file in files}
+    models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
+    optimizers = [cell.first_optimizer for cell in cells.values()]
+    if (tag_dir / "zero").is_dir() and RankFileKind.OPTIMIZER not in kinds:
+        return Structure.UNIVERSAL
+    if RankFileKind.PIPELINE_LAYER in kinds:
+        return Structure.PIPELINE
+    if kinds & {RankFileKind.EXPERT, RankFileKind.EXPERT_OPTIMIZER} or (
+        any(model.has_experts for model in models)
+        or any(states is not None and states.stripes_experts for states in optimizers)
+    ):
+        return Structure.EXPERTS
+    if max(cells, default=0) > 0 or any(model.tensor_parallel > 1 for model in models):
+        return Structure.TENSOR
+    return Structure.DATA
+
+
+def lacking_optimizer_files(
+    structure: Structure, files: Iterable[RankFile], cells: Mapping[int, RankStates]
+) -> list[int]:
+    """The model-parallel indices without any of the optimizer files that their weights lie in.
+
+    Wherever ZeRO holds weights, ``param_shapes`` names them; under ZeRO-0 it is ``None``. Only a
+    conversion to universal moves them elsewhere.
+    """
+    if structure is Structure.UNIVERSAL:
+        return []
+    written = {file.mp_rank for file in files if file.kind is RankFileKind.OPTIMIZER}
+    models = {index: cell.first_model for index, cell in cells.items() if index not in written}
+    return [index for index, model in models.items() if model and any(model.param_shapes)]
+
+
+def parallelism_of(
+    structure: Structure, files: Sequence[RankFile], cells: Mapping[int, RankStates]
+) -> Parallelism:
+    """The degrees that a checkpoint states; ones where it says nothing that can be read.
+
+    Args:
+        structure: what ``recognise`` says.
+        files: the rank files.
+        cells: the states of each model-parallel index.
+    """
+    models = [cell.first_model for _, cell in sorted(cells.items()) if cell.first_model is not None]
+    if structure in (Structure.DATA, Structure.UNIVERSAL) or not models:
+        return Parallelism()
+    try:
+        if structure is Structure.TENSOR:
+            return Parallelism(tensor_ranks=max(models[0].tensor_parallel, len(cells)))
+        if structure is Structure.PIPELINE:
+            return _stages(models[0], files)
+        return _experts(models, files)
+    except (ZexportError, LayoutError):  # assembling tells it as a problem
+        return Parallelism()
+
+
+def _stages(model: ModelStates, files: Sequence[RankFile]) -> Parallelism:
+    grid = model.grid
+    if grid is not None:
+        return Parallelism(grid.stages, grid.tensor)
+    tensor = max((file.tensor_rank for file in files), default=0) + 1
+    return Parallelism(max(model.tensor_parallel // tensor, 1), tensor)
+
+
+def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parallelism:
+    from zexport.checkpoint.layouts.expert_states import read_autoep_layers  # noqa: PLC0415
+
+    grid = models[0].grid
+    layers = [layer for model in models for layer in read_autoep_layers(model)]
+    degrees = {len(layer.held) for layer in layers}
+    if not layers:
+        degrees = set(_native_degrees(models[0], files))
+    return Parallelism(
+        stages=grid.stages if grid is not None else 1,
+        tensor_ranks=grid.tensor if grid is not None else 1,
+        expert_ranks=tuple(sorted(degrees)),
+        experts=tuple(count for model in models for count in model.num_experts),
+    )
+
+
+def _native_degrees(model: ModelStates, files: Sequence[RankFile]) -> Iterator[int]:
+    """DeepSpeed-MoE: an optimizer file for every expert rank, or the share that one rank names."""
+    from zexport.checkpoint.layouts.expert_states import parse_native  # noqa: PLC0415
+
+    ranks = [file.rank for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
+    if ranks:
+        yield max(ranks) + 1
+        return
+    named = [parse_native(name) for group in model.param_shapes for name in group]
+    held: dict[str, set[int]] = {}
+    for name in named:
+        if name is not None:
+            held.setdefault(name.prefix, set()).add(name.number)
+    for count, own in zip(model.num_experts, held.values(), strict=False):
+        yield count // len(own)
+
+
+def missing_files(
+    structure: Structure,
+    parallelism: Parallelism,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    inventory: Inventory,
+) -> tuple[str, ...]:
+    """Names of the rank files that an export needs and that are not there.
+
+    Model files but the first of ZeRO-3 are needed for their parts of frozen weights alone.
+
+    Args:
+        structure: what ``recognise`` says.
+        parallelism: the degrees, which say how many model-parallel indices there must be.
+        files: those that are there.
+        cells: the states of each model-parallel index.
+        inventory: the tensors; without a source where files are missing.
+    """
+    there = {file.path.name for file in files}
+    needed = _needed(structure, parallelism, files, cells, inventory)
+    return tuple(islice((name for name in needed if name not in there), _MAX_NAMES))
+
+
+def _needed(
+    structure: Structure,
+    parallelism: Parallelism,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    inventory: Inventory,
+) -> Iterator[str]:
+    known = [cell.world_size for cell in cells.values() if cell.world_size is not None]
+    world = range(max(known, default=1))
+    has_stripes = any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors)
+    per_rank = any(cell.is_zero3 for cell in cells.values())
+    has_masters = any(cell.optimizer or cell.missing_ranks for cell in cells.values())
+    prefix = next((file.prefix for file in files if file.prefix), "")
+    kind = RankFileKind.MODEL_PER_RANK if per_rank else RankFileKind.MODEL
+    for index in range(parallelism.stages * parallelism.tensor_ranks) if cells else ():
+        if has_masters and structure is not Structure.UNIVERSAL:
+            for rank in world:
+                yield rank_file_name(RankFileKind.OPTIMIZER, rank, index, prefix=prefix)
+        for rank in world if per_rank and has_stripes else (0,):
+            yield rank_file_name(kind, rank, index)
