@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from zexport.findings import FindingKind
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject
 
 
 class ExportDType(Enum):

@@ -38,7 +38,7 @@ from zexport.plan.shards import (
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import paths_of
-from zexport.store.jsontypes import JsonObject
+from zexport.store.json import JsonObject
 from zexport.weights.accounting import account
 from zexport.weights.base import base_tensors, read_base, source_files, under_names_of
 from zexport.weights.expected_shapes import check_shapes

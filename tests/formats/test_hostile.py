@@ -43,7 +43,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.mending import mend_sizes
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
-from zexport.store import json_files
+from zexport.store import json as json_files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _COMMAND = "touch {seen}"

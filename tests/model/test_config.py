@@ -12,7 +12,7 @@ import pytest
 from tests.support.hf_models import tiny_config, tiny_model
 from zexport.model.config import ConfigFile
 from zexport.ranges.dtypes import DType
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 
 def _config(content: Mapping[str, Json]) -> ConfigFile:

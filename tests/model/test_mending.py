@@ -19,7 +19,7 @@ from tests.support.hf_models import (
 )
 from zexport.model.config import ConfigFile
 from zexport.model.mending import mend_sizes
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 Shapes = dict[str, tuple[int, ...]]
 

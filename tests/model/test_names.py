@@ -19,7 +19,7 @@ from zexport.model.names import NamesUnknown, learn_names
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.ranges.dtypes import DType
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 _TINY_LLAMA: dict[str, Json] = {
     "model_type": "llama",

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.boundary import Boundary
-from zexport.store.json_files import read_json_object
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json, read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT_ADAPTER = "default"

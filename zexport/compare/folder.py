@@ -17,7 +17,7 @@ from zexport.model.sidecars import Sidecars
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import Extent
 from zexport.run.manifest import MANIFEST_NAME
-from zexport.store.json_files import read_json_object
+from zexport.store.json import read_json_object
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"

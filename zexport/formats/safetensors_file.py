@@ -14,7 +14,7 @@ from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
 from zexport.store.files import open_regular
-from zexport.store.json_files import read_json_object
+from zexport.store.json import read_json_object
 
 HEADER_NBYTES_LIMIT = 100_000_000
 """Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zexport.ranges.dtypes import DType
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """transformers 5 writes the first; transformers 4 wrote the second, which older engines read."""

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.files import read_regular
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 _SOURCE_NBYTES_MAX = 4 << 20
 _FILES_MAX = 256

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 _DIMENSIONS_MAX = 16
 

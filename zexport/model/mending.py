@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zexport.model.config import ConfigFile
 from zexport.ranges.dtypes import Shape
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]
 """The shapes that a model has for a config; ``None`` where they cannot be learnt."""

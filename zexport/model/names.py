@@ -11,7 +11,7 @@ from zexport.model.hub_layout import read_hub_layout
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject
 
 
 @dataclass(frozen=True, slots=True)

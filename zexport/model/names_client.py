@@ -23,7 +23,7 @@ from threading import Timer
 from typing import Self, cast
 
 from zexport.store.files import read_regular
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject
 
 _SCHEMA = 5
 _CACHED_NBYTES_MAX = 64 << 20

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
 from zexport.model.custom_code import code_files, modules_named
-from zexport.store.json_files import read_json_list, read_json_object
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject, read_json_list, read_json_object
 
 Files = dict[str, Path]
 """Name in the output to the file that is copied there."""

@@ -18,8 +18,7 @@ from zexport.model.side_files import (
     tokenizer_files,
 )
 from zexport.store.boundary import Boundary
-from zexport.store.json_files import read_json_object
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject, read_json_object
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"

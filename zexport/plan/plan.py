@@ -13,7 +13,7 @@ from zexport.options import CheckMode
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile

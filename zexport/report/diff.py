@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zexport.compare.outcome import Outcome, TensorDiff
 from zexport.report.text import print_facts, print_line, print_table
-from zexport.store.jsontypes import JsonObject
+from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console

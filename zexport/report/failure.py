@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zexport.errors import ZexportError
-from zexport.store.jsontypes import JsonObject
+from zexport.store.json import JsonObject
 
 _SCHEMA = 1
 

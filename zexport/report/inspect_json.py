@@ -10,7 +10,7 @@ from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroChe
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
 from zexport.report.failure import problem_json
-from zexport.store.jsontypes import Json, JsonObject
+from zexport.store.json import Json, JsonObject
 
 if TYPE_CHECKING:
     from zexport.inspect.adapters import AdapterSummary

@@ -15,7 +15,7 @@ from zexport.report.text import (
     print_table,
     size,
 )
-from zexport.store.jsontypes import JsonObject
+from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

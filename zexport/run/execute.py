@@ -22,7 +22,7 @@ from zexport.run.results import ShardResult
 from zexport.run.side_files import side_content, side_nbytes, write_file
 from zexport.run.writer import reserve_shards, write_shards
 from zexport.store.disk import check_space, sync_path, writing
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 __all__ = [
     "ExportReport",

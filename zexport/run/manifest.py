@@ -14,7 +14,7 @@ from zexport.errors import VerificationError
 from zexport.findings import Finding, FindingKind
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_regular
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"

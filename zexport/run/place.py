@@ -10,7 +10,7 @@ from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.disk import writing
-from zexport.store.json_files import read_json_object
+from zexport.store.json import read_json_object
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
 

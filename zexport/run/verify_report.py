@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zexport.store.jsontypes import Json
+from zexport.store.json import Json
 
 REPORT_SCHEMA = 1
 

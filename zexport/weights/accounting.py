@@ -10,7 +10,7 @@ from pathlib import Path
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UnsupportedError
 from zexport.ranges.extents import ByteSource
-from zexport.store.jsontypes import JsonObject
+from zexport.store.json import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

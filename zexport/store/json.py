@@ -1,14 +1,16 @@
-"""JSON files beside the weights, read within a bound."""
+"""JSON: the type of its values, and files beside the weights, read within a bound."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.files import read_regular
-from zexport.store.jsontypes import Json, JsonObject
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+JsonObject: TypeAlias = "dict[str, Json]"
 
 _NBYTES_MAX = 64 << 20
 _MEMORY_NBYTES_MAX = 128 << 20
