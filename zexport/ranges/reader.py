@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 from threading import Lock
 from types import TracebackType
 from typing import Protocol, Self
@@ -21,7 +21,10 @@ from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic
 from zexport.store.retries import read_some, steadily
 
-_OPEN_FILES_LIMIT = 128
+_OPEN_FILES_MIN = 64
+_OTHER_DESCRIPTORS = 256
+"""Left to the rest of the process: outputs, streams, what a caller has open."""
+
 _GAP_CHUNK_NBYTES = 1 << 20
 
 
@@ -153,8 +156,11 @@ class SourceReader:
         return {path: digest for path, digest in digests if digest is not None}
 
     def _read(self, path: Path, offset: int, part: memoryview) -> None:
-        with self._open.borrow(path) as descriptor:
+        descriptor = self._open.take(path)
+        try:
             _read_exactly(path, descriptor, offset, part)
+        finally:
+            self._open.give_back(path)
         with self._lock:
             self._nbytes_read += part.nbytes
 
@@ -191,7 +197,11 @@ def _compare(path: Path, member: Member, found: int) -> None:
 
 
 class _OpenFiles:
-    """Descriptors of the files in use and of some used last, never more than a limit idle."""
+    """Descriptors of the files in use and of those used last, as many as the process may have.
+
+    ZeRO-3 asks for every rank's file in turn, so that with fewer descriptors than ranks each piece
+    of a tensor would open a file anew.
+    """
 
     def __init__(self, files: dict[Path, ReadableFile]) -> None:
         self._files = files
@@ -199,21 +209,26 @@ class _OpenFiles:
         self._users: Counter[Path] = Counter()
         self._seen: set[Path] = set()
         self._lock = Lock()
+        soft, _ = getrlimit(RLIMIT_NOFILE)
+        self._limit = max(soft - _OTHER_DESCRIPTORS, _OPEN_FILES_MIN)
 
-    @contextmanager
-    def borrow(self, path: Path) -> Iterator[int]:
+    def take(self, path: Path) -> int:
+        """A descriptor of a file, which stays open until it is given back."""
         with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = self._opened(path)
-            self._descriptors.move_to_end(path)
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                if len(self._descriptors) >= self._limit:
+                    self._close_idle()
+                descriptor = self._descriptors[path] = self._opened(path)
+            else:
+                self._descriptors.move_to_end(path)
             self._users[path] += 1
-            descriptor = self._descriptors[path]
-            self._close_idle()
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                self._users[path] -= 1
+            return descriptor
+
+    def give_back(self, path: Path) -> None:
+        """Say that a descriptor that was taken is no longer used."""
+        with self._lock:
+            self._users[path] -= 1
 
     def check_unchanged(self) -> None:
         for path in sorted(self._seen):
@@ -241,9 +256,10 @@ class _OpenFiles:
         return descriptor
 
     def _close_idle(self) -> None:
-        for path in list(self._descriptors)[: len(self._descriptors) - _OPEN_FILES_LIMIT]:
-            if not self._users[path]:
-                os.close(self._descriptors.pop(path))
+        """Close what was not used for the longest time, some at once: it takes a look at each."""
+        idle = [path for path in self._descriptors if not self._users[path]]
+        for path in idle[: max(self._limit // 8, 1)]:
+            os.close(self._descriptors.pop(path))
 
 
 def _unreadable(path: Path, cause: OSError) -> CheckpointError:
