@@ -12,7 +12,7 @@ from zexport.adapters.material import Content, Material
 from zexport.adapters.merging import check_embedding, work_in
 from zexport.adapters.saved_beside import saved_beside
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.opening import raise_problems
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader

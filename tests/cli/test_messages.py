@@ -20,8 +20,8 @@ from tests.support.expert_checkpoints import MoeRun, rewrite, save_moe
 from tests.support.model_parallel import cells, joined_ranks, joined_stages, save_grid
 from zexport.checkpoint import node_local
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory
-from zexport.checkpoint.layouts.tensor import join_tensor_ranks
+from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import main
 from zexport.errors import (

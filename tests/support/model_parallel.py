@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import Tensors
-from zexport.checkpoint.layouts.data import Inventory, take_inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
 from zexport.checkpoint.layouts.layer_files import read_layers
 from zexport.checkpoint.layouts.pipeline import join_stages
-from zexport.checkpoint.layouts.tensor import join_tensor_ranks
+from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import RankStates, is_zero0, read_ranks

@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroC
 from zexport.checkpoint.find import locate, locate_all, newer_than
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
 from zexport.checkpoint.layouts.copied_files import copied_files
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.structure import (
     Structure,
     lacking_optimizer_files,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.errors import DamagedCheckpointError
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import Mosaic, Tile, row_major

@@ -18,7 +18,7 @@ from tests.support.expert_checkpoints import MoeRun, expert_file, prefix, rewrit
 from tests.support.model_parallel import unequal
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.find import locate
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.expert_states import read_expert_optimizers, read_expert_states
 from zexport.checkpoint.layouts.experts import take_expert_inventory
 from zexport.checkpoint.opening import open_checkpoint

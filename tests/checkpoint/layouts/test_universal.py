@@ -15,7 +15,7 @@ import torch
 from tests.support.cell_cases import cases_named, facts_of, read_bytes, read_cells, tag_of, truth_of
 from tests.support.checkpoints import edit
 from tests.support.model_parallel import unequal
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.universal import UniversalInventory, take_universal_inventory
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.opening import open_checkpoint

@@ -19,7 +19,7 @@ from tests.support.cell_cases import cases_named, facts_of, read_cells, tag_of, 
 from tests.support.checkpoints import deepspeed_names, edit
 from tests.support.real_cases import facts
 from zexport.checkpoint.contents import Role
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.matching import is_tiled, match_in_order
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
 from zexport.checkpoint.opening import open_checkpoint

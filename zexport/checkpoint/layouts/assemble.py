@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zexport.checkpoint.layouts.data import (
+from zexport.checkpoint.layouts.data_parallel import (
     Inventory,
     commonest_dtype,
     damage_of,
@@ -161,7 +161,7 @@ def _check_is_pipeline(
 
 
 def _tensor(cells: Mapping[int, RankStates]) -> Assembled:
-    from zexport.checkpoint.layouts.tensor import join_tensor_ranks  # noqa: PLC0415
+    from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks  # noqa: PLC0415
 
     return Assembled(join_tensor_ranks(cells, _take_each(cells)), (), _module_dtype(cells))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory, damage_of, take_inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory, damage_of, take_inventory
 from zexport.checkpoint.layouts.expert_files import (
     copies_in_files,
     expert_aliases,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zexport.checkpoint.cells import check_cells
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory, damage_of, rounded_copy
+from zexport.checkpoint.layouts.data_parallel import Inventory, damage_of, rounded_copy
 from zexport.checkpoint.layouts.layer_files import (
     TIED,
     LayerFile,
@@ -23,7 +23,7 @@ from zexport.checkpoint.layouts.stage_masters import (
     take_masters,
     tie_unnamed,
 )
-from zexport.checkpoint.layouts.tensor import join_shards
+from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates

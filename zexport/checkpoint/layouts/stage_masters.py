@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.layouts.data import Inventory, take_inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
 from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.stage_slices import order_slices
 from zexport.checkpoint.layouts.unnamed_masters import Weight

@@ -17,7 +17,12 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory, damage_of, rounded_copy, take_inventory
+from zexport.checkpoint.layouts.data_parallel import (
+    Inventory,
+    damage_of,
+    rounded_copy,
+    take_inventory,
+)
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight, find_masters
 from zexport.checkpoint.states import ModelStates, optimizer_in
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data import Inventory
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.layouts.placement import expert_runs, uniform
