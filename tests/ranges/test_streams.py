@@ -229,7 +229,10 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
             reader.finish()
 
 
-def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
+def test_more_files_than_the_process_may_open_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zexport.ranges.reader.getrlimit", lambda _: (384, 384))
     paths = [tmp_path / f"{index}.pt" for index in range(300)]
     for index, path in enumerate(paths):
         path.write_bytes(bytes([index % 256]))
@@ -237,7 +240,7 @@ def test_many_files_need_few_descriptors(tmp_path: Path) -> None:
     with SourceReader([source_file(path) for path in paths]) as reader:
         for index, path in enumerate(paths + paths):
             assert _read(reader, Extent(path, 0, 1), 0, 1) == bytes([index % 300 % 256])
-            assert _descriptors() - before <= 128
+            assert _descriptors() - before <= 128  # the rest is left to others
     assert _descriptors() == before
 
 
