@@ -198,9 +198,7 @@ def _tag_of(recorded: object) -> str | None:
 def _options_of(manifest: Manifest, path: Path, base: Path | None) -> ExportOptions:
     recorded = manifest.provenance.get("options")
     try:
-        return ExportOptions.from_recorded(
-            recorded if isinstance(recorded, dict) else {}, base=base
-        )
+        return ExportOptions.from_recorded(recorded, base=base)
     except ValueError as cause:
         raise VerificationError(
             "records options that no export can have", path=path, found=cause

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
+import msgspec
+
 from zexport.findings import FindingKind
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import JsonObject, values_of
 
 
 class ExportDType(Enum):
@@ -58,92 +59,73 @@ class CheckMode(Enum):
     """Every element."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """The choices of one export, with their defaults.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOptions:
+    """The choices that change what is written, as a manifest keeps them.
 
     Attributes:
         dtype: element type of the floating-point tensors.
-        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks.
-        max_shard_nbytes: largest size of a safetensors file's data.
+        layout: whose names the tensors carry.
+        hub_layout: which of the ways in which the model may be saved, by its label, which is empty
+            for transformers' own; null leaves it to the base, or to transformers, and is recorded
+            where names are as stored.
         engine: who rebuilds the weights.
         exclude_frozen: leave out frozen weights, whether they are there or not.
-        layout: whose names the tensors carry.
-        hub_layout: which of the ways in which the model may be saved, by its label; ``None`` lets
-            the base decide, or transformers.
+        max_shard_nbytes: largest size of a safetensors file's data.
         renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint,
             before it is compared with the model's names.
-        adapter: what becomes of a peft model's adapter.
-        adapter_name: which one, where there are several; ``None`` keeps all, or merges the only
-            one.
-        adapter_config: ``adapter_config.json`` of the adapter, where none lies with the checkpoint.
-        base_dtype: the element type that ``base`` had in the training of an adapter; ``AUTO`` for
-            the one that DeepSpeed's configuration had it cast to.
-        jobs: worker threads.
-        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
-        overwrite: replace an older model in the output folder's place.
         check: how much is compared of weights that the checkpoint holds twice.
         allow: kinds of findings that are told and do not end the export.
+        adapter: what becomes of a peft model's adapter.
+        adapter_name: which one, where there are several; null keeps all, or merges the only one.
+        base_dtype: the element type that the base had in the training of an adapter; ``auto`` for
+            the one that DeepSpeed's configuration had it cast to.
     """
 
     dtype: ExportDType = ExportDType.FP32
-    base: Path | None = None
-    max_shard_nbytes: int = 5_000_000_000
-    engine: Engine = Engine.NATIVE
-    exclude_frozen: bool = False
     layout: NameLayout = NameLayout.HUB
     hub_layout: str | None = None
+    engine: Engine = Engine.NATIVE
+    exclude_frozen: bool = False
+    max_shard_nbytes: int = 5_000_000_000
     renames: tuple[tuple[str, str], ...] = ()
+    check: CheckMode = CheckMode.SAMPLED
+    allow: frozenset[FindingKind] = frozenset()
     adapter: AdapterMode = AdapterMode.AUTO
     adapter_name: str | None = None
-    adapter_config: Path | None = None
     base_dtype: ExportDType = ExportDType.AUTO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(RecordedOptions):
+    """The choices of one export, with their defaults: those that are recorded, and these.
+
+    Attributes:
+        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks.
+        adapter_config: ``adapter_config.json`` of the adapter, where none lies with the checkpoint.
+        jobs: worker threads.
+        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
+        overwrite: replace an older model in the output folder's place.
+    """
+
+    base: Path | None = None
+    adapter_config: Path | None = None
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
     overwrite: bool = False
-    check: CheckMode = CheckMode.SAMPLED
-    allow: frozenset[FindingKind] = frozenset()
 
     def recorded(self) -> JsonObject:
         """Those choices that change what is written, as a manifest keeps them."""
-        return {
-            "dtype": self.dtype.value,
-            "layout": self.layout.value,
-            "hub_layout": self.hub_layout,
-            "engine": self.engine.value,
-            "exclude_frozen": self.exclude_frozen,
-            "max_shard_nbytes": self.max_shard_nbytes,
-            "renames": [list(rename) for rename in self.renames],
-            "check": self.check.value,
-            "allow": [kind.value for kind in sorted(self.allow)],
-            "adapter": self.adapter.value,
-            "adapter_name": self.adapter_name,
-            "base_dtype": self.base_dtype.value,
-        }
+        every = values_of(self) | {"allow": [kind.value for kind in sorted(self.allow)]}
+        return {one.name: every[one.name] for one in fields(RecordedOptions)}
 
     @classmethod
-    def from_recorded(cls, recorded: Mapping[str, Json], *, base: Path | None) -> ExportOptions:
+    def from_recorded(cls, recorded: object, *, base: Path | None) -> ExportOptions:
         """The choices that ``recorded`` came from; the native engine, whichever was used.
 
         Raises:
             ValueError: no export can have had these.
         """
-        size, renames = recorded.get("max_shard_nbytes"), recorded.get("renames")
-        allow, hub_layout = recorded.get("allow", []), recorded.get("hub_layout")
-        if type(size) is not int or not isinstance(renames, list) or not isinstance(allow, list):
-            raise ValueError("max_shard_nbytes is no number, or renames or allow no list")
-        pairs = [rename for rename in renames if isinstance(rename, list)]
-        return cls(
-            dtype=ExportDType(recorded.get("dtype")),
-            layout=NameLayout(recorded.get("layout")),
-            hub_layout=hub_layout if isinstance(hub_layout, str) else None,
-            exclude_frozen=recorded.get("exclude_frozen") is True,
-            max_shard_nbytes=size,
-            renames=tuple((str(pattern), str(new)) for pattern, new in pairs),
-            adapter=AdapterMode(recorded.get("adapter", AdapterMode.AUTO.value)),
-            adapter_name=name if isinstance(name := recorded.get("adapter_name"), str) else None,
-            base_dtype=ExportDType(recorded.get("base_dtype", ExportDType.AUTO.value)),
-            base=base,
-            check=CheckMode(recorded.get("check", CheckMode.SAMPLED.value)),
-            allow=frozenset(FindingKind(str(kind)) for kind in allow),
-        )
+        found = msgspec.convert(recorded, RecordedOptions)
+        chosen = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
+        return cls(**chosen | {"engine": Engine.NATIVE, "base": base})

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+import msgspec
 from blake3 import blake3
 
 from zexport.errors import VerificationError
-from zexport.findings import Finding, FindingKind
+from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_regular
-from zexport.store.json import Json
+from zexport.store.json import Json, Natural, values_of
 from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"
@@ -27,7 +28,7 @@ class TensorEntry:
     """One tensor of the output; ``blake3`` is the digest of its bytes as they lie in the shard."""
 
     dtype: DType
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     shard: str
     blake3: str
 
@@ -40,7 +41,7 @@ class FileEntry:
     digests (``zexport.ranges.digests.digest_shard``), which stand for every byte of it.
     """
 
-    nbytes: int
+    nbytes: Natural
     blake3: str
 
 
@@ -58,8 +59,8 @@ class SourceEntry:
     """
 
     path: str
-    nbytes: int
-    mtime_ns: int
+    nbytes: Natural
+    mtime_ns: Natural
     blake3: str | None
 
 
@@ -70,20 +71,21 @@ class Manifest:
     Nothing in it varies by run: the same sources, in whichever folder, give the same bytes.
 
     Attributes:
-        version: of the zexport that wrote it.
-        provenance: what the plan says of the checkpoint and the options.
+        zexport_version: of the zexport that wrote it.
         sources: the files that were read.
         tensors: by name.
         files: by name, everything in the folder but the manifest.
         findings: what was remarkable, and exported all the same.
+        provenance: what the plan says of the checkpoint and the options; in the file, these keys
+            stand beside the others.
     """
 
-    version: str
-    provenance: Mapping[str, Json]
+    zexport_version: str
     sources: tuple[SourceEntry, ...]
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
     findings: tuple[Finding, ...]
+    provenance: Mapping[str, object] = field(default_factory=dict)
 
     def lines(self) -> Iterator[bytes]:
         """The file's content, line by line; equal manifests give equal bytes.
@@ -97,16 +99,15 @@ class Manifest:
             hasher.update(line)
         yield from self._lines({"blake3": hasher.hexdigest()})
 
-    def _lines(self, more: Mapping[str, Json]) -> Iterator[bytes]:
+    def _lines(self, more: Mapping[str, object]) -> Iterator[bytes]:
         tables: dict[str, Iterator[str]] = {
-            "files": (_member(name, asdict(self.files[name])) for name in sorted(self.files)),
-            "findings": (_json(asdict(finding)) for finding in self.findings),
-            "sources": (_json(asdict(source)) for source in self.sources),
-            "tensors": (
-                _member(name, _tensor_json(self.tensors[name])) for name in sorted(self.tensors)
-            ),
+            "files": (_member(name, self.files[name]) for name in sorted(self.files)),
+            "findings": map(_json, self.findings),
+            "sources": map(_json, self.sources),
+            "tensors": (_member(name, self.tensors[name]) for name in sorted(self.tensors)),
         }
-        values = {**self.provenance, **more, "schema": SCHEMA, "zexport_version": self.version}
+        own = {"schema": SCHEMA, "zexport_version": self.zexport_version}
+        values = {**self.provenance, **more, **own}
         keys = sorted([*tables, *values])
         yield b"{\n"
         for key in keys:
@@ -141,7 +142,7 @@ def new_manifest(
     if taken := _OWN_KEYS & provenance.keys():
         raise ValueError(f"provenance keys already taken: {sorted(taken)}")
     ordered = tuple(sorted(sources, key=lambda source: source.path))
-    return Manifest(__version__, provenance, ordered, tensors, files, findings)
+    return Manifest(__version__, ordered, tensors, files, findings, provenance)
 
 
 def read_manifest(out_dir: Path) -> Manifest:
@@ -153,7 +154,7 @@ def read_manifest(out_dir: Path) -> Manifest:
     path = out_dir / MANIFEST_NAME
     try:
         content = read_regular(path, _NBYTES_MAX)
-        table = None if content is None else json.loads(content)
+        table = None if content is None else msgspec.json.decode(content)
         if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise VerificationError(
                 "has another schema than this zexport understands",
@@ -161,17 +162,28 @@ def read_manifest(out_dir: Path) -> Manifest:
                 found=table.get("schema") if isinstance(table, dict) else type(table).__name__,
                 expected=SCHEMA,
             )
-        return _from_json(table)
+        return _manifest_of(table)
     except OSError as cause:
         raise VerificationError(
             f"cannot be read: {cause.strerror}",
             path=path,
             hint="Name a folder that zexport consolidate has written",
         ) from cause
-    except (ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise VerificationError(
-            "is not a manifest", path=path, found=f"{type(cause).__name__}: {cause}"
-        ) from cause
+    except (ValueError, RecursionError) as cause:
+        raise VerificationError("is not a manifest", path=path, found=cause) from cause
+
+
+def _manifest_of(table: Mapping[str, object]) -> Manifest:
+    """The manifest in a JSON object; what is not its own is provenance.
+
+    Raises:
+        ValueError: the object is of another form, or names a file outside its folder.
+    """
+    manifest = msgspec.convert(table, Manifest)
+    for name in {*manifest.files, *(tensor.shard for tensor in manifest.tensors.values())}:
+        _check_inside(name)
+    rest = {key: value for key, value in table.items() if key not in _OWN_KEYS}
+    return replace(manifest, provenance=rest)
 
 
 def is_as_written(out_dir: Path) -> bool:
@@ -197,87 +209,11 @@ def _member(key: str, value: object) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
+    return json.dumps(values_of(value), sort_keys=True)
 
 
-def _tensor_json(entry: TensorEntry) -> dict[str, object]:
-    return {
-        "dtype": entry.dtype.value,
-        "shape": list(entry.shape),
-        "shard": entry.shard,
-        "blake3": entry.blake3,
-    }
-
-
-def _from_json(table: dict[str, Json]) -> Manifest:
-    sources, tensors = _list(table["sources"]), _table(table["tensors"])
-    files, findings = _table(table["files"]), _list(table["findings"])
-    return Manifest(
-        version=_text(table["zexport_version"]),
-        provenance={key: value for key, value in table.items() if key not in _OWN_KEYS},
-        sources=tuple(
-            SourceEntry(
-                _text(source["path"]),
-                _count(source["nbytes"]),
-                _count(source["mtime_ns"]),
-                None if source["blake3"] is None else _text(source["blake3"]),
-            )
-            for source in map(_table, sources)
-        ),
-        tensors={name: _tensor_entry(_table(entry)) for name, entry in tensors.items()},
-        files={
-            _inside(name): FileEntry(_count(entry["nbytes"]), _text(entry["blake3"]))
-            for name, entry in ((name, _table(entry)) for name, entry in files.items())
-        },
-        findings=tuple(
-            Finding(
-                FindingKind(_text(found["kind"])),
-                _text(found["tensor"]),
-                _count(found["count"]),
-                _text(found["detail"]),
-                found["accepted"] is True,
-            )
-            for found in map(_table, findings)
-        ),
-    )
-
-
-def _tensor_entry(entry: dict[str, Json]) -> TensorEntry:
-    return TensorEntry(
-        dtype=DType(entry["dtype"]),
-        shape=tuple(_count(dim) for dim in _list(entry["shape"])),
-        shard=_inside(_text(entry["shard"])),
-        blake3=_text(entry["blake3"]),
-    )
-
-
-def _table(value: Json) -> dict[str, Json]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a table, found {value!r}")
-    return value
-
-
-def _list(value: Json) -> list[Json]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {value!r}")
-    return value
-
-
-def _text(value: Json) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a string, found {value!r}")
-    return value
-
-
-def _inside(name: str) -> str:
-    """A path that stays within the folder, such as ``additional_chat_templates/tools.jinja``."""
+def _check_inside(name: str) -> None:
+    """Refuse a path that leads out of the folder; ``templates/tools.jinja`` does not."""
     path = PurePosixPath(name)
     if name != str(path) or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"expected a file in the folder, found {name!r}")
-    return name
-
-
-def _count(value: Json) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"expected a count, found {value!r}")
-    return value

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Annotated, TypeAlias, cast
+
+import msgspec
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.files import read_regular
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number that is not negative."""
 
 _NBYTES_MAX = 64 << 20
 _MEMORY_NBYTES_MAX = 128 << 20
@@ -19,6 +23,11 @@ weights takes a third. Sixty million bytes of empty lists would take more than a
 
 _DICT_NBYTES, _LIST_NBYTES, _ITEM_NBYTES = 240, 96, 180  # CPython 3.11 to 3.14, upwards
 _CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
+
+
+def values_of(value: object) -> JsonObject:
+    """What a dataclass is in JSON: its fields by name, enums by their values, paths as text."""
+    return cast("JsonObject", msgspec.to_builtins(value, enc_hook=str))
 
 
 def read_json_object(path: Path) -> JsonObject:
