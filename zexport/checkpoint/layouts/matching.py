@@ -1,19 +1,90 @@
-"""ZeRO-0: whole fp32 masters without names, told apart by their order and by what they look like.
+"""Which weight each master without a name is of: by order, by kind, and by what they look like.
 
 Source: DeepSpeed 0.10 to 0.19, ``runtime/fp16/unfused_optimizer.py`` (``fp32_groups``: the masters
-of each parameter group, in the order in which the client gave the parameters) and
-``runtime/fp16/fused_optimizer.py`` (``fp32_groups_flat``: one flat master a group, whose layout is
-that of the flat tensor that the group's 16-bit weights are views of).
+of each parameter group, in the order in which the client gave the parameters).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from zexport.errors import LayoutError
+from zexport.formats.pickles import TensorRef
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource, Window
+
+_Look = tuple[Hashable, Hashable]
+"""What is known of a tensor from metadata, and a digest of samples of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as the module keeps it, in the element type that it trained in.
+
+    Attributes:
+        name, shape, dtype, source: what and where it is.
+        view: the tensor of the model file that it is; ``None`` for one put together from several.
+        of_experts: whether it belongs to an expert.
+    """
+
+    name: str
+    shape: Shape
+    dtype: DType
+    source: ByteSource
+    view: TensorRef | None = None
+    of_experts: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """The fp32 values of one weight."""
+
+    source: ByteSource
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Masters:
+    """The masters that are some weight's beyond doubt.
+
+    Attributes:
+        found: by the weight's name.
+        doubt: why others could not be told apart; empty where every master has found its weight.
+        all_fit: whether there may be a weight for every master.
+        unlike: weights that no master is like, where there are masters like no weight: one of the
+            two is not of this save.
+    """
+
+    found: Mapping[str, Master]
+    doubt: str = ""
+    all_fit: bool = True
+    unlike: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that lie together: an unnamed master, or what of the module it may stand for.
+
+    Attributes:
+        kind: what is known of it from metadata.
+        source: its values.
+        dtype: their element type.
+        parts: the module's weights in it, with the element at which each begins.
+    """
+
+    kind: Hashable
+    source: ByteSource
+    dtype: DType
+    parts: tuple[tuple[Weight, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +100,114 @@ class Span:
         return self.first == self.last
 
 
+def match(
+    units: Sequence[Run],
+    groups: Sequence[Sequence[Run]],
+    sample: Callable[[Sequence[Run], DType], Iterable[bytes]],
+) -> Masters:
+    """By kind and order; by samples where these leave a doubt; else what is like nothing else.
+
+    Args:
+        units: what masters may stand for, in the module's order.
+        groups: the masters of each parameter group.
+        sample: what the values of runs look like, seen as an element type: asked in doubt only.
+
+    Raises:
+        LayoutError: there are masters, and none is a weight's beyond doubt.
+    """
+    masters = [master for group in groups for master in group]
+    misfit: LayoutError | None = None
+    try:
+        spans = match_in_order([u.kind for u in units], [[m.kind for m in g] for g in groups])
+    except LayoutError as error:
+        misfit, spans = error, []
+    if not misfit and all(span.is_certain for span in spans):
+        return Masters(_pair(units, masters, spans))
+    runs = [*units, *masters]
+    samples = sample(runs, _one_type(units))
+    looks = [(run.kind, seen) for run, seen in zip(runs, samples, strict=True)]
+    looks, of_masters = looks[: len(units)], looks[len(units) :]
+    if misfit is not None:
+        return _match_unordered(units, masters, (looks, of_masters), misfit)
+    rest = iter(of_masters)
+    spans = match_in_order(looks, [[next(rest) for _ in group] for group in groups])
+    doubt = _ambiguity(units, spans)
+    found = _pair(units, masters, spans)
+    if not found and masters:
+        raise LayoutError(doubt, "weights that are alike", "weights that differ")
+    return Masters(found, doubt)
+
+
+def _one_type(units: Iterable[Run]) -> DType:
+    dtypes = {unit.dtype for unit in units}
+    if len(dtypes) > 1:
+        raise LayoutError(
+            "the module's weights are of several types",
+            ", ".join(sorted(dtype.torch_name for dtype in dtypes)),
+            "one",
+        )
+    return next(iter(dtypes), DType.F32)
+
+
+def _match_unordered(
+    units: Sequence[Run],
+    masters: Sequence[Run],
+    looks: tuple[Sequence[_Look], Sequence[_Look]],
+    misfit: LayoutError,
+) -> Masters:
+    """By samples alone; a weight and a master of one kind, each like nothing, are a contradiction.
+
+    Args:
+        units: what masters may stand for.
+        masters: all of them.
+        looks: the kinds and samples of both.
+        misfit: why their order does not help.
+    """
+    spans = match_unique(*looks)
+    found = _pair(units, masters, spans)
+    if not found and masters:
+        raise misfit
+    if None not in spans:
+        return Masters(found, all_fit=False)
+    places: dict[_Look, list[int]] = {}
+    for at, look in enumerate(looks[0]):
+        places.setdefault(look, []).append(at)
+    like = [Span(places[look][0], places[look][-1]) for look in looks[1] if look in places]
+    alike = _ambiguity(units, like) if len(like) == len(masters) else ""
+    doubt = alike or f"{misfit.problem} ({misfit.found})"
+    unlike = tuple(weight.name for at in unlike_any(*looks) for weight, _ in units[at].parts)
+    return Masters(found, doubt, all_fit=False, unlike=unlike)
+
+
+def _ambiguity(units: Sequence[Run], spans: Iterable[Span]) -> str:
+    """Which weights look like one master, where some do."""
+    for span in spans:
+        if not span.is_certain:
+            one, other = (units[at].parts[0][0].name for at in (span.first, span.last))
+            return f"several weights look like one fp32 master ({one!r} and {other!r} alike)"
+    return ""
+
+
+def _pair(
+    units: Sequence[Run], masters: Sequence[Run], spans: Iterable[Span | None]
+) -> dict[str, Master]:
+    """The masters whose unit is certain, cut into the masters of its weights."""
+    found: dict[str, Master] = {}
+    for span, master in zip(spans, masters, strict=True):
+        if span is None or not span.is_certain:
+            continue
+        parts, itemsize = units[span.first].parts, master.dtype.itemsize
+        for weight, offset in parts:
+            window = Window(master.source, offset * itemsize, weight.numel * itemsize)
+            source = master.source if len(parts) == 1 else window
+            found[weight.name] = Master(source, master.dtype)
+    return found
+
+
 def match_in_order(
     parameters: Sequence[Hashable], groups: Sequence[Sequence[Hashable]]
-) -> list[list[Span]]:
-    """Which parameter each master belongs to, as far as kind and order tell.
+) -> list[Span]:
+    """Which parameter each master of all groups belongs to, as far as kind and order tell.
 
     A master belongs to a parameter of its own kind (whatever is known of both: a shape, say), two
     masters never to the same one, and the masters of a group come in the order of the parameters.
@@ -49,67 +224,58 @@ def match_in_order(
     matching = _Matching(parameters, groups)
     while any(matching.narrow(number) for number in range(len(groups))):
         pass
-    return matching.spans
+    return [span for group in matching.spans for span in group]
 
 
 class _Matching:
-    """Spans that shrink from both ends until nothing more follows from kind and order."""
+    """Spans that shrink from both ends until nothing more follows from kind and order.
+
+    A place is a parameter's index, counted upwards from the first (direction 1) or, below zero,
+    upwards to the last (direction -1), so that both ends are narrowed alike.
+    """
 
     def __init__(
         self, parameters: Sequence[Hashable], groups: Sequence[Sequence[Hashable]]
     ) -> None:
-        self.groups = groups
+        self._groups = groups
         self.spans = [[Span(0, len(parameters) - 1)] * len(group) for group in groups]
-        self._free: dict[Hashable, list[int]] = {}
+        self._free: dict[tuple[Hashable, int], list[int]] = {}
         for index, kind in enumerate(parameters):
-            self._free.setdefault(kind, []).append(index)
+            self._free.setdefault((kind, 1), []).append(index)
+        for index, kind in reversed([*enumerate(parameters)]):
+            self._free.setdefault((kind, -1), []).append(-index)
         self._claimed: set[tuple[int, int]] = set()
 
     def narrow(self, number: int) -> bool:
         """Narrow one group's spans; whether that changed any."""
         before = self.spans[number]
-        firsts = self._firsts(number)
-        lasts = self._lasts(number)
-        after = [Span(first, last) for first, last in zip(firsts, lasts, strict=True)]
+        firsts = self._lowest(number, 1, [span.first for span in before])
+        lasts = self._lowest(number, -1, [-span.last for span in reversed(before)])
+        after = [Span(one, -other) for one, other in zip(firsts, reversed(lasts), strict=True)]
         self.spans[number] = after
-        for index, span in enumerate(after):
+        for index, (span, kind) in enumerate(zip(after, self._groups[number], strict=True)):
             if span.first > span.last:
                 raise _misfit(number, index)
             if span.is_certain and (number, index) not in self._claimed:
                 self._claimed.add((number, index))
-                self._free[self.groups[number][index]].remove(span.first)
+                self._free[kind, 1].remove(span.first)
+                self._free[kind, -1].remove(-span.first)
         return before != after
 
-    def _firsts(self, number: int) -> list[int]:
-        """The lowest parameter of each master, each above the one before."""
-        firsts, lowest = list[int](), 0
-        for index, kind in enumerate(self.groups[number]):
-            first = max(lowest, self.spans[number][index].first)
+    def _lowest(self, number: int, direction: int, bounds: Sequence[int]) -> list[int]:
+        """The lowest place of each master, none below its bound, each above the one before."""
+        kinds, places = self._groups[number], list[int]()
+        for nth, bound in enumerate(bounds):
+            index = nth if direction > 0 else len(kinds) - 1 - nth
+            lowest = max(bound, places[-1] + 1) if places else bound
             if (number, index) not in self._claimed:
-                places = self._free.get(kind, [])
-                place = bisect_left(places, first)
-                if place == len(places):
+                free = self._free.get((kinds[index], direction), [])
+                at = bisect_left(free, lowest)
+                if at == len(free):
                     raise _misfit(number, index)
-                first = places[place]
-            firsts.append(first)
-            lowest = first + 1
-        return firsts
-
-    def _lasts(self, number: int) -> list[int]:
-        """The highest parameter of each master, each below the one after."""
-        lasts, highest = list[int](), None
-        for index in reversed(range(len(self.groups[number]))):
-            last = self.spans[number][index].last
-            last = last if highest is None else min(last, highest)
-            if (number, index) not in self._claimed:
-                places = self._free.get(self.groups[number][index], [])
-                place = bisect_right(places, last)
-                if place == 0:
-                    raise _misfit(number, index)
-                last = places[place - 1]
-            lasts.append(last)
-            highest = last - 1
-        return lasts[::-1]
+                lowest = free[at]
+            places.append(lowest)
+        return places
 
 
 def _misfit(number: int, index: int) -> LayoutError:
@@ -154,10 +320,3 @@ def unlike_any(
     left = [at for at, one in enumerate(parameters) if one in surplus and one[0] in strange]
     claimed = set(masters)
     return [at for at in left if parameters[at] not in claimed] or left
-
-
-def is_tiled(views: Sequence[tuple[int, int]], numel: int) -> bool:
-    """Whether views, as (offset, numel) pairs, cover a storage of ``numel`` elements once each."""
-    ordered = sorted(view for view in views if view[1])
-    ends = [0, *(offset + count for offset, count in ordered)]
-    return [offset for offset, _ in ordered] == ends[:-1] and ends[-1] == numel

@@ -11,9 +11,10 @@ from pathlib import Path
 from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
 from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
+from zexport.checkpoint.layouts.matching import Weight
 from zexport.checkpoint.layouts.stage_slices import order_slices
-from zexport.checkpoint.layouts.unnamed_masters import Weight
-from zexport.checkpoint.layouts.zero0 import masters_of, stored_weights
+from zexport.checkpoint.layouts.unnamed_masters import find_masters
+from zexport.checkpoint.layouts.zero0 import stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_inner_states
@@ -88,7 +89,7 @@ def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageM
         if f"{layer.layer}.{key}" not in model.buffer_names
     ]
     files = tuple(layer.file for layer in layers.values())
-    masters = masters_of(model.file, weights, files)
+    masters = find_masters(model.file, weights, files)
     if not masters.all_fit:
         raise IncompleteCheckpointError(
             "holds fp32 masters of a pipeline that are of no weight in its layer files",

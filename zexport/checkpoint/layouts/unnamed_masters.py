@@ -1,150 +1,144 @@
-"""The fp32 masters of a ZeRO-0 optimizer, each brought to the name of its weight."""
+"""The fp32 masters of an optimizer without ZeRO, each brought to the name of its weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
-from typing import TypeVar
 
-from zexport.checkpoint.layouts.master_groups import (
-    NAMED,
-    UNFUSED,
-    expert_flags,
-    form_of,
-    master_tensor,
-    unnamed_masters,
-)
-from zexport.checkpoint.layouts.matching import (
-    Span,
-    is_tiled,
-    match_in_order,
-    match_unique,
-    unlike_any,
-)
+from zexport.checkpoint.layouts.matching import Master, Masters, Run, Weight, match
+from zexport.checkpoint.states import optimizer_in
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import LayoutError
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.pickles import FragmentAddress, StorageRef, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
-from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Chain, Window
 from zexport.ranges.reader import SourceReader
 
-_Item = TypeVar("_Item")
-_Fingerprint = Callable[[ByteSource, DType], bytes]
-_Look = tuple[Hashable, Hashable]
-"""What is known of a tensor from metadata, and a digest of samples of its values."""
+NAMED = "single_partition_of_fp32_groups"
+"""Flat partitions with the names of what is in them: BF16_Optimizer's."""
 
+UNFUSED = "fp32_groups"
+"""A master for each parameter, without its name."""
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight as the module keeps it, in the element type that it trained in.
-
-    Attributes:
-        name, shape, dtype, source: what and where it is.
-        view: the tensor of the model file that it is; ``None`` for one put together from several.
-        of_experts: whether it belongs to an expert.
-    """
-
-    name: str
-    shape: Shape
-    dtype: DType
-    source: ByteSource
-    view: TensorRef | None = None
-    of_experts: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Number of elements (1 for a scalar)."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Master:
-    """The fp32 values of one weight."""
-
-    source: ByteSource
-    dtype: DType
-
-
-@dataclass(frozen=True, slots=True)
-class Masters:
-    """The masters that are some weight's beyond doubt.
-
-    Attributes:
-        found: by the weight's name.
-        doubt: why others could not be told apart; empty where every master has found its weight.
-        all_fit: whether there may be a weight for every master.
-        unlike: weights that no master is like, where there are masters like no weight: one of the
-            two is not of this save.
-    """
-
-    found: Mapping[str, Master]
-    doubt: str = ""
-    all_fit: bool = True
-    unlike: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """What one unnamed master stands for: a weight, or all that lie in one flat tensor.
-
-    Attributes:
-        kind: what is known of it from metadata.
-        source: its values in the module.
-        dtype: their element type.
-        parts: the weights in it, with the element at which each begins.
-    """
-
-    kind: Hashable
-    source: ByteSource
-    dtype: DType
-    parts: tuple[tuple[Weight, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Unnamed:
-    """One master without a name, and what is known of it from metadata."""
-
-    kind: Hashable
-    source: ByteSource
-    dtype: DType
+FUSED = "fp32_groups_flat"
+"""A flat master for each group, without the names of what is in it."""
 
 
 def find_masters(
-    optimizer: Value, file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
+    file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
 ) -> Masters:
-    """The masters of ``weights``; none where the optimizer holds none.
+    """The masters that a file's optimizer holds of ``weights``; none where it holds none.
 
     Args:
-        optimizer: the optimizer's state.
-        file: the file that it lies in.
+        file: the file.
         weights: the module's weights in the module's order, each once.
         others: further files that weights lie in.
 
     Raises:
-        LayoutError: there are masters, and none is a weight's beyond doubt.
+        UnsupportedError: there are masters, and none is a weight's beyond doubt.
         DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
     floating = [weight for weight in weights if weight.dtype.is_floating and weight.numel]
+    optimizer = optimizer_in(file)
     form = form_of(optimizer)
-    if form == NAMED:
-        return _named_masters(optimizer, file, {weight.name: weight for weight in floating})
     if form is None:
         return Masters({})
-    by_flag = any(expert_flags(optimizer))
-    if form == UNFUSED:
-        units = [_weight_unit(weight, by_flag=by_flag) for weight in floating]
-    else:
-        of_experts = any(weight.of_experts for weight in floating)
-        units = list(_laid_out(floating, by_flag=by_flag) if of_experts else _stored(floating))
-    files = {one.path: one for one in (file, *others)}
-    return _match(units, _groups(optimizer, file), tuple(files.values()))
+    try:
+        if form == NAMED:
+            return _named_masters(optimizer, file, {weight.name: weight for weight in floating})
+        groups = _groups(optimizer, file)
+        units = list(_units(floating, form, by_flag=any(expert_flags(optimizer))))
+        files = {one.path: one for one in (file, *others)}
+        return match(units, groups, partial(_sample, [*files.values()]))
+    except LayoutError as error:
+        raise UnsupportedError(
+            f"holds fp32 masters that cannot be told apart: {error.problem}",
+            path=file.path,
+            found=error.found,
+            expected=error.expected,
+            hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
+            "alone, take the file's 'module'",
+        ) from error
 
 
-def _groups(optimizer: Value, file: TorchFile) -> list[list[_Unnamed]]:
+def _sample(files: Sequence[TorchFile], runs: Iterable[Run], seen_as: DType) -> list[bytes]:
+    """Digests of a few kilobytes of each run, in the type of the module's weights."""
+    with SourceReader(files) as reader:
+        return [fingerprint(reader, run.source, run.dtype, seen_as) for run in runs]
+
+
+def form_of(optimizer: Value) -> str | None:
+    """The key under which an optimizer's state keeps masters; ``None`` where it keeps none."""
+    return next((key for key in (NAMED, UNFUSED, FUSED) if optimizer.has(key)), None)
+
+
+def unnamed_masters(optimizer: Value) -> list[list[TensorRef]]:
+    """The masters of each parameter group that have no names; a fused group has one.
+
+    Raises:
+        DamagedCheckpointError: they are no floating-point tensors, or fewer or more than the
+            parameters.
+    """
+    form = form_of(optimizer)
+    if form not in (UNFUSED, FUSED):
+        return []
+    masters = [
+        [_master_tensor(item) for item in (group.items() if form == UNFUSED else [group])]
+        for group in optimizer.get(form).items()
+    ]
+    _check_counts(optimizer, masters)
+    return masters
+
+
+def _master_tensor(item: Value) -> TensorRef:
+    """The tensor of masters that ``item`` must be, of floating-point numbers.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/fp16/`` and ``runtime/bf16_optimizer.py``: ``float()``
+    of the weights.
+    """
+    tensor = item.tensor()
+    if not tensor.dtype.is_floating:
+        item.fail("is of a type that no masters have", tensor.dtype.torch_name)
+    return tensor
+
+
+def _check_counts(optimizer: Value, groups: Sequence[Sequence[TensorRef]]) -> None:
+    """Refuse a group with fewer or more masters than it has parameters in the inner optimizer.
+
+    These are its masters (DeepSpeed 0.10 to 0.19, ``runtime/fp16/unfused_optimizer.py`` and
+    ``fused_optimizer.py``, ``__init__``). Only groups that a run added later have none.
+    """
+    counts = [group.get("params") for group in _inner_groups(optimizer)]
+    if len(counts) < len(groups):
+        return
+    for number, (params, masters) in enumerate(zip(counts, groups or [[]], strict=False)):
+        if isinstance(params, list) and len(params) != len(masters):
+            raise DamagedCheckpointError(
+                f"does not have an fp32 master for every parameter of group {number}",
+                path=optimizer.path,
+                found=len(masters),
+                expected=f"{len(params)}, as its param_groups say",
+                hint="Copy the file again from where it was written",
+            )
+
+
+def expert_flags(optimizer: Value) -> list[bool]:
+    """Which parameter groups are of experts, where the run has told DeepSpeed.
+
+    Source: DeepSpeed 0.10 to 0.19, ``moe/utils.py`` (``is_moe_param_group``).
+    """
+    return [group.get("moe") is True for group in _inner_groups(optimizer)]
+
+
+def _inner_groups(optimizer: Value) -> list[Mapping[str, object]]:
+    state = optimizer.get("optimizer_state_dict")
+    groups = state.get("param_groups").items() if state.has("param_groups") else []
+    return [group.mapping_or_empty() for group in groups]
+
+
+def _groups(optimizer: Value, file: TorchFile) -> list[list[Run]]:
     """The masters of each parameter group.
 
     Those without elements are left out, as DeepSpeed 0.19 does itself (``runtime/utils.py``,
@@ -154,17 +148,23 @@ def _groups(optimizer: Value, file: TorchFile) -> list[list[_Unnamed]]:
     flags = expert_flags(optimizer)
     flags = flags if any(flags) and len(flags) == len(groups) else [False] * len(groups)
     return [
-        [_Unnamed((flag, one.shape), file.source(one), one.dtype) for one in group if one.numel]
+        [Run((flag, one.shape), file.source(one), one.dtype) for one in group if one.numel]
         for flag, group in zip(flags, groups, strict=True)
     ]
 
 
-def _weight_unit(weight: Weight, *, by_flag: bool) -> _Unit:
-    kind = (by_flag and weight.of_experts, weight.shape)
-    return _Unit(kind, weight.source, weight.dtype, ((weight, 0),))
+def _units(weights: Sequence[Weight], form: str, *, by_flag: bool) -> Iterator[Run]:
+    """What masters of this form stand for: single weights, or all of a flat group."""
+    if form == UNFUSED:
+        for one in weights:
+            yield Run((by_flag and one.of_experts, one.shape), one.source, one.dtype, ((one, 0),))
+    elif any(weight.of_experts for weight in weights):
+        yield from _laid_out(weights, by_flag=by_flag)
+    else:
+        yield from _stored(weights)
 
 
-def _stored(weights: Iterable[Weight]) -> Iterator[_Unit]:
+def _stored(weights: Iterable[Weight]) -> Iterator[Run]:
     """The storages that weights share without a gap, as the fused optimizer's flat groups are."""
     by_storage: dict[StorageRef, list[tuple[Weight, TensorRef]]] = {}
     for weight in weights:
@@ -176,7 +176,7 @@ def _stored(weights: Iterable[Weight]) -> Iterator[_Unit]:
             yield _laid_end_to_end([weight for weight, _ in held], of_experts=False)
 
 
-def _laid_out(weights: Sequence[Weight], *, by_flag: bool) -> Iterator[_Unit]:
+def _laid_out(weights: Sequence[Weight], *, by_flag: bool) -> Iterator[Run]:
     """The fused optimizer's flat groups of a model with experts, whose files do not share storages.
 
     Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint`` clones every tensor) and
@@ -188,110 +188,13 @@ def _laid_out(weights: Sequence[Weight], *, by_flag: bool) -> Iterator[_Unit]:
             yield _laid_end_to_end(chosen, of_experts=bool(of_experts))
 
 
-def _laid_end_to_end(weights: Sequence[Weight], *, of_experts: bool) -> _Unit:
+def _laid_end_to_end(weights: Sequence[Weight], *, of_experts: bool) -> Run:
     parts, numel = [], 0
     for weight in weights:
         parts.append((weight, numel))
         numel += weight.numel
     source = Chain(tuple(weight.source for weight in weights))
-    return _Unit((of_experts, (numel,)), source, weights[0].dtype, tuple(parts))
-
-
-def _match(
-    units: Sequence[_Unit], groups: Sequence[Sequence[_Unnamed]], files: Sequence[TorchFile]
-) -> Masters:
-    """By kind and order; by samples where these leave a doubt; else what is like nothing else."""
-    masters = _flat(groups)
-    misfit: LayoutError | None = None
-    try:
-        spans = match_in_order([u.kind for u in units], [[m.kind for m in g] for g in groups])
-    except LayoutError as error:
-        misfit, spans = error, []
-    if not misfit and all(span.is_certain for span in _flat(spans)):
-        return Masters(_pair(units, masters, _flat(spans)))
-    with SourceReader(files) as reader:
-        sampled, samples = _with_samples(units, groups, partial(fingerprint, reader))
-    if misfit is not None:
-        return _match_unordered(units, masters, (sampled, _flat(samples)), misfit)
-    spans = match_in_order(sampled, samples)
-    doubt = _ambiguity(units, _flat(spans))
-    found = _pair(units, masters, _flat(spans))
-    if not found and masters:
-        raise LayoutError(doubt, "weights that are alike", "weights that differ")
-    return Masters(found, doubt)
-
-
-def _match_unordered(
-    units: Sequence[_Unit],
-    masters: Sequence[_Unnamed],
-    looks: tuple[Sequence[_Look], Sequence[_Look]],
-    misfit: LayoutError,
-) -> Masters:
-    """By samples alone; a weight and a master of one kind, each like nothing, are a contradiction.
-
-    Args:
-        units: what masters may stand for.
-        masters: all of them.
-        looks: the kinds and samples of both.
-        misfit: why their order does not help.
-    """
-    spans = match_unique(*looks)
-    found = _pair(units, masters, spans)
-    if not found and masters:
-        raise misfit
-    if None not in spans:
-        return Masters(found, all_fit=False)
-    places: dict[_Look, list[int]] = {}
-    for at, look in enumerate(looks[0]):
-        places.setdefault(look, []).append(at)
-    like = [Span(places[look][0], places[look][-1]) for look in looks[1] if look in places]
-    alike = _ambiguity(units, like) if len(like) == len(masters) else ""
-    doubt = alike or f"{misfit.problem} ({misfit.found})"
-    unlike = tuple(weight.name for at in unlike_any(*looks) for weight, _ in units[at].parts)
-    return Masters(found, doubt, all_fit=False, unlike=unlike)
-
-
-def _ambiguity(units: Sequence[_Unit], spans: Iterable[Span]) -> str:
-    """Which weights look like one master, where some do."""
-    for span in spans:
-        if not span.is_certain:
-            one, other = (units[at].parts[0][0].name for at in (span.first, span.last))
-            return f"several weights look like one fp32 master ({one!r} and {other!r} alike)"
-    return ""
-
-
-def _pair(
-    units: Sequence[_Unit], masters: Sequence[_Unnamed], spans: Iterable[Span | None]
-) -> dict[str, Master]:
-    """The masters whose unit is certain, cut into the masters of its weights."""
-    found: dict[str, Master] = {}
-    for span, master in zip(spans, masters, strict=True):
-        if span is None or not span.is_certain:
-            continue
-        parts, itemsize = units[span.first].parts, master.dtype.itemsize
-        for weight, offset in parts:
-            window = Window(master.source, offset * itemsize, weight.numel * itemsize)
-            source = master.source if len(parts) == 1 else window
-            found[weight.name] = Master(source, master.dtype)
-    return found
-
-
-def _with_samples(
-    units: Sequence[_Unit], groups: Sequence[Sequence[_Unnamed]], read: Callable[..., bytes]
-) -> tuple[list[_Look], list[list[_Look]]]:
-    """The kinds with samples of the values in them: a few kilobytes of each tensor."""
-    dtypes = {unit.dtype for unit in units}
-    if len(dtypes) > 1:
-        raise LayoutError(
-            "the module's weights are of several types",
-            ", ".join(sorted(dtype.torch_name for dtype in dtypes)),
-            "one",
-        )
-    seen_as = next(iter(dtypes), DType.F32)
-    return (
-        [(unit.kind, read(unit.source, unit.dtype, seen_as)) for unit in units],
-        [[(one.kind, read(one.source, one.dtype, seen_as)) for one in group] for group in groups],
-    )
+    return Run((of_experts, (numel,)), source, weights[0].dtype, tuple(parts))
 
 
 def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weight]) -> Masters:
@@ -305,7 +208,7 @@ def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weig
     flats = optimizer.need(NAMED).items()
     mappings = optimizer.need("param_slice_mappings").items()
     for flat, mapping in zip(flats, mappings, strict=False):
-        tensor = master_tensor(flat)
+        tensor = _master_tensor(flat)
         source, itemsize = file.source(tensor), tensor.dtype.itemsize
         for name, entry in mapping.entries().items():
             place = entry.value
@@ -330,5 +233,8 @@ def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weig
     return Masters(found, "the optimizer's other partitions were not saved" if partial else "")
 
 
-def _flat(groups: Iterable[Sequence[_Item]]) -> list[_Item]:
-    return [item for group in groups for item in group]
+def is_tiled(views: Sequence[tuple[int, int]], numel: int) -> bool:
+    """Whether views, as (offset, numel) pairs, cover a storage of ``numel`` elements once each."""
+    ordered = sorted(view for view in views if view[1])
+    ends = [0, *(offset + count for offset, count in ordered)]
+    return [offset for offset, _ in ordered] == ends[:-1] and ends[-1] == numel

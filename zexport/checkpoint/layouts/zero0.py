@@ -24,9 +24,10 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight, find_masters
-from zexport.checkpoint.states import ModelStates, optimizer_in
-from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.checkpoint.layouts.matching import Master, Masters, Weight
+from zexport.checkpoint.layouts.unnamed_masters import find_masters
+from zexport.checkpoint.states import ModelStates
+from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
@@ -48,7 +49,7 @@ def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()
     """
     distinct, aliases = _distinct(model)
     weights = weights_of(model, distinct)
-    masters = masters_of(model.file, weights)
+    masters = find_masters(model.file, weights)
     if unmastered:
         kept = {name: one for name, one in masters.found.items() if name not in unmastered}
         doubt = masters.doubt or "another tensor rank's part has no master"
@@ -79,27 +80,6 @@ def weights_of(model: ModelStates, tensors: Mapping[str, TensorRef]) -> list[Wei
         Weight(name, tensor.shape, tensor.dtype, model.file.source(tensor), tensor)
         for name, tensor in tensors.items()
     ]
-
-
-def masters_of(
-    file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
-) -> Masters:
-    """The masters that ``file`` holds of ``weights``, which may lie in ``others`` too.
-
-    Raises:
-        UnsupportedError: there are masters, and none can be told to be some weight's.
-    """
-    try:
-        return find_masters(optimizer_in(file), file, weights, others)
-    except LayoutError as error:
-        raise UnsupportedError(
-            f"holds fp32 masters that cannot be told apart: {error.problem}",
-            path=file.path,
-            found=error.found,
-            expected=error.expected,
-            hint="Resume the run with ZeRO stage 1, save, and export that; for the 16-bit weights "
-            "alone, take the file's 'module'",
-        ) from error
 
 
 def contradictions(masters: Masters, file: TorchFile) -> Iterable[DamagedCheckpointError]:
@@ -192,16 +172,9 @@ def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]
 
     ZeRO-0 fills no ``shared_params``; tied weights are the same view of the same storage.
     """
-    weights: dict[str, TensorRef] = {}
-    aliases: dict[str, str] = {}
-    first: dict[TensorRef, str] = {}
     buffers = set(model.buffer_names)
-    for name, tensor in model.module.items():
-        if name in buffers:
-            continue
-        known = first.setdefault(tensor, name) if tensor.numel else name
-        if known == name:
-            weights[name] = tensor
-        else:
-            aliases[name] = known
-    return weights, aliases
+    weights = {name: one for name, one in model.module.items() if name not in buffers}
+    first: dict[TensorRef, str] = {}
+    known = {n: first.setdefault(one, n) if one.numel else n for n, one in weights.items()}
+    aliases = {name: other for name, other in known.items() if other != name}
+    return {name: one for name, one in weights.items() if name not in aliases}, aliases

@@ -16,12 +16,12 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
+from zexport.checkpoint.layouts.matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.placement import expert_runs, uniform
-from zexport.checkpoint.layouts.unnamed_masters import Master, Masters, Weight
+from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,
     contradictions,
-    masters_of,
     notes,
     stored_buffers,
     stored_weights,
@@ -117,7 +117,7 @@ def _shares(
         ordered = _as_in_the_module(weights, own)
         read = paths_of(weight.source for weight in own)
         others = [file for file in files if file.path in read]
-        masters = masters_of(optimizer, ordered, (dense.file, *others))
+        masters = find_masters(optimizer, ordered, (dense.file, *others))
         shares.append(Share(optimizer, own, masters))
     return shares
 
