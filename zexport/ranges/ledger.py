@@ -27,12 +27,12 @@ class Ledger:
 
     def enter(self, path: Path, offset: int, data: memoryview) -> None:
         """Note bytes of a file."""
-        self._of(path).enter(offset, data)
+        self.of(path).enter(offset, data)
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Note what another ledger noted of the same files."""
         for path, found in ranges.items():
-            self._of(path).take(found)
+            self.of(path).take(found)
 
     def ranges(self) -> dict[Path, list[Range]]:
         """Everything noted, by file."""
@@ -42,7 +42,8 @@ class Ledger:
         """The ledger of every file of which a byte was noted."""
         return ((path, self._files[path]) for path in sorted(self._files))
 
-    def _of(self, path: Path) -> FileLedger:
+    def of(self, path: Path) -> FileLedger:
+        """The ledger of one file."""
         with self._lock:
             if path not in self._files:
                 self._files[path] = FileLedger(self._members.get(path, ()))

@@ -131,8 +131,12 @@ class SourceReader:
         """Count ranges that were read with another ledger, now or before a stop."""
         self._ledger.take(ranges)
 
-    def finish(self) -> dict[Path, str]:
+    def finish(self, seen: Ledger | None = None) -> dict[Path, str]:
         """Compare the CRC-32 of every record of which a byte was read.
+
+        Args:
+            seen: what others read of the files, to which this reader's is added. With it a record
+                is compared when no more than a MiB of it is unread by all of them.
 
         Returns:
             For each file of which ranges were taken, the digest of its records
@@ -144,9 +148,15 @@ class SourceReader:
             CheckpointError: a file cannot be read.
         """
         buffer = memoryview(bytearray(_GAP_CHUNK_NBYTES))
-        for path, ledger in self._ledger.files():
-            for member in ledger.touched():
-                for start, stop in ledger.gaps(member, buffer.nbytes):
+        if seen is not None:
+            seen.take(self._ledger.ranges())
+        for path, own in self._ledger.files():
+            ledger = own if seen is None else seen.of(path)
+            for member in own.touched():
+                gaps = list(ledger.gaps(member, buffer.nbytes))
+                if seen is not None and sum(b - a for a, b in gaps) > buffer.nbytes:
+                    continue
+                for start, stop in gaps:
                     part = buffer[: stop - start]
                     self._read(path, start, part)
                     ledger.enter(start, part)

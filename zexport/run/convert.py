@@ -10,8 +10,8 @@ from typing import Protocol
 from zexport.plan.plan import TensorPlan
 from zexport.ranges.casts import Statistics, cast_into, statistics_of
 from zexport.ranges.ledger import Ledger, Range
-from zexport.ranges.reader import SourceReader
 from zexport.run.chunks import Piece, room
+from zexport.weights.proof import WeightReader
 
 
 class TensorReader(Protocol):
@@ -46,7 +46,7 @@ class TensorReader(Protocol):
 class FileReader:
     """The checkpoint's files as a ``TensorReader``."""
 
-    def __init__(self, files: SourceReader) -> None:
+    def __init__(self, files: WeightReader) -> None:
         self._files = files
         self.new_ledger = files.new_ledger
         self.take = files.take

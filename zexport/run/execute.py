@@ -10,19 +10,18 @@ from pathlib import Path
 
 from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan
-from zexport.ranges.reader import SourceReader
 from zexport.run.commit import staged_folder
 from zexport.run.conclusions import findings_of, manifest_nbytes, manifest_of
 from zexport.run.convert import FileReader, TensorReader
 from zexport.run.journal import Journal
 from zexport.run.manifest import MANIFEST_NAME, FileEntry
 from zexport.run.readback import Checks, Meter, Phase, Progress, VerifyMode
-from zexport.run.replicas import compare_replicas
 from zexport.run.results import ShardResult
 from zexport.run.side_files import side_content, side_nbytes, write_file
 from zexport.run.writer import reserve_shards, write_shards
 from zexport.store.disk import check_space, sync_path, writing
 from zexport.store.json import Json
+from zexport.weights.proof import WeightReader
 
 __all__ = [
     "ExportReport",
@@ -108,7 +107,7 @@ def run_plan(
     began = time.monotonic()
     warnings = list(plan.warnings)
     with ExitStack() as stack:
-        sources = stack.enter_context(SourceReader(plan.sources))
+        sources = stack.enter_context(WeightReader.of_plan(plan))
         reader = FileReader(sources) if reader is None else reader
         paths = [source.path for source in plan.sources]
         paths += [side.origin for side in plan.side_files if side.origin is not None]
@@ -192,9 +191,13 @@ class _Work:
             sync_path(self._folder)
         self._meter.expect(to_write=sum(shard.data_nbytes for shard in rest.shards))
 
-    def compare(self, sources: SourceReader) -> None:
+    def compare(self, sources: WeightReader) -> None:
         """Hold second copies in the checkpoint against what is exported."""
-        self.findings += compare_replicas(self._plan, sources)
+        if found := sources.compare():
+            names = {t.stored_name: t.name for shard in self._plan.shards for t in shard.tensors}
+            self.findings += tuple(
+                replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found
+            )
 
     def write(self) -> None:
         """Write and check every file that is not there yet."""

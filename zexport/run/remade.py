@@ -10,13 +10,12 @@ from blake3 import blake3
 
 from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.ledger import Ledger
-from zexport.ranges.reader import SourceReader
 from zexport.run.chunks import pieces
 from zexport.run.conclusions import source_entries
 from zexport.run.convert import Buffers, FileReader, TensorReader, convert
 from zexport.run.manifest import Manifest, SourceEntry, TensorEntry
-from zexport.run.replicas import compare_replicas
 from zexport.run.verify_report import Problem
+from zexport.weights.proof import WeightReader
 
 
 def source_problems(
@@ -40,8 +39,8 @@ def source_problems(
         Problem("", name, "is in the export but not in the checkpoint")
         for name in sorted(manifest.tensors.keys() - planned.keys())
     ]
-    with SourceReader(plan.sources) as files:
-        compare_replicas(plan, files)
+    with WeightReader.of_plan(plan) as files:
+        files.compare()
         reader = FileReader(files)
         ledger = reader.new_ledger()
         for tensor, digest in _digests_from_source(plan, reader, ledger):

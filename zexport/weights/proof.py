@@ -1,0 +1,190 @@
+"""Reading weights with proof: second copies are equal, and records hold what was saved.
+
+The gravest kind of damage looks whole: rank files of another step, or exchanged ones, whose lengths
+all fit. What shows it is that the checkpoint holds most weights twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
+from typing import Self
+
+from zexport.checkpoint.opening import raise_all
+from zexport.errors import DamagedCheckpointError
+from zexport.findings import Finding, FindingKind
+from zexport.options import CheckMode
+from zexport.plan.plan import ExportPlan, SourceFile
+from zexport.printable import some
+from zexport.ranges.copies import CastReplica, Difference, Replica, compare_casts
+from zexport.ranges.equality import Equality
+from zexport.ranges.extents import paths_of
+from zexport.ranges.ledger import Ledger
+from zexport.ranges.reader import ReadableFile, SourceReader
+
+
+class WeightReader(SourceReader):
+    """Bytes of weights that are to be used; nobody reads such in another way.
+
+    First ``compare`` holds second copies against each other, at last ``finish`` the records against
+    their CRC-32. Where all of a checkpoint is read, ``zexport.weights.accounting`` goes before.
+
+    Args:
+        files: all that may be read.
+        replicas: second copies that must agree with what is read.
+        gathered: copies beside the checkpoint; where they differ, that is told.
+        check: how much of the rounded copies is compared.
+        allow: kinds of findings that are told and do not end the reading.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[ReadableFile],
+        replicas: Iterable[Replica | CastReplica],
+        *,
+        gathered: Sequence[CastReplica] = (),
+        check: CheckMode = CheckMode.SAMPLED,
+        allow: Set[FindingKind] = frozenset(),
+    ) -> None:
+        files = tuple(files)
+        super().__init__(files)
+        self._samples = [SourceFile(file.path, file.nbytes, file.mtime_ns, ()) for file in files]
+        self._replicas = tuple(replicas)
+        self._gathered = gathered
+        self._check = check
+        self._allow = allow
+        self._is_compared = False
+
+    @classmethod
+    def of_plan(cls, plan: ExportPlan) -> Self:
+        """What reads the sources of an export."""
+        return cls(
+            plan.sources,
+            plan.replicas,
+            gathered=plan.gathered,
+            check=plan.check,
+            allow=plan.allow,
+        )
+
+    def compare(self) -> tuple[Finding, ...]:
+        """Hold the second copies against the first, piece by piece.
+
+        Samples are read apart, so that a file of which nothing else is needed is not read whole for
+        the sake of its CRC-32.
+
+        Returns:
+            What differs and was allowed or is only told, a finding for each tensor of the
+            checkpoint.
+
+        Raises:
+            DamagedCheckpointError: the copies of some tensors differ; all of them were compared.
+            CheckpointError: a file cannot be read.
+        """
+        self._is_compared = True
+        casts = [one for one in self._replicas if isinstance(one, CastReplica)]
+        unnamed = [one for one in casts if one.names_it]
+        if differences := compare_casts(unnamed, self, full=True):
+            raise _other_weight(differences)
+        named = [one for one in casts if not one.names_it]
+        full = self._check is CheckMode.FULL
+        with SourceReader(self._samples) as samples:
+            differences = compare_casts(named, self if full else samples, full=full)
+            gathered = compare_casts(self._gathered, samples, full=full)
+        unequal = self._unequal()
+        problems = [_not_the_masters(differences, named)] if differences else []
+        problems += [_diverged(unequal)] if unequal else []
+        refused = [problem for problem in problems if problem.finding not in self._allow]
+        if refused:
+            raise_all(refused, refused[0].path)
+        return (
+            *(_cast_finding(FindingKind.CAST_MISMATCH, one, self._allow) for one in differences),
+            *(_cast_finding(FindingKind.GATHERED_MISMATCH, one, self._allow) for one in gathered),
+            *(
+                Finding(FindingKind.REPLICA_MISMATCH, name, 0, accepted=True)
+                for name in dict.fromkeys(one.name for one in unequal)
+            ),
+        )
+
+    def finish(self, seen: Ledger | None = None) -> dict[Path, str]:
+        """As every ``SourceReader``'s; the copies must have been compared before."""
+        if not self._is_compared:
+            raise AssertionError("weights were read and their copies not compared")
+        return super().finish(seen)
+
+    def _unequal(self) -> list[Replica]:
+        equality = Equality(self)
+        return [
+            one
+            for one in self._replicas
+            if isinstance(one, Replica) and not equality.holds(one.kept, one.other)
+        ]
+
+
+def _cast_finding(kind: FindingKind, difference: Difference, allow: Set[FindingKind]) -> Finding:
+    replica = difference.replica
+    detail = f"of {difference.compared} compared with {replica.path.name}"
+    return Finding(kind, replica.name, difference.count, detail, accepted=kind in allow)
+
+
+def _other_weight(differences: Sequence[Difference]) -> DamagedCheckpointError:
+    """Masters that have no names, and were taken for weights that they are not."""
+    first = differences[0]
+    dtype = first.replica.other_dtype.torch_name
+    return DamagedCheckpointError(
+        f"the fp32 master of {first.replica.name!r} does not belong to the module's weight",
+        path=first.replica.path,
+        found=f"element {first.first} is another when rounded to {dtype}"
+        + (f"; {len(differences) - 1} more weights differ" if len(differences) > 1 else ""),
+        expected="the module's weight to be the master, rounded",
+        hint="Parameters may have been given to the optimizer in another order than the model's, "
+        "or weights changed after the last step: load the file's 'module' instead",
+    )
+
+
+def _not_the_masters(
+    differences: Sequence[Difference], compared: Sequence[CastReplica]
+) -> DamagedCheckpointError:
+    """Masters that are not those of the weights that the module was saved with."""
+    files = sorted({one.path.name for one in differences})
+    every = {path.name for path in paths_of(one.kept for one in compared)}
+    dtypes = sorted({one.replica.other_dtype.torch_name for one in differences})
+    return DamagedCheckpointError(
+        "holds other weights than the masters in the optimizer files, rounded",
+        path=differences[0].replica.path,
+        found=f"{len(differences)} of {len(compared)} weights differ, in what "
+        f"{some(files, 8)} hold{'s' if len(files) == 1 else ''}: "
+        f"{some([_told(one) for one in differences], 8)}",
+        expected=f"each weight to be its master as {' or '.join(dtypes)}",
+        hint=_diagnosis(differences, is_everywhere=len(every) > 1 and set(files) == every),
+        finding=FindingKind.CAST_MISMATCH,
+    )
+
+
+def _told(difference: Difference) -> str:
+    return f"{difference.replica.name} ({difference.count} of {difference.compared} compared)"
+
+
+def _diagnosis(differences: Sequence[Difference], *, is_everywhere: bool) -> str:
+    """What such differences come from, and what to do."""
+    if max(one.largest for one in differences) == 1:
+        cause = "The values differ in the last place alone, as if rounded in another way"
+    elif is_everywhere:
+        cause = "The model file and the optimizer files seem to be of different steps or runs"
+    else:
+        cause = "The files named may be of another step, or exchanged among ranks"
+    return f"{cause}. {differences[0].replica.advice}"
+
+
+def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        "holds other values than the rank whose copy would be exported",
+        path=_path_of(differing[0]),
+        found=f"{some(list(dict.fromkeys(replica.name for replica in differing)), 8)} differ",
+        expected="equal copies on every rank",
+        hint="Copy the rank files of one save again; if they are whole, the ranks had diverged",
+        finding=FindingKind.REPLICA_MISMATCH,
+    )
+
+
+def _path_of(replica: Replica) -> Path:
+    return next(iter(replica.other.extents(0, 1))).path
