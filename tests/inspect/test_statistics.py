@@ -81,7 +81,7 @@ def test_statistics_equal_numpys_whatever_the_buffer(
 ) -> None:
     model = remarkable()
     checkpoint = open_checkpoint(save(model, Run(stage=stage), tmp_path))
-    found = measure(checkpoint, buffer_nbytes=buffer_nbytes)
+    found = measure(checkpoint, buffer_nbytes=buffer_nbytes).tensors
     assert {entry.name for entry in found} == model.tensors.keys()
     for entry in found:
         assert_equal(entry, model.tensors[entry.name])
@@ -94,7 +94,7 @@ def test_squares_that_a_double_cannot_hold_do_not_spoil_the_norm(tmp_path: Path)
     }
     model = Model([{"w": torch.zeros(3)}], buffers=buffers)
     checkpoint = open_checkpoint(save(model, Run(stage=2), tmp_path))
-    found = {entry.name: entry for entry in measure(checkpoint)}
+    found = {entry.name: entry for entry in measure(checkpoint).tensors}
     assert math.isclose(found["double"].norm, math.sqrt(3) * 1e300, rel_tol=1e-12)
     assert math.isclose(found["tiny"].norm, 5e-200, rel_tol=1e-12)
 
@@ -115,7 +115,7 @@ def test_tensors_of_missing_ranks_are_left_out(zero3: Path) -> None:
     optimizer_file(zero3 / "global_step2", remarkable(), 2).unlink()
     checkpoint = open_checkpoint(zero3)
     without = {tensor.name for tensor in checkpoint.tensors if tensor.source is None}
-    found = {entry.name for entry in measure(checkpoint)}
+    found = {entry.name for entry in measure(checkpoint).tensors}
     assert without
     assert found == {tensor.name for tensor in checkpoint.tensors} - without
 
@@ -136,5 +136,5 @@ def test_statistics_are_those_of_the_live_weights(root: Path) -> None:
     truth = load_file(case / "truth.safetensors")
     checkpoint = open_checkpoint(handed_over(case))
     assert json.loads((case / "case.json").read_text())["name"] == case.name
-    for entry in measure(checkpoint):
+    for entry in measure(checkpoint).tensors:
         assert_equal(entry, truth[entry.name])

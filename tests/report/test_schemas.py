@@ -78,7 +78,7 @@ def test_inspection_of_every_case_with_all_there_is_to_say(case: Path) -> None:
     check("inspect", inspection_json(found))
     check("inspect", inspection_json(found, tensors=True))
     assert found.checkpoint is not None
-    told = check("inspect", inspection_json(found, statistics=measure(found.checkpoint)))
+    told = check("inspect", inspection_json(found, statistics=measure(found.checkpoint).tensors))
     assert all(tensor["statistics"]["nan"] == 0 for tensor in told["checkpoint"]["tensors"])
 
 

@@ -12,7 +12,7 @@ from zexport.cli.options import PATH, json_option, links_option, progress_option
 
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
-    from zexport.inspect.statistics import TensorStatistics
+    from zexport.inspect.statistics import Measured
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
@@ -41,8 +41,9 @@ def inspect(
     """Show what is in the ZeRO checkpoint CKPT, whether it is whole, and what an export would give.
 
     CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
-    itself. Without --stats no tensor data is read. Whatever can be described ends with exit code 0;
-    the verdict says whether it can be exported.
+    itself. Without --stats no tensor data is read; with it, values that an export would refuse are
+    among the problems. Whatever can be described ends with exit code 0; the verdict says whether it
+    can be exported.
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
@@ -52,7 +53,8 @@ def inspect(
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     statistics = None
     if stats and found.checkpoint is not None:
-        statistics = _measure(found.checkpoint, progress, quiet=quiet)
+        measured = _measure(found.checkpoint, progress, quiet=quiet)
+        found, statistics = found.with_problems(measured.problems), measured.tensors
     if json:
         content = inspection_json(found, tensors=tensors, statistics=statistics)
         click.echo(dumps(content, indent=2, allow_nan=False))
@@ -62,9 +64,7 @@ def inspect(
     print_inspection(console(), found, tensors, files=files, statistics=statistics)
 
 
-def _measure(
-    checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool
-) -> tuple[TensorStatistics, ...]:
+def _measure(checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool) -> Measured:
     from zexport.cli.progress import ProgressPrinter
     from zexport.inspect.statistics import measure
 

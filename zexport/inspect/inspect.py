@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that ``zexport inspect`` shows, but for the values of tensors.
+    """Everything that ``zexport inspect`` shows, but for the statistics of tensors.
 
     Attributes:
         path: what was looked at, as it was given.
@@ -103,6 +103,11 @@ class Inspection:
     def nbytes_written(self, target: DType) -> int:
         """Bytes of tensors that an export to ``target`` writes."""
         return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
+
+    def with_problems(self, more: Sequence[ZexportError]) -> Inspection:
+        """The same with what reading the values has shown; without an export, if it is anything."""
+        problems = (*self.problems, *more)
+        return replace(self, problems=problems, verdict=_refusal(problems)) if more else self
 
     def missing_files(self) -> tuple[str, ...]:
         """Names of the rank files to fetch."""
@@ -177,11 +182,7 @@ def _verdict(
     adapters: Sequence[AdapterSummary],
 ) -> Verdict:
     if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        first = problems[0]
-        return Verdict(
-            Outcome.NOT_EXPORTABLE, f"not exportable: {_fault(first)}{more}", _remedy(first)
-        )
+        return _refusal(problems)
     command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
     command += f" --tag {shell_word(tag)}" if tag is not None else ""
     if any(adapter.config is not None for adapter in adapters):
@@ -199,6 +200,12 @@ def _verdict(
             f"{command} --base DIR (or --exclude-frozen)",
         )
     return Verdict(Outcome.EXPORTABLE, "exportable, as far as metadata tells", command)
+
+
+def _refusal(problems: Sequence[ZexportError]) -> Verdict:
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    sentence = f"not exportable: {_fault(problems[0])}{more}"
+    return Verdict(Outcome.NOT_EXPORTABLE, sentence, _remedy(problems[0]))
 
 
 def _fault(problem: ZexportError) -> str:

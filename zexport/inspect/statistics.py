@@ -1,7 +1,6 @@
 """What the values of a checkpoint are like: norm, extremes, mean, NaN and Inf of every tensor.
 
-Values are read through one buffer of fixed size and added up in double precision, and every record
-that is read is held against its CRC-32.
+Values are read with proof, through one buffer of fixed size, and added up in double precision.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
-from zexport.ranges.reader import SourceReader
 from zexport.run.readback import Phase, Progress
+from zexport.weights.accounting import account
+from zexport.weights.proof import WeightReader
 
 _BUFFER_NBYTES = 1 << 20
 """Small enough that a block stays in the cache while it is looked at several times."""
@@ -51,15 +52,28 @@ class TensorStatistics:
     inf: int
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What reading all values of a checkpoint has shown.
+
+    Attributes:
+        tensors: the statistics of every tensor whose values are there, in the checkpoint's order.
+        problems: for what values an export would be refused.
+    """
+
+    tensors: tuple[TensorStatistics, ...]
+    problems: tuple[ZexportError, ...]
+
+
 def measure(
     checkpoint: ZeroCheckpoint,
     *,
     progress: Callable[[Progress], None] | None = None,
     buffer_nbytes: int = _BUFFER_NBYTES,
-) -> tuple[TensorStatistics, ...]:
-    """The statistics of every tensor whose values are there, in the checkpoint's order.
+) -> Measured:
+    """The statistics of a checkpoint's tensors, and what is wrong with their values.
 
-    Memory does not grow with the tensors; every byte is read once.
+    Memory does not grow with the tensors; every byte is read once, but for those of second copies.
 
     Args:
         checkpoint: the checkpoint.
@@ -74,7 +88,8 @@ def measure(
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
     done, total = 0, sum(source.nbytes for _, source in sources)
     buffer = memoryview(mmap(-1, max(buffer_nbytes, 8)))
-    with SourceReader(checkpoint.torch_files) as reader:
+    with WeightReader(checkpoint.torch_files, checkpoint.replicas) as reader:
+        problems = tuple(_problems(checkpoint, reader))
         found = []
         for tensor, source in sources:
             found.append(_measure(tensor, source, reader, buffer))
@@ -82,11 +97,25 @@ def measure(
             if progress is not None:
                 progress(Progress(done, total, Phase.VERIFY))
         reader.finish()
-    return tuple(found)
+    return Measured(tuple(found), problems)
+
+
+def _problems(checkpoint: ZeroCheckpoint, reader: WeightReader) -> Iterator[ZexportError]:
+    """What an export would be refused for once it reads; a difference can still be looked at."""
+    try:
+        reader.compare()
+    except DamagedCheckpointError as error:
+        yield error
+    if checkpoint.problems:
+        return  # what is missing is in no account
+    try:
+        account(checkpoint, checkpoint.tensors)
+    except UnsupportedError as error:
+        yield error
 
 
 def _measure(
-    tensor: StoredTensor, source: ByteSource, reader: SourceReader, buffer: memoryview
+    tensor: StoredTensor, source: ByteSource, reader: WeightReader, buffer: memoryview
 ) -> TensorStatistics:
     sums = _Sums()
     with np.errstate(all="ignore"):
@@ -103,7 +132,7 @@ def _measure(
     )
 
 
-def _parts(source: ByteSource, reader: SourceReader, buffer: memoryview) -> Iterator[memoryview]:
+def _parts(source: ByteSource, reader: WeightReader, buffer: memoryview) -> Iterator[memoryview]:
     """The bytes of a source, a buffer at a time; a buffer holds whole elements of any type."""
     step = buffer.nbytes - buffer.nbytes % 8
     for start in range(0, source.nbytes, step):
