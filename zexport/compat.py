@@ -1,8 +1,9 @@
 """DeepSpeed's ``zero_to_fp32`` functions by the same names: swap the import line.
 
 What differs is what DeepSpeed gets wrong: frozen weights of ZeRO-1 are there, tied weights can be
-written as safetensors, damaged or mixed files are refused, and no code in a checkpoint runs. Errors
-are of the builtin types that DeepSpeed raises, caused by a ``ZexportError`` with the facts.
+written as safetensors, damaged or mixed files are refused as ``zexport consolidate`` refuses them,
+and no code in a checkpoint runs. Errors are of the builtin types that DeepSpeed raises, caused by a
+``ZexportError`` with the facts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -28,9 +29,14 @@ from zexport.errors import (
     FrozenLeftOutError,
     ZexportError,
 )
-from zexport.formats.torch_file import TorchFile
+from zexport.plan.plan import SourceFile
 from zexport.printable import some
-from zexport.ranges.reader import SourceReader
+from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, paths_of
+from zexport.ranges.ledger import Ledger
+from zexport.weights.accounting import account
+from zexport.weights.proof import WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -40,53 +46,45 @@ if TYPE_CHECKING:
 class LazyTensor:
     """A tensor that is read when it is asked for, and each time anew.
 
-    Its CRC is not checked, since that would take all of the record that it lies in.
+    Its second copies in the checkpoint are compared with it when it is first read. A CRC-32 covers
+    a whole record, often that of many tensors: it is checked when nearly all of one was read.
 
     Attributes:
         shape: its full shape.
         dtype: its element type.
     """
 
-    def __init__(
-        self, stored: StoredTensor, dtype: torch.dtype, files: tuple[TorchFile, ...]
-    ) -> None:
+    def __init__(self, stored: StoredTensor, dtype: DType, weights: _Weights) -> None:
         import torch  # noqa: PLC0415 - takes seconds
 
         self.shape = torch.Size(stored.shape)
-        self.dtype = dtype
-        self._stored = stored
-        self._files = files
+        self.dtype: torch.dtype = getattr(torch, dtype.torch_name)
+        if stored.source is None:
+            raise AssertionError(
+                f"{stored.name} lacks a source, which is a problem of its checkpoint"
+            )
+        self._name = stored.name
+        self._stored_dtype: torch.dtype = getattr(torch, stored.dtype.torch_name)
+        self._source = stored.source
+        self._weights = weights
 
     def contiguous(self) -> torch.Tensor:
         """The tensor itself.
 
         Raises:
-            ValueError: a file was changed.
+            ValueError: its copies differ, a record is not what was saved, or a file was changed.
             OSError: a file cannot be read.
         """
-        with _as_builtin(OSError), SourceReader(self._files) as reader:
+        with self._weights.reading_one(self._name, self._source) as reader:
             return self.read(reader)
 
-    def read(self, reader: SourceReader) -> torch.Tensor:
-        """The tensor itself, read by ``reader``, whose ``finish`` can then check its CRC."""
+    def read(self, reader: WeightReader) -> torch.Tensor:
+        """The tensor itself, read by ``reader``."""
         import torch  # noqa: PLC0415 - takes seconds
 
-        stored = self._stored
-        if stored.source is None:
-            raise AssertionError(
-                f"{stored.name} lacks a source, which is a problem of its checkpoint"
-            )
-        value = torch.empty(stored.shape, dtype=_own_dtype(stored))
-        reader.read_into(stored.source, 0, value.reshape(-1).view(torch.uint8).numpy().data)
+        value = torch.empty(self.shape, dtype=self._stored_dtype)
+        reader.read_into(self._source, 0, value.reshape(-1).view(torch.uint8).numpy().data)
         return value.to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A state dict yet to be read: tied names stand for one object."""
-
-    tensors: OrderedDict[str, LazyTensor]
-    files: tuple[TorchFile, ...]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -117,8 +115,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint = _open(checkpoint_dir, tag)
     if not exclude_frozen_parameters:
         _refuse_left_out(checkpoint)
-    state = _state(checkpoint, _dtype_in_memory, exclude_frozen=exclude_frozen_parameters)
-    return state.tensors if lazy_mode else _read_all(state)
+    weights = _Weights(checkpoint, _in_memory, exclude_frozen=exclude_frozen_parameters)
+    return weights.tensors if lazy_mode else _read_all(weights)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -134,9 +132,9 @@ def load_state_dict_from_zero_checkpoint(
         ValueError: likewise, but for frozen weights that were left out.
         RuntimeError: a tensor has another shape than the model's.
     """
-    state = _state(_open(checkpoint_dir, tag), _dtype_in_memory, exclude_frozen=False)
+    weights = _Weights(_open(checkpoint_dir, tag), _in_memory, exclude_frozen=False)
     model = model.cpu()
-    result = model.load_state_dict(_read_all(state), strict=False)
+    result = model.load_state_dict(_read_all(weights), strict=False)
     for what, names in (
         ("no value for", result.missing_keys),
         ("values unknown to the model:", result.unexpected_keys),
@@ -177,18 +175,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's p
     checkpoint = _open(checkpoint_dir, tag)
     if not exclude_frozen_parameters:
         _refuse_left_out(checkpoint)
-    state = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
+    weights = _Weights(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
     weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    split = _split(state, weights_name, max_shard_size)
+    split = _split(weights.tensors, weights_name, max_shard_size)
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
         folder = Path(name)
-        with _as_builtin(OSError), SourceReader(state.files) as reader:
+        with weights.reading() as reader:
             for filename, names in split.filename_to_tensors.items():
-                shard = _read({name: state.tensors[name] for name in names}, reader)
+                shard = _read({name: weights.tensors[name] for name in names}, reader)
                 _save(shard, folder / filename)
-            reader.finish()
         filenames = list(split.filename_to_tensors)
         if split.is_sharded:
             filenames.append(f"{weights_name}.index.json")
@@ -239,68 +236,98 @@ def _refuse_left_out(checkpoint: ZeroCheckpoint) -> None:
         )
 
 
-def _state(
-    checkpoint: ZeroCheckpoint,
-    dtype_of: Callable[[StoredTensor], torch.dtype],
-    *,
-    exclude_frozen: bool,
-) -> _State:
-    """Every name of the checkpoint, in the order of DeepSpeed's state dict."""
-    roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
-    tensors = OrderedDict(
-        (stored.name, LazyTensor(stored, dtype_of(stored), checkpoint.torch_files))
-        for role in roles
-        for stored in checkpoint.of_role(role)
-    )
-    for alias, name in checkpoint.aliases.items():
-        if name in tensors:
-            tensors[alias] = tensors[name]
-    return _State(tensors, checkpoint.torch_files)
+class _Weights:
+    """The weights of a checkpoint, all of whose trained elements are accounted for.
+
+    Attributes:
+        tensors: under every name, in the order of DeepSpeed's state dict; tied ones are one object.
+    """
+
+    def __init__(
+        self,
+        checkpoint: ZeroCheckpoint,
+        dtype_of: Callable[[StoredTensor], DType],
+        *,
+        exclude_frozen: bool,
+    ) -> None:
+        roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
+        stored = {tensor.name: tensor for role in roles for tensor in checkpoint.of_role(role)}
+        with _as_builtin(ValueError):
+            account(checkpoint, stored.values())
+        self.tensors = OrderedDict(
+            (name, LazyTensor(tensor, dtype_of(tensor), self)) for name, tensor in stored.items()
+        )
+        owners = {name: name for name in stored}
+        for alias, name in checkpoint.aliases.items():
+            if name in stored:
+                self.tensors[alias] = self.tensors[name]
+                owners[alias] = name
+        self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
+        self._replicas = checkpoint.replicas
+        self._seen = Ledger({path: file.members for path, file in self._files.items()})
+        self._lock = Lock()
+        self._unseen: dict[str, list[Replica | CastReplica]] = {}
+        for replica in checkpoint.replicas:
+            self._unseen.setdefault(owners.get(replica.name, ""), []).append(replica)
+
+    @contextmanager
+    def reading(self) -> Iterator[WeightReader]:
+        """What reads all of the tensors."""
+        with _as_builtin(OSError), WeightReader(self._files.values(), self._replicas) as reader:
+            reader.compare()
+            yield reader
+            reader.finish()
+
+    @contextmanager
+    def reading_one(self, name: str, source: ByteSource) -> Iterator[WeightReader]:
+        """What reads one of them; copies that were compared once are not compared again.
+
+        Copies that no tensor has the name of, such as those of single experts of a stack, are
+        compared with whichever tensor is read first.
+        """
+        owners = ("", name)
+        copies = [copy for owner in owners for copy in self._unseen.get(owner, ())]
+        sources = [source, *(held for copy in copies for held in (copy.kept, copy.other))]
+        files = [self._files[path] for path in paths_of(sources)]
+        with _as_builtin(OSError), WeightReader(files, copies) as reader:
+            reader.compare()
+            yield reader
+            with self._lock:
+                reader.finish(self._seen)
+        for owner in owners:
+            self._unseen.pop(owner, None)
 
 
-def _own_dtype(stored: StoredTensor) -> torch.dtype:
-    import torch  # noqa: PLC0415 - takes seconds
-
-    dtype: torch.dtype = getattr(torch, stored.dtype.torch_name)
-    return dtype
-
-
-def _widened(stored: StoredTensor) -> torch.dtype:
+def _widened(stored: StoredTensor) -> DType:
     """Float32 for all floating types whose every value it can hold."""
-    import torch  # noqa: PLC0415 - takes seconds
-
-    own = _own_dtype(stored)
-    is_narrow = own.is_floating_point and own.itemsize < torch.float32.itemsize
-    return torch.float32 if is_narrow else own
+    is_narrow = stored.dtype.is_floating and stored.dtype.itemsize < DType.F32.itemsize
+    return DType.F32 if is_narrow else stored.dtype
 
 
-def _dtype_in_memory(stored: StoredTensor) -> torch.dtype:
-    return _widened(stored) if stored.role is Role.BUFFER else _own_dtype(stored)
+def _in_memory(stored: StoredTensor) -> DType:
+    return _widened(stored) if stored.role is Role.BUFFER else stored.dtype
 
 
-def _read_all(state: _State) -> dict[str, torch.Tensor]:
-    with _as_builtin(OSError), SourceReader(state.files) as reader:
-        values = _read(state.tensors, reader)
-        reader.finish()
-    return values
+def _read_all(weights: _Weights) -> dict[str, torch.Tensor]:
+    with weights.reading() as reader:
+        return _read(weights.tensors, reader)
 
 
-def _read(tensors: Mapping[str, LazyTensor], reader: SourceReader) -> dict[str, torch.Tensor]:
+def _read(tensors: Mapping[str, LazyTensor], reader: WeightReader) -> dict[str, torch.Tensor]:
     """The tensors, each read once: tied names stand for one tensor here, too."""
-    read: dict[LazyTensor, torch.Tensor] = {}
-    for lazy in tensors.values():
-        if lazy not in read:
-            read[lazy] = lazy.read(reader)
+    read = {lazy: lazy.read(reader) for lazy in dict.fromkeys(tensors.values())}
     return {name: read[lazy] for name, lazy in tensors.items()}
 
 
-def _split(state: _State, weights_name: str, max_shard_size: int | str | None) -> StateDictSplit:
+def _split(
+    tensors: Mapping[str, LazyTensor], weights_name: str, max_shard_size: int | str | None
+) -> StateDictSplit:
     """Which name goes into which file; tied names share their room where the format lets them."""
     from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
 
     stem, suffix = weights_name.rsplit(".", 1)
     return split_state_dict_into_shards_factory(
-        state.tensors,
+        dict(tensors),
         get_storage_size=lambda lazy: lazy.shape.numel() * lazy.dtype.itemsize,
         get_storage_id=lambda lazy: lazy if suffix == "bin" else None,
         filename_pattern=f"{stem}{{suffix}}.{suffix}",
