@@ -67,7 +67,9 @@ def layer_of(name: str) -> int | None:
     return int(head) if head.isascii() and head.isdecimal() else None
 
 
-def check_holds_trained(layer: LayerFile, trained: Mapping[str, Shape], other: Set[str]) -> None:
+def check_holds_trained(
+    layer: LayerFile, masters: Mapping[str, StoredTensor], buffers: Set[str]
+) -> None:
     """Refuse a layer file that has other weights in the place of those that its layer trains.
 
     A layer file is the state dict of the very module whose parameters ``param_shapes`` names
@@ -77,27 +79,31 @@ def check_holds_trained(layer: LayerFile, trained: Mapping[str, Shape], other: S
 
     Args:
         layer: the file.
-        trained: the names within the layer that have masters, and their shapes.
-        other: the names within the layer that are buffers.
+        masters: those of all layers, by their full names.
+        buffers: the full names of all layers' buffers.
 
     Raises:
         DamagedCheckpointError: weights are missing, and those that are there are not these renamed.
     """
-    lacking = {key: shape for key, shape in trained.items() if key not in layer.tensors}
-    surplus = layer.tensors.keys() - trained.keys() - other
-    shapes = Counter(layer.tensors[key].shape for key in surplus)
-    if surplus and Counter(lacking.values()) - shapes:
+    prefix = f"{layer.layer}."
+    shapes = {prefix + key: tensor.shape for key, tensor in layer.tensors.items()}
+    surplus = {n: shape for n, shape in shapes.items() if n not in masters and n not in buffers}
+    trained = {name: one.shape for name, one in masters.items() if name.startswith(prefix)}
+    lacking = {name: shape for name, shape in trained.items() if name not in shapes}
+    if surplus and Counter(lacking.values()) - Counter(surplus.values()):
         raise DamagedCheckpointError(
             f"lacks weights that layer {layer.layer} trains, and holds others",
             path=layer.file.path,
-            found=_shown({key: layer.tensors[key].shape for key in surplus}),
-            expected=_shown(lacking),
+            found=_shown(prefix, surplus),
+            expected=_shown(prefix, lacking),
             hint="Copy this layer file of the same save again",
         )
 
 
-def _shown(shapes: Mapping[str, Shape]) -> str:
-    first = [f"{key} {list(shapes[key])}" for key in sorted(shapes)[:_SHOWN]]
+def _shown(prefix: str, shapes: Mapping[str, Shape]) -> str:
+    first = [
+        f"{name.removeprefix(prefix)} {list(shapes[name])}" for name in sorted(shapes)[:_SHOWN]
+    ]
     return ", ".join(first) + (", ..." if len(shapes) > _SHOWN else "")
 
 

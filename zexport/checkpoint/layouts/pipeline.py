@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,19 +18,18 @@ from zexport.checkpoint.layouts.layer_files import (
 )
 from zexport.checkpoint.layouts.stage_masters import (
     StageMasters,
-    check_weights_are_there,
     model_of,
     take_masters,
     tie_unnamed,
 )
+from zexport.checkpoint.layouts.stepped_weights import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import Grid, ModelStates
+from zexport.checkpoint.states import Grid
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
-from zexport.ranges.dtypes import Shape
 
 _SHOWN = 8
 
@@ -40,7 +39,7 @@ class _Known:
     """What the stages of one tensor rank name.
 
     Attributes:
-        masters: by name.
+        masters: by name, those of the first stage that has them.
         buffers: their names.
         tied: for each tied layer, its tensors and how many elements they have (buffers: unknown).
     """
@@ -48,15 +47,6 @@ class _Known:
     masters: Mapping[str, StoredTensor]
     buffers: frozenset[str]
     tied: Mapping[str, Mapping[str, int | None]]
-
-    def trained(self, prefix: str) -> dict[str, Shape]:
-        """The shapes of the masters whose names begin with ``prefix``, by what follows it."""
-        named = (name for name in self.masters if name.startswith(prefix))
-        return {name.removeprefix(prefix): self.masters[name].shape for name in named}
-
-    def buffers_of(self, prefix: str) -> frozenset[str]:
-        """The names of the buffers that begin with ``prefix``, without it."""
-        return frozenset(n.removeprefix(prefix) for n in self.buffers if n.startswith(prefix))
 
 
 def join_stages(
@@ -81,12 +71,13 @@ def join_stages(
     grid = _grid(tag_dir, cells, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
     check_cells(cells, grid.stages * grid.tensor, what)
+    ranks = range(grid.tensor)
     try:
-        columns = [
-            _column(tag_dir, grid, cells, layers, tensor_rank) for tensor_rank in range(grid.tensor)
-        ]
+        columns = [_column(tag_dir, grid, cells, layers, rank) for rank in ranks]
         stages = [
-            shards[0] if grid.tensor == 1 else join_shards(_models_of(grid, cells, stage), shards)
+            shards[0]
+            if grid.tensor == 1
+            else join_shards([model_of(cells[grid.index(stage, rank)]) for rank in ranks], shards)
             for stage, shards in enumerate(zip(*columns, strict=True))
         ]
         return merge_stages(stages)
@@ -94,11 +85,6 @@ def join_stages(
         raise damage_of(
             error, tag_dir, "Copy the rank files and layer files of all stages again"
         ) from error
-
-
-def _models_of(grid: Grid, cells: Mapping[int, RankStates], stage: int) -> list[ModelStates]:
-    """The model states of every tensor rank of a stage."""
-    return [model_of(cells[grid.index(stage, rank)]) for rank in range(grid.tensor)]
 
 
 def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]) -> Grid:
@@ -151,7 +137,8 @@ def _column(
             expected=", ".join(names),
             hint="Copy them from the nodes that wrote them",
         )
-    check_weights_are_there(tag_dir, column, own)
+    stepped = [cell.model for cell in column if cell.weights_are_masters]
+    check_weights_are_there(tag_dir, stepped, [*own.values()])
     column = tie_unnamed(column, own.values())
     homes, known = _homes(column, own), _known(column)
     return [
@@ -175,13 +162,9 @@ def _homes(column: Sequence[StageMasters], layers: Iterable[int]) -> dict[int, i
     return homes
 
 
-def _known(column: Iterable[StageMasters]) -> _Known:
-    cells = list(column)
-    masters: dict[str, StoredTensor] = {}
-    for cell in cells:
-        for tensor in cell.masters.tensors:
-            masters.setdefault(tensor.name, tensor)
-    buffers = frozenset(name for cell in cells for name in cell.model.buffer_names)
+def _known(column: Sequence[StageMasters]) -> _Known:
+    masters = {one.name: one for cell in reversed(column) for one in cell.masters.tensors}
+    buffers = frozenset(name for cell in column for name in cell.model.buffer_names)
     numels: dict[str, int | None] = dict.fromkeys(buffers)
     numels |= {name: tensor.numel for name, tensor in masters.items()}
     tied: dict[str, dict[str, int | None]] = {}
@@ -199,7 +182,7 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
     weights = Role.TRAINABLE if cell.weights_are_masters or cell.doubt else Role.FROZEN
     for layer in layers:
         prefix = f"{layer.layer}."
-        check_holds_trained(layer, known.trained(prefix), known.buffers_of(prefix))
+        check_holds_trained(layer, known.masters, known.buffers)
         names = {prefix + key for key in layer.tensors}
         tied = None if names & (known.buffers | known.masters.keys()) else _tied_layer(layer, known)
         if tied is not None:
@@ -208,12 +191,13 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
         for key in layer.tensors:
             name = prefix + key
             role = Role.BUFFER if name in known.buffers else weights
-            stored = layer.stored(key, name, role)
             if name not in known.masters:
-                tensors.append(stored)
-            else:
-                is_guess = tied is not None or cell.are_unnamed
-                copies += _copy(layer, known.masters[name], key, names_it=is_guess)
+                tensors.append(layer.stored(key, name, role))
+                continue
+            # Where the name is a guess, nothing else may say that the two are of one layer.
+            is_guess = tied is not None or cell.are_unnamed
+            own = rounded_copy(known.masters[name], layer.file, layer.tensors[key])
+            copies += (replace(copy, names_it=is_guess) for copy in own)
     unique, replicas = _unique(tensors)
     rounded = {
         one.name: one.dtype
@@ -230,14 +214,6 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
         notes=tuple(notes),
         flats=cell.masters.flats,
     )
-
-
-def _copy(
-    layer: LayerFile, master: StoredTensor, key: str, *, names_it: bool
-) -> Iterator[CastReplica]:
-    """The layer file's copy of a master; nothing else may say that they are of one layer."""
-    for copy in rounded_copy(master, layer.file, layer.tensors[key]):
-        yield replace(copy, names_it=names_it)
 
 
 def _tied_layer(layer: LayerFile, known: _Known) -> str | None:

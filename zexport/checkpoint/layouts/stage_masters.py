@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
 from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.matching import Weight
-from zexport.checkpoint.layouts.stage_slices import order_slices
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_inner_states
-from zexport.errors import IncompleteCheckpointError, UnsupportedError
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
 
@@ -37,7 +34,7 @@ class StageMasters:
 
     model: ModelStates
     masters: Inventory
-    weights_are_masters: bool
+    weights_are_masters: bool = False
     doubt: str = ""
     are_unnamed: bool = False
 
@@ -65,7 +62,7 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
     """
     model = model_of(ranks)
     if model.param_shapes:
-        return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
+        return StageMasters(model, take_inventory(ranks, model))
     if not ranks.optimizer:
         optimizer = model.optimizer
         if optimizer.is_none or optimizer.has("param_groups"):
@@ -74,7 +71,7 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
             return _take_unnamed(model, layers)
         ranks = _with_inner_optimizer(ranks, model)
     model = replace(model, param_shapes=tuple(_shapes_by_slices(ranks, layers)))
-    return StageMasters(model, take_inventory(ranks, model), weights_are_masters=False)
+    return StageMasters(model, take_inventory(ranks, model))
 
 
 def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageMasters:
@@ -99,13 +96,8 @@ def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageM
             hint="Copy all layer files of one save; with tied layers, save with ZeRO-1",
         )
     tensors = tuple(one for one in stored_weights(weights, masters) if one.name in masters.found)
-    return StageMasters(
-        model,
-        Inventory(tensors, {}, ()),
-        weights_are_masters=False,
-        doubt=masters.doubt,
-        are_unnamed=True,
-    )
+    inventory = Inventory(tensors, {}, ())
+    return StageMasters(model, inventory, doubt=masters.doubt, are_unnamed=True)
 
 
 def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[LayerFile]) -> list[StageMasters]:
@@ -121,34 +113,32 @@ def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[LayerFile]) -> 
     owners: dict[str, StoredTensor] = {}
     result: list[StageMasters] = []
     for cell in column:
-        own = cell.masters.tensors if cell.are_unnamed else ()
-        twice = [tensor for tensor in own if tensor.name in owners]
+        own = {one.name: one for one in cell.masters.tensors if cell.are_unnamed}
+        twice = [name for name in own if name in owners]
         if twice:
-            _check_all_have_masters(column, layers, cell, twice[0].name)
-            cell = replace(cell, masters=_without(cell.masters, twice, owners))  # noqa: PLW2901
-        owners |= {tensor.name: tensor for tensor in own if tensor.name not in owners}
-        result.append(cell)
+            _check_all_have_masters(column, layers, cell, twice[0])
+        result.append(_without(cell, twice, owners) if twice else cell)
+        owners = own | owners
     return result
 
 
 def _without(
-    masters: Inventory, twice: Sequence[StoredTensor], owners: Mapping[str, StoredTensor]
-) -> Inventory:
-    names = {tensor.name for tensor in twice}
+    cell: StageMasters, twice: Sequence[str], owners: Mapping[str, StoredTensor]
+) -> StageMasters:
+    """The stage with replicas in the place of masters that an earlier stage has."""
     copies = [
         Replica(one.name, kept, one.source)
-        for one in twice
-        if (kept := owners[one.name].source) is not None and one.source is not None
+        for one in cell.masters.tensors
+        if one.name in twice and (kept := owners[one.name].source) and one.source
     ]
-    return replace(
-        masters,
-        tensors=tuple(one for one in masters.tensors if one.name not in names),
-        replicas=(*masters.replicas, *copies),
-        notes=(
-            *masters.notes,
-            f"{', '.join(sorted(names))}: of a tied layer, whose key in the model is in no file",
-        ),
+    note = f"{', '.join(sorted(twice))}: of a tied layer, whose key in the model is in no file"
+    masters = replace(
+        cell.masters,
+        tensors=tuple(one for one in cell.masters.tensors if one.name not in twice),
+        replicas=(*cell.masters.replicas, *copies),
+        notes=(*cell.masters.notes, note),
     )
+    return replace(cell, masters=masters)
 
 
 def _check_all_have_masters(
@@ -165,57 +155,6 @@ def _check_all_have_masters(
             hint="Copy the model files of all stages again; if they are whole, save with ZeRO-1, "
             "which names tied layers",
         )
-
-
-def check_weights_are_there(
-    tag_dir: Path, column: Iterable[StageMasters], layers: Mapping[int, LayerFile]
-) -> None:
-    """Refuse layer files that hold fewer weights than are stepped, where nothing names these.
-
-    Raises:
-        UnsupportedError: there are fewer; tied layers without a file of their own look the same.
-        DamagedCheckpointError: there are fewer of one shape.
-    """
-    column = [cell for cell in column if cell.weights_are_masters]
-    stepped = sum(_stepped(cell.model) for cell in column)
-    buffers = {name for cell in column for name in cell.model.buffer_names}
-    shapes = Counter(
-        tensor.shape
-        for layer in layers.values()
-        for key, tensor in layer.tensors.items()
-        if f"{layer.layer}.{key}" not in buffers
-    )
-    held = shapes.total()
-    if held < stepped and held + _tied_uses(column, layers) != stepped:
-        raise UnsupportedError(
-            "holds fewer weights than its optimizers step: a layer file is missing, or a tied "
-            "layer has none of its own, and nothing says which",
-            path=tag_dir,
-            found=f"{held} weights in {len(layers)} layer files",
-            expected=stepped,
-            hint="Copy all layer files again; with tied layers, save with ZeRO-1",
-        )
-
-    if column:
-        _check_shapes(tag_dir, [cell.model for cell in column], shapes)
-
-
-def _check_shapes(tag_dir: Path, stages: Sequence[ModelStates], held: Counter[Shape]) -> None:
-    from zexport.checkpoint.layouts.stepped_weights import check_shapes  # noqa: PLC0415
-
-    check_shapes(tag_dir, stages, held)
-
-
-def _tied_uses(column: Iterable[StageMasters], layers: Mapping[int, LayerFile]) -> int:
-    from zexport.checkpoint.layouts.stepped_weights import count_uses_without_file  # noqa: PLC0415
-
-    return count_uses_without_file([cell.model for cell in column], [*layers.values()])
-
-
-def _stepped(model: ModelStates) -> int:
-    optimizer = model.optimizer
-    groups = [] if optimizer.is_none else optimizer.need("param_groups").items()
-    return sum(len(group.need("params").items()) for group in groups)
 
 
 def _with_inner_optimizer(ranks: RankStates, model: ModelStates) -> RankStates:
@@ -252,6 +191,39 @@ def _shapes_by_slices(
         slices = [state.slices[group] for state in states if group < len(state.slices)]
         numels = order_slices(slices, flat.numel)
         yield {name: _shape_of(name, numel, layers) for name, numel in numels.items()}
+
+
+def order_slices(
+    partitions: Sequence[Mapping[str, tuple[int, int]]], partition_numel: int
+) -> dict[str, int]:
+    """Every parameter of a flat group and its number of elements, in the order of the flat data.
+
+    Source: DeepSpeed 0.19.8, ``runtime/bf16_optimizer.py`` (``_create_param_mapping``): each rank
+    records, for every parameter that reaches into its partition, where in it its part begins and
+    how many elements it has.
+
+    Args:
+        partitions: for each rank, name to first element in the partition and number of elements.
+        partition_numel: elements of a rank's partition.
+
+    Raises:
+        LayoutError: the slices do not follow one another without gaps.
+    """
+    numels: dict[str, int] = {}
+    end, last = 0, None
+    for rank, slices in enumerate(partitions):
+        for name, (start, numel) in sorted(slices.items(), key=lambda item: item[1]):
+            begins = rank * partition_numel + start
+            fits = min(start, numel) >= 0 and start + numel <= partition_numel
+            if not fits or begins != end or (name in numels and name != last):
+                raise LayoutError(
+                    f"rank {rank}'s slice of {name!r} does not follow the one before it",
+                    f"elements {begins} to {begins + numel}",
+                    f"a slice of its partition from element {end} on",
+                )
+            numels[name] = numels.get(name, 0) + numel
+            end, last = begins + numel, name
+    return numels
 
 
 def _shape_of(name: str, numel: int, layers: Mapping[int, LayerFile]) -> Shape:

@@ -1,4 +1,4 @@
-"""Tied layers of a pipeline without ZeRO in fp32: steps of a weight that lies in another's file.
+"""What the optimizers of a pipeline without ZeRO step in fp32, held against its layer files.
 
 There nothing names what is stepped, and the second use of a tied layer has no layer file. That it
 is one, and no file is missing, is known by the optimizer's moments: every stage that uses the layer
@@ -8,12 +8,13 @@ steps the same weight by the same gradients. They have the weights' shapes as we
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.layouts.layer_files import LayerFile
 from zexport.checkpoint.states import ModelStates
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
@@ -27,114 +28,143 @@ _Look = tuple[Shape, tuple[bytes, ...]]
 """A shape, and digests of samples of what has it."""
 
 
-def count_uses_without_file(stages: Sequence[ModelStates], layers: Sequence[LayerFile]) -> int:
-    """How many weights later stages step that earlier ones step and have the files of.
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Both moments of one parameter.
 
-    None where that cannot be told: moments that are all zero are alike without being of one
-    weight, and so may be those of a tied layer that has two files.
-
-    Args:
-        stages: the model states of every stage, with the optimizer of Adam's kind inside.
-        layers: all layer files.
+    Attributes:
+        file: the model file that they lie in.
+        tensors: the moments.
+        are_adams: whether they are all that Adam keeps, and nothing else is there: such moments
+            have the parameter's shape; other optimizers may project them.
     """
-    with SourceReader([*(model.file for model in stages), *(one.file for one in layers)]) as reader:
-        looks = [Counter(_looks_of_moments(model, reader)) for model in stages]
-        shared = [look for look in set().union(*looks) if sum(look in one for one in looks) > 1]
-        if any(one[look] > 1 for look in shared for one in looks):
-            return 0
-        if _has_copies(layers, {shape for shape, _ in shared}, reader):
-            return 0
-    return sum(sum(look in one for one in looks) - 1 for look in shared)
+
+    file: TorchFile
+    tensors: tuple[TensorRef, ...]
+    are_adams: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Their shape."""
+        return self.tensors[0].shape
+
+    def look(self, reader: SourceReader | _Zeros) -> _Look:
+        """What they look like."""
+        return self.shape, tuple(_digest(self.file, one, reader) for one in self.tensors)
 
 
-def check_shapes(tag_dir: Path, stages: Sequence[ModelStates], held: Mapping[Shape, int]) -> None:
-    """Refuse layer files that hold fewer weights of a shape than all stages together step.
+def check_weights_are_there(
+    tag_dir: Path, stages: Sequence[ModelStates], layers: Sequence[LayerFile]
+) -> None:
+    """Refuse layer files that hold fewer weights than are stepped, where nothing names these.
 
     Every weight that a stage steps is in a layer file with its shape (DeepSpeed 0.10 to 0.19,
     ``runtime/pipe/module.py``, ``save_state_dict``): in its own layer's, or a tied layer's first.
 
     Args:
         tag_dir: the tag folder.
-        stages: the model states of every stage.
-        held: how many weights of each shape the layer files hold.
+        stages: the model states of every stage, the optimizer inside.
+        layers: all layer files.
 
     Raises:
-        DamagedCheckpointError: a layer file is of another run.
+        UnsupportedError: there are fewer; tied layers without a file of their own look the same.
+        DamagedCheckpointError: there are fewer of one shape.
     """
-    stepped = Counter(tensors[0].shape for model in stages for tensors in _adams_moments(model))
-    scarce = {shape for shape, count in stepped.items() if count > held.get(shape, 0)}
-    distinct = _count_distinct(stages, scarce) if scarce else {}
+    buffers = {name for model in stages for name in model.buffer_names}
+    held = Counter(
+        tensor.shape
+        for layer in layers
+        for key, tensor in layer.tensors.items()
+        if f"{layer.layer}.{key}" not in buffers
+    )
+    files = [*(model.file for model in stages), *(layer.file for layer in layers)]
+    stepped = sum(_count_stepped(model) for model in stages)
+    moments = [[*_moments(model)] for model in stages]
+    with SourceReader(files) as reader:
+        lacking = stepped - held.total()
+        if lacking > 0 and lacking != _count_uses_without_file(moments, layers, reader):
+            raise UnsupportedError(
+                "holds fewer weights than its optimizers step: a layer file is missing, or a tied "
+                "layer has none of its own, and nothing says which",
+                path=tag_dir,
+                found=f"{held.total()} weights in {len(layers)} layer files",
+                expected=stepped,
+                hint="Copy all layer files again; with tied layers, save with ZeRO-1",
+            )
+        distinct = _count_distinct(moments, held, reader)
     for shape, count in sorted(distinct.items()):
-        if count > held.get(shape, 0):
+        if count > held[shape]:
             raise DamagedCheckpointError(
                 f"has layer files of another run: too few weights of the shape {list(shape)}",
                 path=tag_dir,
-                found=held.get(shape, 0),
+                found=held[shape],
                 expected=f"{count}, as the optimizers step",
                 hint="Copy all layer files of one save again",
             )
 
 
-def _count_distinct(stages: Sequence[ModelStates], shapes: Container[Shape]) -> Counter[Shape]:
-    """At least how many different weights of these shapes all stages together step.
-
-    What one stage steps are different weights, and so are those with different moments.
-    """
-    with SourceReader([model.file for model in stages]) as reader:
-        looks = [
-            Counter(
-                (tensors[0].shape, tuple(_digest(model.file, one, reader) for one in tensors))
-                for tensors in _adams_moments(model)
-                if tensors[0].shape in shapes
-            )
-            for model in stages
-        ]
-    distinct: Counter[Shape] = Counter()
-    for look in set().union(*looks):
-        distinct[look[0]] += max(one[look] for one in looks)
-    return distinct
+def _count_stepped(model: ModelStates) -> int:
+    optimizer = model.optimizer
+    groups = [] if optimizer.is_none else optimizer.need("param_groups").items()
+    return sum(len(group.need("params").items()) for group in groups)
 
 
-def _adams_moments(model: ModelStates) -> Iterator[list[TensorRef]]:
-    """Both moments of every parameter that has what Adam keeps, and nothing else.
-
-    Such moments have the parameter's shape; other optimizers may project them.
-    """
-    for state in _states(model):
-        moments = [state.get(key) for key in _MOMENTS]
-        tensors = [moment for moment in moments if isinstance(moment, TensorRef)]
-        alike = len({tensor.shape for tensor in tensors}) == 1
-        if len(tensors) == len(_MOMENTS) and alike and state.keys() <= _OF_ADAM:
-            yield tensors
-
-
-def _states(model: ModelStates) -> Iterator[dict[object, object]]:
+def _moments(model: ModelStates) -> Iterator[_Moments]:
     optimizer = model.optimizer
     states = optimizer.get("state").mapping() if optimizer.has("state") else {}
-    yield from (state for state in states.values() if isinstance(state, dict))
+    for state in states.values():
+        found = [state.get(key) for key in _MOMENTS] if isinstance(state, dict) else []
+        tensors = tuple(moment for moment in found if isinstance(moment, TensorRef))
+        if isinstance(state, dict) and len(tensors) == len(_MOMENTS):
+            are_alike = len({tensor.shape for tensor in tensors}) == 1
+            yield _Moments(model.file, tensors, are_alike and state.keys() <= _OF_ADAM)
 
 
-def _looks_of_moments(model: ModelStates, reader: SourceReader) -> Iterator[_Look]:
-    for state in _states(model):
-        moments = [state.get(key) for key in _MOMENTS]
-        tensors = [moment for moment in moments if isinstance(moment, TensorRef)]
-        if len(tensors) == len(_MOMENTS) and not _are_zero(model.file, tensors, reader):
-            yield tensors[0].shape, tuple(_digest(model.file, one, reader) for one in tensors)
+def _count_uses_without_file(
+    stages: Sequence[Sequence[_Moments]], layers: Sequence[LayerFile], reader: SourceReader
+) -> int:
+    """How many weights later stages step that earlier ones step and have the files of.
 
-
-def _has_copies(layers: Iterable[LayerFile], shapes: set[Shape], reader: SourceReader) -> bool:
-    """Whether two layer files have a weight of one of these shapes that looks the same."""
+    None where that cannot be told: moments that are all zero are alike without being of one
+    weight, and so may be those of a tied layer that has two files.
+    """
+    zeros = _Zeros()
     looks = [
+        Counter(look for one in stage if (look := one.look(reader)) != one.look(zeros))
+        for stage in stages
+    ]
+    shared = [look for look in set().union(*looks) if sum(look in one for one in looks) > 1]
+    if any(one[look] > 1 for look in shared for one in looks):
+        return 0
+    shapes = {shape for shape, _ in shared}
+    copies = [
         (tensor.shape, _digest(layer.file, tensor, reader))
         for layer in layers
         for tensor in layer.tensors.values()
         if tensor.shape in shapes
     ]
-    return len(set(looks)) < len(looks)
+    if len(set(copies)) < len(copies):
+        return 0
+    return sum(sum(look in one for one in looks) - 1 for look in shared)
 
 
-def _are_zero(file: TorchFile, tensors: Iterable[TensorRef], reader: SourceReader) -> bool:
-    return all(_digest(file, one, reader) == _digest(file, one, _Zeros()) for one in tensors)
+def _count_distinct(
+    stages: Sequence[Sequence[_Moments]], held: Mapping[Shape, int], reader: SourceReader
+) -> Counter[Shape]:
+    """At least how many different weights all stages together step, of shapes that seem scarce.
+
+    What one stage steps are different weights, and so are those with different moments.
+    """
+    known = [[one for one in stage if one.are_adams] for stage in stages]
+    stepped = Counter(one.shape for stage in known for one in stage)
+    looks = [
+        Counter(one.look(reader) for one in stage if stepped[one.shape] > held.get(one.shape, 0))
+        for stage in known
+    ]
+    distinct: Counter[Shape] = Counter()
+    for look in set().union(*looks):
+        distinct[look[0]] += max(one[look] for one in looks)
+    return distinct
 
 
 def _digest(file: TorchFile, tensor: TensorRef, reader: SourceReader | _Zeros) -> bytes:
