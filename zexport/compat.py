@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint, source_of
 from zexport.checkpoint.opening import open_checkpoint, raise_problems
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import (
@@ -29,14 +28,9 @@ from zexport.errors import (
     FrozenLeftOutError,
     ZexportError,
 )
-from zexport.plan.plan import SourceFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, paths_of
-from zexport.ranges.ledger import Ledger
-from zexport.weights.accounting import account
-from zexport.weights.proof import WeightReader
+from zexport.weights.proof import ProvenWeights, WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -54,18 +48,12 @@ class LazyTensor:
         dtype: its element type.
     """
 
-    def __init__(self, stored: StoredTensor, dtype: DType, weights: _Weights) -> None:
+    def __init__(self, stored: StoredTensor, dtype: DType, weights: ProvenWeights) -> None:
         import torch  # noqa: PLC0415 - takes seconds
 
         self.shape = torch.Size(stored.shape)
         self.dtype: torch.dtype = getattr(torch, dtype.torch_name)
-        if stored.source is None:
-            raise AssertionError(
-                f"{stored.name} lacks a source, which is a problem of its checkpoint"
-            )
-        self._name = stored.name
-        self._stored_dtype: torch.dtype = getattr(torch, stored.dtype.torch_name)
-        self._source = stored.source
+        self._stored = stored
         self._weights = weights
 
     def contiguous(self) -> torch.Tensor:
@@ -75,15 +63,16 @@ class LazyTensor:
             ValueError: its copies differ, a record is not what was saved, or a file was changed.
             OSError: a file cannot be read.
         """
-        with self._weights.reading_one(self._name, self._source) as reader:
+        with _as_builtin(OSError), self._weights.reading(self._stored) as reader:
             return self.read(reader)
 
     def read(self, reader: WeightReader) -> torch.Tensor:
         """The tensor itself, read by ``reader``."""
         import torch  # noqa: PLC0415 - takes seconds
 
-        value = torch.empty(self.shape, dtype=self._stored_dtype)
-        reader.read_into(self._source, 0, value.reshape(-1).view(torch.uint8).numpy().data)
+        value = torch.empty(self.shape, dtype=getattr(torch, self._stored.dtype.torch_name))
+        room = value.reshape(-1).view(torch.uint8).numpy().data
+        reader.read_into(source_of(self._stored), 0, room)
         return value.to(self.dtype)
 
 
@@ -105,18 +94,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
         tag: name of the tag folder; ``None`` takes it from the level given or from ``latest``.
         exclude_frozen_parameters: leave out frozen weights.
         lazy_mode: in place of tensors, give objects with ``shape``, ``dtype`` and ``contiguous()``,
-            which reads the tensor.
+            which reads the tensor and refuses it then; see ``LazyTensor``.
 
     Raises:
         FileNotFoundError: the tag folder, or every file of a kind in it, is not there.
         ValueError: there is no checkpoint or several, it is incomplete, damaged, unsafe or of a
-            layout that is not supported, or frozen weights were left out when it was saved.
+            layout that is not supported, it holds weights twice with different values, or frozen
+            weights were left out when it was saved.
     """
-    checkpoint = _open(checkpoint_dir, tag)
-    if not exclude_frozen_parameters:
-        _refuse_left_out(checkpoint)
-    weights = _Weights(checkpoint, _in_memory, exclude_frozen=exclude_frozen_parameters)
-    return weights.tensors if lazy_mode else _read_all(weights)
+    checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=exclude_frozen_parameters)
+    tensors, weights = _state(checkpoint, _in_memory, exclude_frozen=exclude_frozen_parameters)
+    return tensors if lazy_mode else _read_all(tensors, weights)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -132,9 +120,10 @@ def load_state_dict_from_zero_checkpoint(
         ValueError: likewise, but for frozen weights that were left out.
         RuntimeError: a tensor has another shape than the model's.
     """
-    weights = _Weights(_open(checkpoint_dir, tag), _in_memory, exclude_frozen=False)
+    checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=True)
+    values = _read_all(*_state(checkpoint, _in_memory, exclude_frozen=False))
     model = model.cpu()
-    result = model.load_state_dict(_read_all(weights), strict=False)
+    result = model.load_state_dict(values, strict=False)
     for what, names in (
         ("no value for", result.missing_keys),
         ("values unknown to the model:", result.unexpected_keys),
@@ -172,24 +161,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's p
         ValueError: likewise.
         OSError: the output cannot be written.
     """
-    checkpoint = _open(checkpoint_dir, tag)
-    if not exclude_frozen_parameters:
-        _refuse_left_out(checkpoint)
-    weights = _Weights(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
+    checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=exclude_frozen_parameters)
+    tensors, weights = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
     weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    split = _split(weights.tensors, weights_name, max_shard_size)
+    split = _split(tensors, weights_name, max_shard_size)
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
         folder = Path(name)
-        with weights.reading() as reader:
+        with _as_builtin(OSError), weights.reading() as reader:
             for filename, names in split.filename_to_tensors.items():
-                shard = _read({name: weights.tensors[name] for name in names}, reader)
-                _save(shard, folder / filename)
+                _save(_read({name: tensors[name] for name in names}, reader), folder / filename)
         filenames = list(split.filename_to_tensors)
         if split.is_sharded:
             filenames.append(f"{weights_name}.index.json")
-            (folder / filenames[-1]).write_text(_index(split), encoding="utf-8")
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (folder / filenames[-1]).write_text(text, encoding="utf-8")
         for filename in filenames:  # the index last
             (folder / filename).replace(output_dir / filename)
 
@@ -199,15 +187,15 @@ def _as_builtin(kind: type[OSError] | type[ValueError]) -> Iterator[None]:
     """Every ``ZexportError`` as a builtin one: ``kind`` where files are amiss, else ValueError."""
     try:
         yield
-    except DamagedCheckpointError as error:
-        raise ValueError(str(error)) from error
-    except CheckpointError as error:
-        raise kind(str(error)) from error
     except ZexportError as error:
-        raise ValueError(str(error)) from error
+        is_damage = isinstance(error, DamagedCheckpointError)
+        are_amiss = isinstance(error, CheckpointError) and not is_damage
+        raise (kind if are_amiss else ValueError)(str(error)) from error
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> ZeroCheckpoint:
+def _open(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None, *, may_lack_frozen: bool
+) -> ZeroCheckpoint:
     """The checkpoint, without problems; what is raised is of the type that DeepSpeed raises.
 
     Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``: ValueError without a tag and ``latest``,
@@ -220,12 +208,8 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> ZeroCheckp
     kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
         raise_problems(checkpoint)
-    return checkpoint
-
-
-def _refuse_left_out(checkpoint: ZeroCheckpoint) -> None:
-    if not (checkpoint.left_out or checkpoint.frozen_left_out):
-        return
+    if may_lack_frozen or not (checkpoint.left_out or checkpoint.frozen_left_out):
+        return checkpoint
     with _as_builtin(ValueError):
         raise FrozenLeftOutError(
             "frozen weights may have been left out when the checkpoint was saved",
@@ -236,66 +220,22 @@ def _refuse_left_out(checkpoint: ZeroCheckpoint) -> None:
         )
 
 
-class _Weights:
-    """The weights of a checkpoint, all of whose trained elements are accounted for.
-
-    Attributes:
-        tensors: under every name, in the order of DeepSpeed's state dict; tied ones are one object.
-    """
-
-    def __init__(
-        self,
-        checkpoint: ZeroCheckpoint,
-        dtype_of: Callable[[StoredTensor], DType],
-        *,
-        exclude_frozen: bool,
-    ) -> None:
-        roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
-        stored = {tensor.name: tensor for role in roles for tensor in checkpoint.of_role(role)}
-        with _as_builtin(ValueError):
-            account(checkpoint, stored.values())
-        self.tensors = OrderedDict(
-            (name, LazyTensor(tensor, dtype_of(tensor), self)) for name, tensor in stored.items()
-        )
-        owners = {name: name for name in stored}
-        for alias, name in checkpoint.aliases.items():
-            if name in stored:
-                self.tensors[alias] = self.tensors[name]
-                owners[alias] = name
-        self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
-        self._replicas = checkpoint.replicas
-        self._seen = Ledger({path: file.members for path, file in self._files.items()})
-        self._lock = Lock()
-        self._unseen: dict[str, list[Replica | CastReplica]] = {}
-        for replica in checkpoint.replicas:
-            self._unseen.setdefault(owners.get(replica.name, ""), []).append(replica)
-
-    @contextmanager
-    def reading(self) -> Iterator[WeightReader]:
-        """What reads all of the tensors."""
-        with _as_builtin(OSError), WeightReader(self._files.values(), self._replicas) as reader:
-            reader.compare()
-            yield reader
-            reader.finish()
-
-    @contextmanager
-    def reading_one(self, name: str, source: ByteSource) -> Iterator[WeightReader]:
-        """What reads one of them; copies that were compared once are not compared again.
-
-        Copies that no tensor has the name of, such as those of single experts of a stack, are
-        compared with whichever tensor is read first.
-        """
-        owners = ("", name)
-        copies = [copy for owner in owners for copy in self._unseen.get(owner, ())]
-        sources = [source, *(held for copy in copies for held in (copy.kept, copy.other))]
-        files = [self._files[path] for path in paths_of(sources)]
-        with _as_builtin(OSError), WeightReader(files, copies) as reader:
-            reader.compare()
-            yield reader
-            with self._lock:
-                reader.finish(self._seen)
-        for owner in owners:
-            self._unseen.pop(owner, None)
+def _state(
+    checkpoint: ZeroCheckpoint,
+    dtype_of: Callable[[StoredTensor], DType],
+    *,
+    exclude_frozen: bool,
+) -> tuple[OrderedDict[str, LazyTensor], ProvenWeights]:
+    """Every name of the checkpoint, in the order of DeepSpeed's state dict, and what reads them."""
+    roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
+    stored = [tensor for role in roles for tensor in checkpoint.of_role(role)]
+    with _as_builtin(ValueError):
+        weights = ProvenWeights(checkpoint, stored)
+    tensors = OrderedDict((one.name, LazyTensor(one, dtype_of(one), weights)) for one in stored)
+    for alias, name in checkpoint.aliases.items():
+        if name in tensors:
+            tensors[alias] = tensors[name]
+    return tensors, weights
 
 
 def _widened(stored: StoredTensor) -> DType:
@@ -308,9 +248,9 @@ def _in_memory(stored: StoredTensor) -> DType:
     return _widened(stored) if stored.role is Role.BUFFER else stored.dtype
 
 
-def _read_all(weights: _Weights) -> dict[str, torch.Tensor]:
-    with weights.reading() as reader:
-        return _read(weights.tensors, reader)
+def _read_all(tensors: Mapping[str, LazyTensor], weights: ProvenWeights) -> dict[str, torch.Tensor]:
+    with _as_builtin(OSError), weights.reading() as reader:
+        return _read(tensors, reader)
 
 
 def _read(tensors: Mapping[str, LazyTensor], reader: WeightReader) -> dict[str, torch.Tensor]:
@@ -350,8 +290,3 @@ def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
     )  # as the umask leaves it; safetensors makes files for the owner alone
     save_file(own, path, metadata={"format": "pt"})
     path.chmod(mode)
-
-
-def _index(split: StateDictSplit) -> str:
-    content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -68,6 +68,15 @@ class StoredTensor:
         return target
 
 
+def source_of(tensor: StoredTensor) -> ByteSource:
+    """Where the elements of a tensor lie that is of a checkpoint without problems."""
+    source = tensor.source
+    if source is None or source.nbytes != tensor.numel * tensor.dtype.itemsize:
+        # Opening has checked both; to come here is a bug, never the input's fault.
+        raise AssertionError(f"{tensor.name} was laid out wrongly")
+    return source
+
+
 @dataclass(frozen=True, slots=True)
 class FlatData:
     """The partitions of one flat group, of all ranks that share it, laid end to end.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.contents import Role, StoredTensor, source_of
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.model.heads import is_value_head
 from zexport.options import ExportDType
 from zexport.plan.plan import FilePlan, TensorPlan, qualified
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource
 
 DTYPES = {
     ExportDType.FP32: DType.F32,
@@ -92,7 +90,7 @@ def plan_shard(
             dtype=dtypes[name],
             stored_name=tensors[name].name,
             stored_dtype=tensors[name].dtype,
-            source=_source_of(tensors[name]),
+            source=source_of(tensors[name]),
             offset=len(header) + offset,
         )
         for name, offset in zip(order, offsets, strict=True)
@@ -112,11 +110,3 @@ def index_file(shards: Sequence[FilePlan], tensors: Mapping[str, StoredTensor]) 
         "weight_map": {tensor.name: shard.filename for tensor, shard in planned},
     }
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _source_of(tensor: StoredTensor) -> ByteSource:
-    source = tensor.source
-    if source is None or source.nbytes != prod(tensor.shape) * tensor.dtype.itemsize:
-        # Opening has checked both; to come here is a bug, never the input's fault.
-        raise AssertionError(f"{tensor.name} was laid out wrongly")
-    return source

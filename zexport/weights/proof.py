@@ -6,10 +6,13 @@ all fit. What shows it is that the checkpoint holds most weights twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.checkpoint.opening import raise_all
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import Finding, FindingKind
@@ -21,6 +24,10 @@ from zexport.ranges.equality import Equality
 from zexport.ranges.extents import paths_of
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.weights.accounting import account
+
+_NOBODY = ""
+"""Whose a copy is that no tensor has the name of."""
 
 
 class WeightReader(SourceReader):
@@ -118,6 +125,54 @@ class WeightReader(SourceReader):
             for one in self._replicas
             if isinstance(one, Replica) and not equality.holds(one.kept, one.other)
         ]
+
+
+class ProvenWeights:
+    """Weights of a checkpoint, all of whose trained elements are accounted for.
+
+    They are read together, or one at a time as they are asked for; then it is remembered what was
+    compared.
+
+    Args:
+        checkpoint: what they are of, without problems.
+        tensors: those that are used.
+    """
+
+    def __init__(self, checkpoint: ZeroCheckpoint, tensors: Sequence[StoredTensor]) -> None:
+        account(checkpoint, tensors)
+        self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
+        self._replicas = checkpoint.replicas
+        self._seen = Ledger({path: file.members for path, file in self._files.items()})
+        self._lock = Lock()
+        self._unseen: dict[str, list[Replica | CastReplica]] = {}
+        used = {tensor.name for tensor in tensors}
+        for replica in checkpoint.replicas:
+            name = checkpoint.aliases.get(replica.name, replica.name)
+            self._unseen.setdefault(name if name in used else _NOBODY, []).append(replica)
+
+    @contextmanager
+    def reading(self, tensor: StoredTensor | None = None) -> Iterator[WeightReader]:
+        """What reads all of the tensors, or only one of them.
+
+        With one, its copies are compared when it is read for the first time, and those that no
+        tensor has the name of (such as of single experts of a stack) with the first of all.
+        """
+        if tensor is None:
+            with WeightReader(self._files.values(), self._replicas) as reader:
+                reader.compare()
+                yield reader
+                reader.finish()
+            return
+        owners = (_NOBODY, tensor.name)
+        copies = [copy for owner in owners for copy in self._unseen.get(owner, ())]
+        read = [source_of(tensor), *(held for copy in copies for held in (copy.kept, copy.other))]
+        with WeightReader((self._files[path] for path in paths_of(read)), copies) as reader:
+            reader.compare()
+            yield reader
+            with self._lock:
+                reader.finish(self._seen)
+        for owner in owners:
+            self._unseen.pop(owner, None)
 
 
 def _cast_finding(kind: FindingKind, difference: Difference, allow: Set[FindingKind]) -> Finding:
