@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -25,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
 from zexport.model.conversion import describe_model
-from zexport.model.hub_layout import HubLayout, HubTensor, read_hub_layout
+from zexport.model.hub_layout import HubLayout, HubTensor, StoredLayout
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 _MAPPINGS = (
@@ -126,7 +127,9 @@ def examine(model_type: str) -> Outcome | str:
     shapes = {name: tuple(shape) for name, shape in described["shapes"].items()}
     if "refused" in described:
         return Outcome(model_type, architecture, len(shapes), 0, "", 0, described["refused"])
-    layouts = [read_hub_layout(layout, shapes) for layout in described["layouts"]]
+    layouts = [
+        msgspec.convert(layout, StoredLayout).unfolded(shapes) for layout in described["layouts"]
+    ]
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions
     kept = shapes.keys() - described["tied"].keys() - set(described["unsaved"])

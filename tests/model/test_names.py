@@ -84,7 +84,7 @@ def test_the_trainings_sidecar_is_enough() -> None:
     assert names.kept_in_fp32("a") == {DType.BF16}
 
 
-def test_a_sidecar_of_the_first_version_is_enough_where_names_in_memory_are_the_files() -> None:
+def test_an_early_sidecar_is_enough_where_names_in_memory_are_the_files() -> None:
     source: dict[str, Json] = {
         "schema": 1,
         "architecture": "Small",

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.model.hub_layout import read_hub_layout
+from zexport.model.hub_layout import StoredLayout
 from zexport.model.trace import Trace, UntraceableError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
@@ -80,7 +81,7 @@ def test_ranges_hold_what_the_conversion_gives(kind: str) -> None:
         "parts": trace.parts(),
         "tensors": {name: trace.entry_of(tensor) for name, tensor in results.items()},
     }
-    layout = read_hub_layout(json.loads(json.dumps(described)), _SHAPES)
+    layout = msgspec.json.decode(json.dumps(described), type=StoredLayout).unfolded(_SHAPES)
     data = {name: value.numpy().tobytes() for name, value in numbered.items()}
     made = lay_out(_stored(numbered), layout, _SHAPES)
     for name, expected in convert(numbered).items():

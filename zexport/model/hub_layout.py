@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
-from zexport.store.json import Json
-
-_DIMENSIONS_MAX = 16
+from zexport.store.json import Natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,88 +84,82 @@ class HubLayout:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
-def read_hub_layout(content: Mapping[str, Json], shapes: Mapping[str, Shape]) -> HubLayout:
-    """The layout that ``zexport.model.conversion`` wrote.
-
-    Args:
-        content: an element of its ``layouts``.
-        shapes: name in memory to shape.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    sources, parts = content.get("sources"), content.get("parts")
-    tensors, aliases = content.get("tensors"), content.get("aliases", {})
-    if not (
-        isinstance(sources, list)
-        and isinstance(parts, list)
-        and isinstance(tensors, dict)
-        and isinstance(aliases, dict)
-    ):
-        raise _malformed(content)
-    reader = _Reader([str(name) for name in sources], shapes)
-    for part in parts:
-        reader.add_part(part)
-    return HubLayout(
-        label=str(content.get("label")),
-        tensors={name: reader.tensor(entry) for name, entry in tensors.items()},
-        aliases={alias: str(name) for alias, name in aliases.items()},
-    )
+_Numbers = Annotated[tuple[Natural, ...], msgspec.Meta(max_length=16)]
+_Entry: TypeAlias = Natural | tuple[object, ...]
+"""A tensor: the number of the source that it is, or its shape and then its boxes."""
 
 
-class _Reader:
-    """Turns entries into tensors; shapes and strides that many share are stored once."""
+class _StoredBox(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A box as a list, whose end is left out where it is as it most often is."""
+
+    source: Natural
+    offset: Natural = 0
+    stride: _Numbers | None = None
+    start: _Numbers | None = None
+    shape: _Numbers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """A layout as ``zexport.model.conversion`` writes it; see ``zexport.model.trace``."""
+
+    label: str
+    sources: tuple[str, ...]
+    parts: tuple[_Entry, ...]
+    tensors: Mapping[str, _Entry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def unfolded(self, shapes: Mapping[str, Shape]) -> HubLayout:
+        """The layout of a model whose tensors in memory have these shapes.
+
+        Raises:
+            ValueError: it is not of such a model, or contradicts itself.
+        """
+        sources = _Sources(self.sources, shapes)
+        for part in self.parts:
+            sources.add(sources.tensor(part))
+        tensors = {name: sources.tensor(entry) for name, entry in self.tensors.items()}
+        return HubLayout(self.label, tensors, self.aliases)
+
+
+class _Sources:
+    """What entries refer to by number; shapes and strides that many share are stored once."""
 
     def __init__(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> None:
         if not all(name in shapes for name in names):
             raise _malformed("a source that the model does not have")
-        self._sources: list[str | HubTensor] = list(names)
-        self._shapes = [shapes[name] for name in names]
+        self._names = names
+        self._tensors = [whole(name, shapes[name]) for name in names]
         self._shared: dict[Shape, Shape] = {}
 
-    def add_part(self, entry: Json) -> None:
-        """A tensor that later ones may be made of."""
-        tensor = self.tensor(entry)
-        self._sources.append(tensor)
-        self._shapes.append(tensor.shape)
+    def add(self, part: HubTensor) -> None:
+        """Give the next number to a tensor that later ones may be made of."""
+        self._tensors.append(part)
 
-    def tensor(self, entry: Json) -> HubTensor:
+    def tensor(self, entry: _Entry) -> HubTensor:
         """The tensor that an entry stands for."""
-        if type(entry) is int:
-            number = self._number(entry)
-            source, shape = self._sources[number], self._shapes[number]
-            return whole(source, shape) if isinstance(source, str) else source
-        if not isinstance(entry, list) or not entry:
+        if isinstance(entry, int):
+            return self._numbered(entry)
+        if not entry:
             raise _malformed(entry)
-        shape = self._integers(entry[0])
-        return HubTensor(shape, tuple(self._box(box, shape) for box in entry[1:]))
+        shape = self._shared_one(msgspec.convert(entry[0], _Numbers))
+        boxes = msgspec.convert(entry[1:], tuple[_StoredBox, ...])
+        return HubTensor(shape, tuple(self._box(box, shape) for box in boxes))
 
-    def _box(self, box: Json, whole_shape: Shape) -> Box:
-        if not isinstance(box, list) or not 1 <= len(box) <= len(Box.__slots__):
+    def _box(self, box: _StoredBox, whole_shape: Shape) -> Box:
+        is_in_memory = box.source < len(self._names)
+        source = self._names[box.source] if is_in_memory else self._numbered(box.source)
+        shape = whole_shape if box.shape is None else box.shape
+        start = (0,) * len(whole_shape) if box.start is None else box.start
+        stride = row_major(shape) if box.stride is None else box.stride
+        if {len(start), len(shape), len(stride)} != {len(whole_shape)}:
             raise _malformed(box)
-        source = self._sources[self._number(box[0])]
-        offset = box[1] if len(box) > 1 else 0
-        start, shape = self._shared_one((0,) * len(whole_shape)), whole_shape
-        if len(box) > 3:  # noqa: PLR2004 - start and shape come together, after the stride
-            start, shape = self._integers(box[3]), self._integers(box[-1])
-        stride = self._integers(box[2]) if len(box) > 2 else row_major(shape)  # noqa: PLR2004
-        ranks = {len(whole_shape), len(start), len(shape), len(stride)}
-        if type(offset) is not int or offset < 0 or len(ranks) != 1:
-            raise _malformed(box)
-        return Box(source, offset, self._shared_one(stride), start, shape)
+        return Box(source, box.offset, *map(self._shared_one, (stride, start, shape)))
 
-    def _number(self, value: Json) -> int:
-        if type(value) is not int or not 0 <= value < len(self._sources):
-            raise _malformed(value)
-        return value
-
-    def _integers(self, value: Json) -> Shape:
-        if not isinstance(value, list) or len(value) > _DIMENSIONS_MAX:
-            raise _malformed(value)
-        numbers = [number for number in value if type(number) is int and number >= 0]
-        if len(numbers) != len(value):
-            raise _malformed(value)
-        return self._shared_one(tuple(numbers))
+    def _numbered(self, number: int) -> HubTensor:
+        if number >= len(self._tensors):
+            raise _malformed(number)
+        return self._tensors[number]
 
     def _shared_one(self, numbers: Shape) -> Shape:
         return self._shared.setdefault(numbers, numbers)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames, best_fit, choose_class
-from zexport.model.hub_layout import read_hub_layout
+from zexport.model.hub_layout import StoredLayout
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, Natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +76,13 @@ def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
     if source.get("adapter"):
         return None
     try:
-        described = source.get("model")
-        if described is None:
-            described = _described_before(source)
-        return _model_names(_object(described), "zexport_source.json")
+        if source.get("model") is not None:
+            found = msgspec.convert(source["model"], _Described)
+        else:
+            found = msgspec.convert(source, _DescribedBefore).now()
+        return found.names("zexport_source.json")
     except ValueError:
         return None
-
-
-def _described_before(source: Mapping[str, Json]) -> JsonObject:
-    """What a sidecar of version 0.1 says, where names and shapes in memory are those of files.
-
-    Raises:
-        ValueError: they are not, or it is of another form.
-    """
-    if source.get("names_match_memory") is not True:
-        raise ValueError("names in memory are not those of files")
-    tensors, tied = _object(source.get("tensors")), _object(source.get("tied"))
-    shapes = {name: _object(entry).get("shape") for name, entry in tensors.items()}
-    names = list(shapes)
-    entries: JsonObject = {name: number for number, name in enumerate(names)}
-    layout: JsonObject = {"label": "", "sources": [*names], "parts": [], "tensors": entries}
-    return {
-        "architecture": source.get("architecture"),
-        "shapes": shapes | {alias: shapes.get(str(name)) for alias, name in tied.items()},
-        "buffers": source.get("buffers"),
-        "tied": tied,
-        "unsaved": [],
-        "keep_fp32": {"bfloat16": [], "float16": []},
-        "layouts": [layout],
-    }
 
 
 def _from_transformers(
@@ -112,63 +92,77 @@ def _from_transformers(
     candidates = answer.get("candidates")
     if not isinstance(candidates, list):
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
-    described = [candidate for candidate in candidates if isinstance(candidate, dict)]
     origin = f"of transformers {transformers.version}"
-    return [
-        replace(
-            _model_names(one, f"{one.get('architecture')} {origin}"),
-            ignored=tuple(sorted(_names(one.get("ignored")))),
+    found = msgspec.convert(candidates, tuple[_Described, ...])
+    return [one.names(f"{one.architecture} {origin}") for one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A model as ``zexport.model.conversion`` describes it; see ``ModelNames``."""
+
+    architecture: str
+    shapes: dict[str, tuple[Natural, ...]]
+    buffers: frozenset[str]
+    tied: dict[str, str]
+    unsaved: frozenset[str]
+    keep_fp32: dict[str, frozenset[str]]
+    layouts: tuple[StoredLayout, ...] = ()
+    refused: str = ""
+    base_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def names(self, provenance: str) -> ModelNames:
+        """The names that it tells.
+
+        Raises:
+            ValueError: it contradicts itself.
+        """
+        if not (self.tied.keys() | set(self.tied.values())) <= self.shapes.keys():
+            raise ValueError("a tie of names that the model does not have")
+        return ModelNames(
+            architecture=self.architecture,
+            shapes=self.shapes,
+            buffers=self.buffers,
+            tied=self.tied,
+            layouts=tuple(layout.unfolded(self.shapes) for layout in self.layouts),
+            provenance=provenance,
+            unsaved=self.unsaved,
+            keep_fp32={
+                dtype: self.keep_fp32.get(dtype.torch_name, frozenset())
+                for dtype in (DType.BF16, DType.F16)
+            },
+            refused=self.refused,
+            ignored=tuple(sorted(self.ignored)),
+            base_prefix=self.base_prefix,
         )
-        for one in described
-    ]
 
 
-def _model_names(described: Mapping[str, Json], provenance: str) -> ModelNames:
-    """The names that ``zexport.model.conversion`` wrote.
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    shape: tuple[Natural, ...]
 
-    Raises:
-        ValueError: they are not of that form.
+
+@dataclass(frozen=True, slots=True)
+class _DescribedBefore:
+    """A sidecar from before sidecars described the model; its names in memory are those of files.
+
+    The first ones that ``zexport train`` wrote are of this form.
     """
-    shapes = {name: _shape(shape) for name, shape in _object(described.get("shapes")).items()}
-    tied = {alias: str(name) for alias, name in _object(described.get("tied")).items()}
-    if not (tied.keys() | set(tied.values())) <= shapes.keys():
-        raise ValueError("a tie of names that the model does not have")
-    layouts = described.get("layouts", [])
-    return ModelNames(
-        architecture=str(described.get("architecture")),
-        shapes=shapes,
-        buffers=_names(described.get("buffers")),
-        tied=tied,
-        layouts=tuple(
-            read_hub_layout(_object(layout), shapes)
-            for layout in (layouts if isinstance(layouts, list) else ())
-        ),
-        provenance=provenance,
-        unsaved=_names(described.get("unsaved")),
-        keep_fp32={
-            dtype: _names(_object(described.get("keep_fp32")).get(dtype.torch_name))
-            for dtype in (DType.BF16, DType.F16)
-        },
-        refused=str(described.get("refused", "")),
-        base_prefix=str(described.get("base_prefix", "")),
-    )
 
+    architecture: str
+    tensors: dict[str, _Shaped]
+    tied: dict[str, str]
+    buffers: frozenset[str]
+    names_match_memory: Literal[True]
 
-def _object(value: Json) -> JsonObject:
-    if isinstance(value, dict):
-        return value
-    raise ValueError("not a JSON object")
-
-
-def _names(value: Json) -> frozenset[str]:
-    if isinstance(value, list):
-        return frozenset(str(name) for name in value)
-    raise ValueError("not a list of names")
-
-
-def _shape(value: Json) -> Shape:
-    sizes = value if isinstance(value, list) else [None]
-    numbers = tuple(size for size in sizes if type(size) is int and size >= 0)
-    if len(numbers) != len(sizes):
-        raise ValueError("not a shape")
-    return numbers
+    def now(self) -> _Described:
+        """The same as it is described now."""
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        numbers = {name: number for number, name in enumerate(shapes)}
+        shapes |= {alias: shapes[name] for alias, name in self.tied.items() if name in shapes}
+        layout = StoredLayout("", tuple(numbers), (), numbers)
+        nothing: frozenset[str] = frozenset()
+        return _Described(
+            self.architecture, shapes, self.buffers, self.tied, nothing, {}, (layout,)
+        )
