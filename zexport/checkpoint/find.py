@@ -56,14 +56,6 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
     one there. ``latest`` names a child of its own folder and nothing else; ``tag`` a tag in
     ``path``, a checkpoint of the run there, or a tag that only one of those holds. Links lead to
     somewhere below ``path``, unless ``follow_symlinks`` lets them lead anywhere.
-
-    Raises:
-        NotACheckpointError: there is no rank file at or below ``path``.
-        AmbiguousTagError: several tags, and nothing says which.
-        CheckpointError: ``latest`` names nothing.
-        NoSuchTagError: ``tag`` names nothing.
-        OtherTagError: ``path`` is a tag folder of another name than ``tag``.
-        UnsafeError: ``latest``, ``tag`` or a link leads outside its folder.
     """
     with _reading(path):
         path = _folder(path)
@@ -81,13 +73,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
 
 
 def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
-    """Every tag folder of one run at or below ``path``, newest first, as steps and names tell.
-
-    Raises:
-        NotACheckpointError: there is no rank file at or below ``path``.
-        AmbiguousTagError: it holds checkpoints of several models.
-        CheckpointError: a folder cannot be read.
-    """
+    """Every tag folder of one run at or below ``path``, newest first, as steps and names tell."""
     with _reading(path):
         path = _folder(path)
         boundary = Boundary.of(path, follow=follow_symlinks)

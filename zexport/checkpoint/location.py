@@ -65,10 +65,6 @@ def read_latest(root: Path, name: str = "latest") -> str | None:
     """The tag that ``root/latest`` names, or ``None`` without that file.
 
     A converted checkpoint's is called ``latest_universal`` (DeepSpeed, ``ds_to_universal.py``).
-
-    Raises:
-        DamagedCheckpointError: the file is not a line of text.
-        UnsafeError: it names anything but a child of ``root``.
     """
     path = root / name
     if not path.is_file():
@@ -91,11 +87,7 @@ def read_latest(root: Path, name: str = "latest") -> str | None:
 
 
 def check_child_name(tag: str, path: Path, error: type[UnsafeError] | type[UsageError]) -> None:
-    """Refuse a tag that is no name of a child of its folder.
-
-    Raises:
-        UnsafeError: or ``UsageError``, as ``error`` says: it would lead elsewhere.
-    """
+    """Refuse a tag that is no name of a child of its folder."""
     if tag in (".", "..") or "/" in tag or "\\" in tag or "\0" in tag:
         raise error(
             "leads outside the checkpoint's folder",

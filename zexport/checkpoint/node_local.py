@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from zexport.checkpoint.location import Location
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
 from zexport.checkpoint.states import ModelStates, read_model_states
 from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
@@ -32,11 +32,6 @@ def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
 
     Args:
         locations: at least one; those of a single one come back as they are.
-
-    Raises:
-        UsageError: the folders mean different tags.
-        DamagedCheckpointError: two files of one name are of different saves.
-        CheckpointError: a file cannot be read.
     """
     tags = sorted({location.tag for location in locations})
     if len(tags) > 1:
@@ -47,10 +42,8 @@ def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
             expected="parts of one checkpoint",
             hint="Name the tag with --tag",
         )
-    found = [file for location in locations for file in list_rank_files(location.tag_dir)]
-    kinds = list(RankFileKind)
-    # As list_rank_files orders them; a stable sort keeps copies in the order of the folders.
-    found.sort(key=lambda f: (kinds.index(f.kind), f.mp_rank, f.rank, f.path.name))
+    # A stable sort keeps copies in the order of the folders.
+    found = in_order(file for location in locations for file in list_rank_files(location.tag_dir))
     return tuple(
         _one_of(list(copies), found) for _, copies in groupby(found, key=lambda f: f.path.name)
     )

@@ -112,13 +112,13 @@ def parse_rank_file(path: Path) -> RankFile | None:
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """The rank files directly in ``folder``, by kind and then by rank; strays are left out."""
     parsed = (parse_rank_file(path) for path in folder.iterdir())
+    return tuple(in_order(file for file in parsed if file is not None and file.path.is_file()))
+
+
+def in_order(files: Iterable[RankFile]) -> list[RankFile]:
+    """The files by kind, then by rank."""
     kinds = list(RankFileKind)
-    return tuple(
-        sorted(
-            (file for file in parsed if file is not None and file.path.is_file()),
-            key=lambda file: (kinds.index(file.kind), file.mp_rank, file.rank, file.path.name),
-        )
-    )
+    return sorted(files, key=lambda f: (kinds.index(f.kind), f.mp_rank, f.rank, f.path.name))
 
 
 def name_ranks(numbers: Iterable[int]) -> str:

@@ -47,12 +47,7 @@ class LayerFile:
 
 
 def read_layers(files: Iterable[RankFile]) -> tuple[LayerFile, ...]:
-    """The layer files among ``files``, by tensor rank and layer.
-
-    Raises:
-        DamagedCheckpointError: one cannot be read, was renamed, or is no state dict.
-        UnsafeError: a tensor in it is hidden behind a call.
-    """
+    """The layer files among ``files``, by tensor rank and layer."""
     return tuple(
         sorted(
             (_read(file) for file in files if file.kind is RankFileKind.PIPELINE_LAYER),
@@ -81,9 +76,6 @@ def check_holds_trained(
         layer: the file.
         masters: those of all layers, by their full names.
         buffers: the full names of all layers' buffers.
-
-    Raises:
-        DamagedCheckpointError: weights are missing, and those that are there are not these renamed.
     """
     prefix = f"{layer.layer}."
     shapes = {prefix + key: tensor.shape for key, tensor in layer.tensors.items()}

@@ -111,9 +111,6 @@ def match(
         units: what masters may stand for, in the module's order.
         groups: the masters of each parameter group.
         sample: what the values of runs look like, seen as an element type: asked in doubt only.
-
-    Raises:
-        LayoutError: there are masters, and none is a weight's beyond doubt.
     """
     masters = [master for group in groups for master in group]
     misfit: LayoutError | None = None
@@ -217,9 +214,6 @@ def match_in_order(
     Args:
         parameters: the kind of each parameter, in the model's order.
         groups: the kinds of each group's masters, in the optimizer's order.
-
-    Raises:
-        LayoutError: the masters cannot be laid over the parameters in this way.
     """
     matching = _Matching(parameters, groups)
     while any(matching.narrow(number) for number in range(len(groups))):

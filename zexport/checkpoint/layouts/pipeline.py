@@ -62,11 +62,6 @@ def join_stages(
         tag_dir: the tag folder.
         cells: the rank states of every model-parallel index.
         layers: the layer files, of ``layer_files.read_layers``.
-
-    Raises:
-        IncompleteCheckpointError: stages or layer files are missing.
-        DamagedCheckpointError: files contradict each other.
-        UnsupportedError: the masters cannot be told from what is there.
     """
     grid = _grid(tag_dir, cells, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
@@ -241,11 +236,7 @@ def _tied_layer(layer: LayerFile, known: _Known) -> str | None:
 
 
 def merge_stages(stages: Sequence[Inventory]) -> Inventory:
-    """One inventory of all stages; trainable tensors first, then frozen ones and buffers.
-
-    Raises:
-        LayoutError: two stages have a tensor that is not of a tied layer, or another one of it.
-    """
+    """One inventory of all stages; trainable tensors first, then frozen ones and buffers."""
     roles = list(Role)
     tensors = sorted(
         (tensor for stage in stages for tensor in stage.tensors),

@@ -53,13 +53,7 @@ def model_of(ranks: RankStates) -> ModelStates:
 
 
 def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMasters:
-    """A stage's masters: by ``param_shapes``, or without ZeRO by what else there is.
-
-    Raises:
-        UnsupportedError: there are masters, and nothing names them.
-        IncompleteCheckpointError: files are missing that would name them.
-        DamagedCheckpointError, LayoutError: files contradict each other.
-    """
+    """A stage's masters: by ``param_shapes``, or without ZeRO by what else there is."""
     model = model_of(ranks)
     if model.param_shapes:
         return StageMasters(model, take_inventory(ranks, model))
@@ -106,9 +100,6 @@ def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[LayerFile]) -> 
     Masters without names that are like the weight of an earlier stage are a tied layer's, which
     every stage that uses it steps. The tied layer's key is in no file: its weights keep the names
     of the layer whose file holds them.
-
-    Raises:
-        UnsupportedError: other weights have no master, so that files may have been exchanged.
     """
     owners: dict[str, StoredTensor] = {}
     result: list[StageMasters] = []
@@ -205,9 +196,6 @@ def order_slices(
     Args:
         partitions: for each rank, name to first element in the partition and number of elements.
         partition_numel: elements of a rank's partition.
-
-    Raises:
-        LayoutError: the slices do not follow one another without gaps.
     """
     numels: dict[str, int] = {}
     end, last = 0, None

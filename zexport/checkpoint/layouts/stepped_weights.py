@@ -65,10 +65,6 @@ def check_weights_are_there(
         tag_dir: the tag folder.
         stages: the model states of every stage, the optimizer inside.
         layers: all layer files.
-
-    Raises:
-        UnsupportedError: there are fewer; tied layers without a file of their own look the same.
-        DamagedCheckpointError: there are fewer of one shape.
     """
     buffers = {name for model in stages for name in model.buffer_names}
     held = Counter(

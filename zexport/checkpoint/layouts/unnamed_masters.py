@@ -35,10 +35,6 @@ def find_masters(
         file: the file.
         weights: the module's weights in the module's order, each once.
         others: further files that weights lie in.
-
-    Raises:
-        UnsupportedError: there are masters, and none is a weight's beyond doubt.
-        DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
     floating = [weight for weight in weights if weight.dtype.is_floating and weight.numel]
     optimizer = optimizer_in(file)
@@ -75,12 +71,7 @@ def form_of(optimizer: Value) -> str | None:
 
 
 def unnamed_masters(optimizer: Value) -> list[list[TensorRef]]:
-    """The masters of each parameter group that have no names; a fused group has one.
-
-    Raises:
-        DamagedCheckpointError: they are no floating-point tensors, or fewer or more than the
-            parameters.
-    """
+    """The masters of each parameter group that have no names; a fused group has one."""
     form = form_of(optimizer)
     if form not in (UNFUSED, FUSED):
         return []

@@ -42,10 +42,6 @@ def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()
     Args:
         model: the model file's states.
         unmastered: names whose masters are not to be taken although they are there.
-
-    Raises:
-        UnsupportedError: it holds masters, and none can be told to be some weight's.
-        DamagedCheckpointError: the optimizer is not what DeepSpeed writes.
     """
     distinct, aliases = _distinct(model)
     weights = weights_of(model, distinct)
@@ -54,13 +50,31 @@ def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()
         kept = {name: one for name, one in masters.found.items() if name not in unmastered}
         doubt = masters.doubt or "another tensor rank's part has no master"
         masters = replace(masters, found=kept, doubt=doubt)
-    return Inventory(
-        tensors=(*stored_weights(weights, masters), *stored_buffers(model)),
+    return replace(
+        inventory_of(model, weights, masters),
         aliases=aliases,
-        left_out=tuple(name for name in model.buffer_names if name not in model.module),
         replicas=tuple(casts(weights, masters.found, model.file)),
-        notes=notes(weights, [masters]),
         problems=tuple(contradictions(masters, model.file)),
+    )
+
+
+def inventory_of(
+    model: ModelStates,
+    weights: Sequence[Weight],
+    masters: Masters,
+    experts: Iterable[StoredTensor] = (),
+) -> Inventory:
+    """The tensors of a model file, and experts' buffers; nothing yet of what is to be compared."""
+    held = {name: model.module[name] for name in model.buffer_names if name in model.module}
+    buffers = [
+        StoredTensor(name, one.shape, one.dtype, Role.BUFFER, model.file.source(one))
+        for name, one in held.items()
+    ]
+    return Inventory(
+        tensors=(*stored_weights(weights, masters), *buffers, *experts),
+        aliases={},
+        left_out=tuple(name for name in model.buffer_names if name not in held),
+        notes=_notes(weights, masters),
     )
 
 
@@ -96,32 +110,21 @@ def contradictions(masters: Masters, file: TorchFile) -> Iterable[DamagedCheckpo
         )
 
 
-def stored_weights(weights: Iterable[Weight], masters: Masters) -> Iterable[StoredTensor]:
+def stored_weights(weights: Iterable[Weight], masters: Masters) -> list[StoredTensor]:
     """The masters that were found, then the weights that have none, as the module keeps them.
 
     Where there is a doubt or no master at all, nothing says which weights were frozen, and none may
     be left out as such.
     """
     role = Role.FROZEN if masters.found and not masters.doubt else Role.TRAINABLE
-    weights = tuple(weights)
-    for weight in weights:
-        master = masters.found.get(weight.name)
-        if master is not None:
-            yield StoredTensor(
-                weight.name, weight.shape, master.dtype, Role.TRAINABLE, master.source
-            )
-    for weight in weights:
-        if weight.name not in masters.found:
-            yield StoredTensor(weight.name, weight.shape, weight.dtype, role, weight.source)
-
-
-def stored_buffers(model: ModelStates) -> Iterable[StoredTensor]:
-    """The buffers of the model file."""
-    for name in model.buffer_names:
-        if name in model.module:
-            tensor = model.module[name]
-            source = model.file.source(tensor)
-            yield StoredTensor(name, tensor.shape, tensor.dtype, Role.BUFFER, source)
+    found, rest = [], []
+    for one in weights:
+        if master := masters.found.get(one.name):
+            trained = Role.TRAINABLE
+            found.append(StoredTensor(one.name, one.shape, master.dtype, trained, master.source))
+        else:
+            rest.append(StoredTensor(one.name, one.shape, one.dtype, role, one.source))
+    return [*found, *rest]
 
 
 def casts(
@@ -141,19 +144,19 @@ def casts(
             )
 
 
-def notes(weights: Sequence[Weight], every: Sequence[Masters]) -> tuple[str, ...]:
-    """Which values were taken, for the user; ``every`` are the masters of one file or several."""
-    found = {name for masters in every for name in masters.found}
-    doubts = dict.fromkeys(masters.doubt for masters in every if masters.doubt)
-    rest = [weight for weight in weights if weight.name not in found]
-    rounded = [one for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)]
-    if doubts and rounded:
-        return (rounded_note("; ".join(doubts), {one.name: one.dtype for one in rounded}),)
-    if found:
+def _notes(weights: Sequence[Weight], masters: Masters) -> tuple[str, ...]:
+    """Which values were taken, for the user."""
+    rest = [weight for weight in weights if weight.name not in masters.found]
+    rounded = {
+        one.name: one.dtype for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)
+    }
+    if masters.doubt and rounded:
+        return (rounded_note(masters.doubt, rounded),)
+    if count := len(masters.found):
         of_module = f"; {len(rest)} frozen weights have the module's values" if rest else ""
-        return (f"ZeRO-0: {len(found)} weights have their fp32 masters' values{of_module}",)
+        return (f"ZeRO-0: {count} weights have their fp32 masters' values{of_module}",)
     if rounded:
-        types = "/".join(sorted({weight.dtype.torch_name for weight in rounded}))
+        types = "/".join(sorted({dtype.torch_name for dtype in rounded.values()}))
         return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
     return ()
 

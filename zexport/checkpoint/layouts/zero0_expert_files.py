@@ -32,12 +32,7 @@ class Share:
 def check_files_are_there(
     dense: ModelStates, layers: ExpertLayers, optimizers: Mapping[int, TorchFile]
 ) -> None:
-    """As many files as expert-parallel ranks.
-
-    Raises:
-        IncompleteCheckpointError: there are fewer or more.
-        UnsupportedError: experts are dealt out in several ways.
-    """
+    """As many files as expert-parallel ranks."""
     sizes = _known_sizes(layers, optimizers)
     if len(sizes) > 1:
         raise UnsupportedError(
@@ -80,9 +75,6 @@ def check_one_form(optimizers: Mapping[int, TorchFile]) -> None:
 
     All ranks of a run have the same class of optimizer (DeepSpeed 0.10 to 0.19,
     ``runtime/engine.py``, ``_configure_optimizer``), and its class alone decides on the form.
-
-    Raises:
-        DamagedCheckpointError: one file's form is not that of the others.
     """
     forms = {file.path: form_of(optimizer_in(file)) for file in optimizers.values()}
     usual = Counter(form for form in forms.values() if form is not None).most_common(1)
@@ -105,9 +97,6 @@ def check_dense_masters(
     Every rank steps the same dense weights. Where a rank's masters have all found their weights, a
     weight without one has none. A model file without any dense weight leaves room for as many
     elements as the rank's own experts have.
-
-    Raises:
-        DamagedCheckpointError: one rank lacks a dense weight's master, or the model file a weight.
     """
     for share in () if weights else shares:
         numel = sum(

@@ -11,6 +11,7 @@ Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
@@ -22,9 +23,7 @@ from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,
     contradictions,
-    notes,
-    stored_buffers,
-    stored_weights,
+    inventory_of,
     weights_of,
 )
 from zexport.checkpoint.layouts.zero0_expert_files import (
@@ -55,12 +54,6 @@ def take_unsharded_experts(
         stored: what the expert files hold, under the names of the whole model.
         layers: where the experts are.
         optimizers: the optimizer files by expert-parallel rank.
-
-    Raises:
-        IncompleteCheckpointError: an expert-parallel rank's file is missing.
-        DamagedCheckpointError: files are of several runs.
-        UnsupportedError: masters cannot be told apart.
-        LayoutError: files contradict each other.
     """
     named_twice = {n: t for n, t in dense.shared_params.items() if n in dense.module}
     own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
@@ -72,26 +65,22 @@ def take_unsharded_experts(
         check_one_form(optimizers)
         shares = _shares(dense, layers, optimizers, weights, experts)
         check_dense_masters(dense, weights, shares)
-    found = {**_of_dense(shares, weights), **_by_whole_name(shares, layers)}
+    first = shares[0].masters.found if shares else {}  # which the others' dense ones must equal
+    dense_found = {one.name: first[one.name] for one in weights if one.name in first}
+    found = {**dense_found, **_by_whole_name(shares, layers)}
     check_evenly_trained(dense, layers, optimizers, experts, found)
     tied, twins = _tied(weights, found, dense.file)
-    equal = tuple(_ties([one for one in weights if one.name in tied], tied, found, dense.file))
+    equal = tuple(casts(weights, {name: found[tied[name]] for name in tied}, dense.file))
     weights = [weight for weight in weights if weight.name not in tied]
     doubts = dict.fromkeys(one.masters.doubt for one in shares if one.masters.doubt)
     if twins:
         doubts[f"it may be a frozen copy of another or tied to it ({', '.join(twins)})"] = None
     masters = Masters(found, "; ".join(doubts))
     buffers = [one for one in stored if one.role is Role.BUFFER]
-    return Inventory(
-        tensors=(
-            *stored_weights([*weights, *experts], masters),
-            *stored_buffers(dense),
-            *buffers,
-        ),
+    return replace(
+        inventory_of(dense, [*weights, *experts], masters, buffers),
         aliases={**named_twice, **tied},
-        left_out=tuple(name for name in dense.buffer_names if name not in dense.module),
         replicas=(*equal, *_dense_copies(weights, shares), *_casts(weights, shares)),
-        notes=notes([*weights, *experts], [masters]),
         problems=tuple(found for one in shares for found in contradictions(one.masters, one.file)),
     )
 
@@ -164,12 +153,6 @@ def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> lis
     return [weight for _, weight in sorted(keyed, key=lambda item: item[0])]
 
 
-def _of_dense(shares: Sequence[Share], weights: Iterable[Weight]) -> dict[str, Master]:
-    """The dense masters: the first rank's, which the others' must equal."""
-    first = shares[0].masters.found if shares else {}
-    return {one.name: first[one.name] for one in weights if one.name in first}
-
-
 def _by_whole_name(shares: Sequence[Share], layers: ExpertLayers) -> dict[str, Master]:
     """The experts' masters of all ranks; those that AutoEP keeps as one, joined into one."""
     found: dict[str, Master] = {}
@@ -194,7 +177,7 @@ def _tied(
     """Matrices without a master of their own that are another one with a master, by all samples.
 
     Tied weights share no storage here: the save of a model with experts clones every tensor, and
-    ZeRO-0 fills no ``shared_params``. ``_ties`` has the rest of their elements compared.
+    ZeRO-0 fills no ``shared_params``. All their elements are compared when they are exported.
 
     Returns:
         The tied names with the names of their masters, and those that may as well be frozen copies
@@ -229,17 +212,6 @@ def _frozen_modules(weights: Iterable[Weight], found: Mapping[str, Master]) -> s
             module = ".".join(parts[:depth]) + "."
             held.setdefault(module, []).append(weight.name in found)
     return {module for module, any_of in held.items() if len(any_of) > 1 and not any(any_of)}
-
-
-def _ties(
-    weights: Sequence[Weight],
-    tied: Mapping[str, str],
-    found: Mapping[str, Master],
-    file: TorchFile,
-) -> Iterator[CastReplica]:
-    """The tied weights' own copies, every element of which must be the master's, rounded."""
-    masters = {weight.name: found[tied[weight.name]] for weight in weights}
-    yield from casts(weights, masters, file)
 
 
 def _dense_copies(weights: Iterable[Weight], shares: Sequence[Share]) -> Iterator[Replica]:
