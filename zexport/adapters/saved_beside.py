@@ -138,7 +138,10 @@ def _holds(
     checkpoint: ZeroCheckpoint,
     check: CheckMode,
 ) -> bool:
-    """Whether the file has all of these, as rounding the checkpoint's masters gives it."""
+    """Whether the file has all of these, as rounding the checkpoint's masters gives it.
+
+    That proves no record: where damage lets it differ, nothing of the file is taken.
+    """
     copies = [
         copy_of(tensor, header, name) if name in header.tensors else None
         for name, tensor in own.items()

@@ -60,6 +60,9 @@ class SourceReader:
     beforehand is refused, when it is opened and again by ``finish``. A storage that falters is
     tried again (``zexport.store.retries``).
 
+    Weights that are used are read by ``zexport.weights.proof``; by this alone only what decides how
+    they are read.
+
     Args:
         files: all that may be read.
     """

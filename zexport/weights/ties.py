@@ -19,7 +19,8 @@ def settle_ties(
     """The same, with declared ties decided by the stored values.
 
     Two tensors of equal bytes become one and an alias of it. Of two that differ, both stay, and the
-    tie is none of the model's any more. Reading ends at the first difference.
+    tie is none of the model's any more. Reading ends at the first difference, and proves nothing:
+    what damage sets apart stays, and is proven when it is exported.
 
     Args:
         settled: the checkpoint's tensors under the model's names.

@@ -2,7 +2,8 @@
 
 There nothing names what is stepped, and the second use of a tied layer has no layer file. That it
 is one, and no file is missing, is known by the optimizer's moments: every stage that uses the layer
-steps the same weight by the same gradients. They have the weights' shapes as well.
+steps the same weight by the same gradients. They have the weights' shapes as well. They are read
+without proof: damage to them can only set them apart, which is refused.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def find_masters(
 
 
 def _sample(files: Sequence[TorchFile], runs: Iterable[Run], seen_as: DType) -> list[bytes]:
-    """Digests of a few kilobytes of each run, in the type of the module's weights."""
+    """Digests of a few kilobytes of each run, in the type of the module's weights.
+
+    They propose names. What is read under a name is held against the weight, element by element.
+    """
     with SourceReader(files) as reader:
         return [fingerprint(reader, run.source, run.dtype, seen_as) for run in runs]
 
