@@ -51,8 +51,8 @@ def run_export(
         if plan.reference is not None:
             from zexport.run.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
-            opened = open_reference(plan.reference.location, plan.reference.tensors)
-            reader = stack.enter_context(opened)
+            one = plan.reference
+            reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
         return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)
 
 

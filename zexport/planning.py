@@ -25,7 +25,7 @@ from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.model.spoilt_files import spoilt_files
 from zexport.options import AdapterMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.plan.memory import share_memory
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile
+from zexport.plan.plan import ExportPlan, FilePlan, Reference, SideFile, SourceFile
 from zexport.plan.shards import (
     DTYPES,
     INDEX_FILE,
@@ -92,7 +92,7 @@ def plan_export(
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
-        reference=original if options.engine is Engine.DEEPSPEED else None,
+        reference=_reference(original, options),
     )
 
 
@@ -297,6 +297,14 @@ def _warnings(model: Identity) -> Iterator[str]:
     if told := tokens_without_a_row(sidecars):
         yield told
     yield from model.warnings
+
+
+def _reference(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Reference | None:
+    """What DeepSpeed's own converter needs, where it is to rebuild the checkpoint."""
+    location = checkpoint.location
+    if options.engine is not Engine.DEEPSPEED:
+        return None
+    return Reference(location.root, location.tag, checkpoint.tensors)
 
 
 def _provenance(checkpoint: ZeroCheckpoint, content: Content, options: ExportOptions) -> JsonObject:

@@ -13,6 +13,7 @@ from zexport.ranges.computed import Elements, Factors, LowRankUpdate, Recast, Sc
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Extent, Window, paths_of
 from zexport.ranges.reader import SourceReader
+from zexport.store.files import version
 
 
 class File:
@@ -21,8 +22,7 @@ class File:
     def __init__(self, path: Path, values: torch.Tensor) -> None:
         raw = values.contiguous().view(torch.uint8).numpy().tobytes()
         path.write_bytes(raw)
-        self.path, self.nbytes, self.members = path, len(raw), ()
-        self.mtime_ns = path.stat().st_mtime_ns
+        self.path, self.version, self.members = path, version(path), ()
         dtype = DType.BF16 if values.dtype is torch.bfloat16 else DType.F32
         self.elements = Elements(Extent(path, 0, len(raw)), dtype)
 

@@ -205,7 +205,7 @@ def test_a_file_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank.pt"
     path.write_bytes(b"0123456789")
     file = source_file(path)
-    os.utime(path, ns=(0, file.mtime_ns + 1))
+    os.utime(path, ns=(0, file.version.mtime_ns + 1))
     with (
         SourceReader([file]) as reader,
         pytest.raises(DamagedCheckpointError, match="was changed while it was read"),
@@ -304,7 +304,7 @@ def test_a_range_of_another_file_layout_is_passed_over(
 ) -> None:
     file, _, _ = three
     with SourceReader([file]) as reader:
-        reader.take({file.path: [(0, file.nbytes, 0)], Path("other"): [(0, 1, 0)]})
+        reader.take({file.path: [(0, file.version.nbytes, 0)], Path("other"): [(0, 1, 0)]})
         assert reader.finish() == {}
 
 

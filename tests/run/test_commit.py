@@ -234,14 +234,14 @@ def test_a_lock_removed_by_its_owner_is_taken_anew(
     rounds: list[int] = []
 
     def flock(descriptor: int, operation: int) -> None:
-        rounds.append(descriptor)
+        rounds.append(operation)
         if len(rounds) == 1:
             (tmp_path / "out.partial.lock").unlink()
         whole(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
     _make(tmp_path / "out")
-    assert len(rounds) == 2
+    assert rounds == [*[fcntl.LOCK_EX | fcntl.LOCK_NB] * 2, fcntl.LOCK_UN]
 
 
 def test_a_lack_of_space_is_told_with_both_numbers(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
 from zexport.ranges.ledger import Ledger
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
-from zexport.run.journal import JOURNAL_NAME, finished_shards
 from zexport.run.manifest import read_manifest
+from zexport.run.receipts import RECEIPTS_NAME, finished_files
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -308,7 +308,7 @@ def _assert_as_before_or_resumable(
         return
     place = plan.out_dir.with_name(f"{plan.out_dir.name}.partial")
     kept = {path.name for path in place.iterdir()}
-    assert kept == {JOURNAL_NAME, *finished_shards(place)}
+    assert kept == {RECEIPTS_NAME, *finished_files(place)}
     shutil.rmtree(place)
     place.with_name(f"{place.name}.lock").unlink()
     if plan.out_dir.parent != folder:

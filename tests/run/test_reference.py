@@ -8,6 +8,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock
 from typing import NoReturn
@@ -34,9 +35,15 @@ from zexport.planning import plan_export
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run import reference
+from zexport.run.pieces import TensorReader
 from zexport.run.reference import open_reference
 
 Converter = Callable[..., dict[str, torch.Tensor]]
+
+
+def _opened(root: Path) -> AbstractContextManager[TensorReader]:
+    location = locate(root)
+    return open_reference(location.root, location.tag)
 
 
 def exported(root: Path, out: Path, engine: Engine, *, exclude_frozen: bool = False) -> Facts:
@@ -137,7 +144,7 @@ def test_threads_that_ask_at_the_same_time_get_their_tensors_made_one_at_a_time(
     monkeypatch.setattr(reference, "_import_converter", lambda: lambda *_, **__: state)
     plan = plan_export(open_checkpoint(zero3), tmp_path / "out")
     asked = [tensor for shard in plan.shards for tensor in shard.tensors] * 10
-    with open_reference(locate(zero3)) as reader, ThreadPoolExecutor(4) as threads:
+    with _opened(zero3) as reader, ThreadPoolExecutor(4) as threads:
 
         def read(tensor: TensorPlan) -> bytes:
             buffer = bytearray(tensor.numel * tensor.stored_dtype.itemsize)
@@ -189,7 +196,7 @@ def test_a_file_in_which_torch_finds_another_pickle_is_refused(zero3: Path, tmp_
     path = model_file(zero3 / "global_step2", Run(), 0)
     torch.save({"module": _Bomb(tmp_path / "ran")}, tmp_path / path.name)
     _hide_in(path, (tmp_path / path.name).read_bytes())
-    with pytest.raises(UnsafeError, match="mkdir"), open_reference(locate(zero3)):
+    with pytest.raises(UnsafeError, match="mkdir"), _opened(zero3):
         pass
 
 
@@ -237,7 +244,7 @@ def test_a_file_that_torch_would_load_as_torchscript_is_refused(zero3: Path) -> 
     with zipfile.ZipFile(path, "a") as archive:
         root = archive.namelist()[0].partition("/")[0]
         archive.writestr(f"{root}/constants.pkl", pickle.dumps(()))
-    with pytest.raises(UnsafeError, match="jit"), open_reference(locate(zero3)):
+    with pytest.raises(UnsafeError, match="jit"), _opened(zero3):
         pass
 
 
@@ -247,7 +254,7 @@ def test_a_file_that_torch_would_load_as_torchscript_is_refused(zero3: Path) -> 
 @pytest.mark.usefixtures("unused")
 def test_files_in_the_old_format_are_not_supported(tmp_path: Path) -> None:
     root = save(small_model(), Run(legacy=True), tmp_path / "old")
-    with pytest.raises(UnsupportedError, match="old format"), open_reference(locate(root)):
+    with pytest.raises(UnsupportedError, match="old format"), _opened(root):
         pass
 
 
@@ -257,7 +264,7 @@ def test_a_folder_whose_name_deepspeed_takes_for_a_pattern_is_not_supported(
     tmp_path: Path, folder: str
 ) -> None:
     root = save(small_model(), Run(), tmp_path / folder)
-    with pytest.raises(UnsupportedError, match="pattern"), open_reference(locate(root)):
+    with pytest.raises(UnsupportedError, match="pattern"), _opened(root):
         pass
 
 
@@ -268,7 +275,7 @@ def read(
     monkeypatch.setattr(reference, "_import_converter", lambda: converter)
     path = model_file(root / "global_step2", Run(), 0)
     buffer = bytearray(numel * dtype.itemsize)
-    with open_reference(locate(root)) as reader:
+    with _opened(root) as reader:
         source = Extent(path, 0, len(buffer))
         tensor = TensorPlan("y", (numel,), dtype, "x", dtype, source, 0)
         reader.read_into(tensor, 0, memoryview(buffer), reader.new_ledger())
@@ -363,6 +370,6 @@ def test_without_deepspeed_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "deepspeed.utils", None)
     with (
         pytest.raises(MissingExtraError, match=r"pip install 'zexport\[deepspeed\]'"),
-        open_reference(locate(zero3)),
+        _opened(zero3),
     ):
         pass

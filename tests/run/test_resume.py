@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.stopping import SHARDS, files, four_shards, stopped_after
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
+from zexport.plan import digest
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
-from zexport.run import journal
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
-from zexport.run.journal import JOURNAL_NAME, finished_shards
+from zexport.run.receipts import RECEIPTS_NAME, finished_files
 from zexport.run.verify import verify_export
 
 FULL = OutputError("cannot be written: No space left on device")
@@ -47,7 +47,7 @@ def _stop(plan: ExportPlan, count: int, error: BaseException | None = None) -> P
 @pytest.mark.parametrize("mode", VerifyMode)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), FULL], ids=repr)
-def test_a_rerun_takes_finished_shards_over_and_gives_the_same_bytes(
+def test_a_rerun_takes_finished_files_over_and_gives_the_same_bytes(
     plan: ExportPlan,
     whole: dict[str, bytes],
     count: int,
@@ -55,8 +55,8 @@ def test_a_rerun_takes_finished_shards_over_and_gives_the_same_bytes(
     error: BaseException,
 ) -> None:
     left = _stop(plan, count, error)
-    assert finished_shards(left) == SHARDS[:count]
-    assert {path.name for path in left.iterdir()} == {JOURNAL_NAME, *SHARDS[:count]}
+    assert finished_files(left) == SHARDS[:count]
+    assert {path.name for path in left.iterdir()} == {RECEIPTS_NAME, *SHARDS[:count]}
     report = run_plan(plan, verify=mode)
     assert report.resumed == SHARDS[:count]
     assert report.nbytes_read < 2 * 16000 + 56
@@ -71,7 +71,7 @@ def test_an_export_stopped_again_and_again_ends_all_the_same(
     plan: ExportPlan, whole: dict[str, bytes]
 ) -> None:
     for count in (1, 2, 3):
-        assert finished_shards(_stop(plan, count)) == SHARDS[:count]
+        assert finished_files(_stop(plan, count)) == SHARDS[:count]
     assert run_plan(plan).resumed == SHARDS[:3]
     assert files(plan.out_dir) == whole
 
@@ -101,9 +101,9 @@ def _flip(path: Path, at: int) -> None:
     [
         lambda left: _flip(left / SHARDS[1], -1),
         lambda left: _flip(left / SHARDS[1], 20),
-        lambda left: _flip(left / JOURNAL_NAME / f"{SHARDS[1]}.json", -30),
-        lambda left: (left / JOURNAL_NAME / f"{SHARDS[1]}.json").write_bytes(b"{}"),
-        lambda left: (left / JOURNAL_NAME / f"{SHARDS[1]}.json").unlink(),
+        lambda left: _flip(left / RECEIPTS_NAME / f"{SHARDS[1]}.json", -30),
+        lambda left: (left / RECEIPTS_NAME / f"{SHARDS[1]}.json").write_bytes(b"{}"),
+        lambda left: (left / RECEIPTS_NAME / f"{SHARDS[1]}.json").unlink(),
         lambda left: (left / SHARDS[1]).unlink(),
         lambda left: os.truncate(left / SHARDS[1], 100),
     ],
@@ -122,8 +122,8 @@ def test_what_does_not_belong_is_cleared_away(plan: ExportPlan, whole: dict[str,
     (left / "sub").mkdir()
     (left / "sub" / "stray").touch()
     (left / "stray.safetensors").touch()
-    (left / JOURNAL_NAME / "stray.safetensors.json").touch()
-    (left / JOURNAL_NAME / f"{SHARDS[2]}.json.new").touch()
+    (left / RECEIPTS_NAME / "stray.safetensors.json").touch()
+    (left / RECEIPTS_NAME / f"{SHARDS[2]}.json.new").touch()
     assert run_plan(plan).resumed == SHARDS[:1]
     assert files(plan.out_dir) == whole
 
@@ -145,13 +145,13 @@ def test_other_threads_and_memory_are_the_same_plan(
 
 def test_a_source_of_another_time_starts_over(plan: ExportPlan, tmp_path: Path) -> None:
     _stop(plan, 3)
-    os.utime(plan.sources[0].path, ns=(0, plan.sources[0].mtime_ns + 1))
+    os.utime(plan.sources[0].path, ns=(0, plan.sources[0].version.mtime_ns + 1))
     assert run_plan(four_shards(tmp_path / "ckpt", plan.out_dir)).resumed == ()
 
 
 def test_another_version_starts_over(plan: ExportPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     _stop(plan, 3)
-    monkeypatch.setattr(journal, "__version__", "9.9")
+    monkeypatch.setattr(digest, "__version__", "9.9")
     assert run_plan(plan).resumed == ()
 
 
@@ -160,11 +160,11 @@ def test_what_was_read_before_the_stop_is_proved_with_the_rest(plan: ExportPlan)
     source = plan.sources[0]
     at = source.members[0].offset + 40
     _flip(source.path, at)
-    os.utime(source.path, ns=(0, source.mtime_ns))
+    os.utime(source.path, ns=(0, source.version.mtime_ns))
     left = _stop(plan, 2)
-    assert finished_shards(left) == SHARDS[:2]
+    assert finished_files(left) == SHARDS[:2]
     _flip(source.path, at)
-    os.utime(source.path, ns=(0, source.mtime_ns))
+    os.utime(source.path, ns=(0, source.version.mtime_ns))
     with pytest.raises(DamagedCheckpointError, match="does not hold the bytes that were saved"):
         run_plan(plan)
     assert not list(plan.out_dir.parent.glob("out*"))

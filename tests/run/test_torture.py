@@ -25,7 +25,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
 from zexport.run import writer
 from zexport.run.execute import run_plan
-from zexport.run.journal import finished_shards
+from zexport.run.receipts import finished_files
 from zexport.train.files import write_atomically
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -58,23 +58,23 @@ def test_bytes_that_a_disk_once_did_not_take_end_the_export(
     plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk says so once, here while the shard is being written; the next sync succeeds."""
-    whole = writer._ShardWriter.flush
+    whole = writer._FileWriter.flush
     calls: list[str] = []
 
-    def flush(self: writer._ShardWriter) -> None:
-        calls.append(self._shard.filename)
+    def flush(self: writer._FileWriter) -> None:
+        calls.append(self.file.filename)
         if len(calls) == 1:
             time.sleep(0.3)  # until the shard's last flush is asked for
             raise OutputError("cannot be written: Input/output error") from OSError(5, "lost")
         whole(self)
 
     monkeypatch.setattr(writer, "_FLUSH_NBYTES", 1)
-    monkeypatch.setattr(writer._ShardWriter, "flush", flush)
+    monkeypatch.setattr(writer._FileWriter, "flush", flush)
     with pytest.raises(OutputError, match="Input/output error"):
         run_plan(plan)
     assert calls[0] == SHARDS[0]
     partial = plan.out_dir.with_name("out.partial")
-    assert SHARDS[0] not in (finished_shards(partial) if partial.exists() else ())
+    assert SHARDS[0] not in (finished_files(partial) if partial.exists() else ())
 
 
 def test_a_disk_too_small_is_known_before_a_byte_is_read(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_a_source_that_changes_while_it_is_read_is_found_out(plan: ExportPlan, c
         if name != "preadv" or calls.counts[name] != 9:
             return
         if change == "cut":
-            os.truncate(source.path, source.nbytes // 3)
+            os.truncate(source.path, source.version.nbytes // 3)
         elif change == "touched":
             os.utime(source.path)
         else:
-            source.path.with_name("new").write_bytes(bytes(source.nbytes))
+            source.path.with_name("new").write_bytes(bytes(source.version.nbytes))
             source.path.with_name("new").rename(source.path)
 
     calls = Calls(act)

@@ -16,6 +16,7 @@ from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Member
+from zexport.store.files import version
 
 HUGE = 1 << 20
 
@@ -42,8 +43,7 @@ def saved(path: Path) -> tuple[SourceFile, list[Extent]]:
 
 
 def source_file(path: Path, members: tuple[Member, ...] = ()) -> SourceFile:
-    status = path.stat()
-    return SourceFile(path, status.st_size, status.st_mtime_ns, members)
+    return SourceFile(path, version(path), members)
 
 
 def _members(path: Path) -> Iterable[Member]:

@@ -16,8 +16,7 @@ from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run.execute import run_plan
-from zexport.run.journal import Journal, finished_shards
-from zexport.run.results import ShardResult
+from zexport.run.receipts import Receipt, Receipts, finished_files
 
 SHARDS = tuple(f"model-0000{n}-of-00004.safetensors" for n in range(1, 5))
 
@@ -55,15 +54,15 @@ def _quarter(extent: Extent, n: int) -> Extent:
 @contextmanager
 def stopped_after(count: int, error: BaseException) -> Iterator[None]:
     """A block in which an export ends with ``error`` once ``count`` shards are noted."""
-    whole = Journal.add
+    whole = Receipts.add
 
-    def add(self: Journal, planned: FilePlan, written: ShardResult) -> None:
-        if len(finished_shards(self._folder.parent)) == count:
+    def add(self: Receipts, file: FilePlan, receipt: Receipt) -> None:
+        if len(finished_files(self._folder.parent)) == count:
             raise error
-        whole(self, planned, written)
+        whole(self, file, receipt)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "add", add)
+        patch.setattr(Receipts, "add", add)
         yield
 
 

@@ -189,7 +189,9 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
 ) -> None:
     full = os.statvfs_result((4096, 4096, 1000, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
-    monkeypatch.setattr("zexport.run.execute.write_shards", lambda *_: pytest.fail("writing began"))
+    monkeypatch.setattr(
+        "zexport.run.part.write_files", lambda *_, **__: pytest.fail("writing began")
+    )
     before = _tree(tmp_path)
     with pytest.raises(OutputError, match="no room") as caught:
         zexport.consolidate(zero3, tmp_path / "out")

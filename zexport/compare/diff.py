@@ -19,7 +19,7 @@ from zexport.compare.outcome import Outcome, TensorDiff
 from zexport.compare.values import PairSums, Rounding, compare, possible_roundings
 from zexport.compare.verdict import Verdict, judge
 from zexport.ranges.reader import SourceReader
-from zexport.run.readback import Phase, Progress
+from zexport.run.progress import Phase, Progress
 
 _CHUNK_NUMEL = 1 << 17
 """Elements read together."""

@@ -119,7 +119,7 @@ def _open_weights(path: Path) -> ModelWeights:
             )
         for name, tensor in header.tensors.items():
             tensors[name] = PlacedTensor(tensor, header.source(name))
-        files.append(SourceFile(file, header.nbytes, header.mtime_ns, ()))
+        files.append(SourceFile(file, header.version, ()))
     return ModelWeights(path, tensors, tuple(files))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.files import open_regular
+from zexport.store.files import Version, open_regular, version_of
 from zexport.store.json import read_json_object
 
 HEADER_NBYTES_LIMIT = 100_000_000
@@ -56,16 +55,14 @@ class SafetensorsHeader:
 
     Attributes:
         path: the file.
-        nbytes: its size when it was read.
-        mtime_ns: its modification time when it was read.
+        version: what it was when it was read.
         data_offset: first byte after the header.
         tensors: by name, in file order.
         metadata: the free strings under ``__metadata__``.
     """
 
     path: Path
-    nbytes: int
-    mtime_ns: int
+    version: Version
     data_offset: int
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
@@ -155,18 +152,17 @@ def read_header(
     """
     try:
         with open_regular(path) as file:
-            status = os.fstat(file.fileno())
+            version = version_of(file.fileno())
             prefix = file.read(_LENGTH.size)
-            text = file.read(_header_nbytes(path, prefix, status.st_size, error))
+            text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror}", path=path) from cause
     data_offset = len(prefix) + len(text)
     table, metadata = _parsed(path, text, error)
-    tensors = _checked(path, table, status.st_size - data_offset, error)
+    tensors = _checked(path, table, version.nbytes - data_offset, error)
     return SafetensorsHeader(
         path=path,
-        nbytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
+        version=version,
         data_offset=data_offset,
         tensors={
             entry.name: StoredTensor(

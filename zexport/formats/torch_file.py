@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,6 +13,7 @@ from zexport.formats.torch_legacy import read_legacy
 from zexport.formats.torch_zip import COPY_AGAIN, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
+from zexport.store.files import Version, version_of
 
 __all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
 
@@ -43,16 +43,14 @@ class TorchFile:
 
     Attributes:
         path: the file.
-        nbytes: its size when it was read.
-        mtime_ns: its modification time when it was read.
+        version: what it was when it was read.
         container: which layout it has.
         value: the object in it; see ``zexport.formats.pickles.Pickle``.
         unknown_globals: the globals of its pickle that are outside the closed list, sorted.
     """
 
     path: Path
-    nbytes: int
-    mtime_ns: int
+    version: Version
     container: Container
     value: object
     unknown_globals: tuple[Global, ...]
@@ -121,16 +119,15 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
         UnsupportedError: it is encrypted, or from a big-endian machine.
     """
     with opened(path) as file:
-        status = os.fstat(file.fileno())
+        version = version_of(file.fileno())
         start = file.read(len(_ZIP_START))
-        container = _container(path, start, status.st_size)
+        container = _container(path, start, version.nbytes)
         pickle, records = (
             read_zip(file, path, known) if container is Container.ZIP else read_legacy(file, path)
         )
     return TorchFile(
         path=path,
-        nbytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
+        version=version,
         container=container,
         value=pickle.value,
         unknown_globals=pickle.unknown_globals,

@@ -17,7 +17,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
-from zexport.run.readback import Phase, Progress
+from zexport.run.progress import Phase, Progress
 from zexport.weights.accounting import account
 from zexport.weights.proof import WeightReader
 

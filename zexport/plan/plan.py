@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.contents import StoredTensor
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
+from zexport.store.files import Version
 from zexport.store.json import Json
 
 if TYPE_CHECKING:
@@ -101,22 +103,35 @@ class SourceFile:
 
     Attributes:
         path: the file.
-        nbytes: its size when the plan was made.
-        mtime_ns: its modification time when the plan was made.
+        version: what it was when the plan was made.
         members: the records that hold tensor bytes, by ascending offset; a record's CRC-32 covers
             all of it. torch's old container and safetensors have none, there a record is a storage
             or a tensor.
     """
 
     path: Path
-    nbytes: int
-    mtime_ns: int
+    version: Version
     members: tuple[Member, ...]
 
     @classmethod
     def of(cls, file: ReadableFile) -> SourceFile:
         """What a plan keeps of a file whose directory or header was read."""
-        return cls(file.path, file.nbytes, file.mtime_ns, file.members)
+        return cls(file.path, file.version, file.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A checkpoint that DeepSpeed's own converter is to rebuild.
+
+    Attributes:
+        root: the folder that holds its tag.
+        tag: name of the tag folder.
+        tensors: what is in it, some of which make up one of the plan's.
+    """
+
+    root: Path
+    tag: str
+    tensors: tuple[StoredTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +154,8 @@ class ExportPlan:
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
-        reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where
-            the bytes come from ``sources``.
+        reference: where DeepSpeed's own converter is to give the tensors; ``None`` where the bytes
+            come from ``sources``.
     """
 
     out_dir: Path
@@ -152,9 +167,25 @@ class ExportPlan:
     overwrite: bool
     jobs: int
     chunk_nbytes: int
-    reference: ZeroCheckpoint | None = None
+    reference: Reference | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
     gathered: tuple[CastReplica, ...] = ()
     check: CheckMode = CheckMode.SAMPLED
     allow: frozenset[FindingKind] = frozenset()
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def source_names(self) -> dict[Path, str]:
+        """The sources by their paths below the folder that holds all of the checkpoint's.
+
+        The folder's own place is left out, so that the same checkpoint elsewhere gives the same
+        names; those of files elsewhere are their last part.
+        """
+        folders = [source.path.parent for source in self.sources if source.path.suffix == ".pt"]
+        root = PurePath(os.path.commonpath(folders)) if folders else None
+        return {
+            path: path.relative_to(root).as_posix()
+            if root is not None and path.is_relative_to(root)
+            else path.name
+            for path in (source.path for source in self.sources)
+        }

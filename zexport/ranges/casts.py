@@ -53,6 +53,11 @@ class Statistics:
     overflow: int = 0
     all_zero: bool = True
 
+    @property
+    def is_remarkable(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.nan or self.inf or self.overflow or self.all_zero)
+
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(
             self.nan + other.nan,

@@ -19,6 +19,7 @@ from zexport.ranges.extents import ByteSource, Member, Window
 from zexport.ranges.gather import gather
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic
+from zexport.store.files import Version, version, version_of
 from zexport.store.retries import read_some, steadily
 
 _OPEN_FILES_MIN = 64
@@ -37,13 +38,8 @@ class ReadableFile(Protocol):
         ...
 
     @property
-    def nbytes(self) -> int:
-        """Its size beforehand."""
-        ...
-
-    @property
-    def mtime_ns(self) -> int:
-        """Its modification time beforehand."""
+    def version(self) -> Version:
+        """What it was beforehand."""
         ...
 
     @property
@@ -246,7 +242,7 @@ class _OpenFiles:
     def check_unchanged(self) -> None:
         for path in sorted(self._seen):
             try:
-                _check_unchanged(self._files[path], steadily(path.stat))
+                _check_unchanged(self._files[path], version(path))
             except OSError as cause:
                 raise _unreadable(path, cause) from cause
 
@@ -261,7 +257,7 @@ class _OpenFiles:
         except OSError as cause:
             raise _unreadable(path, cause) from cause
         try:
-            _check_unchanged(self._files[path], os.fstat(descriptor))
+            _check_unchanged(self._files[path], version_of(descriptor))
         except DamagedCheckpointError:
             os.close(descriptor)
             raise
@@ -279,12 +275,12 @@ def _unreadable(path: Path, cause: OSError) -> CheckpointError:
     return CheckpointError(f"cannot be read: {cause.strerror}", path=path)
 
 
-def _check_unchanged(file: ReadableFile, status: os.stat_result) -> None:
-    if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.mtime_ns):
+def _check_unchanged(file: ReadableFile, found: Version) -> None:
+    if found != file.version:
         raise DamagedCheckpointError(
             "was changed while it was read",
             path=file.path,
-            found=f"{status.st_size} bytes, modified at {status.st_mtime_ns} ns",
-            expected=f"{file.nbytes} bytes, modified at {file.mtime_ns} ns",
+            found=found,
+            expected=file.version,
             hint="Run again when nothing writes to the checkpoint",
         )

@@ -48,7 +48,9 @@ def plan_json(plan: ExportPlan) -> JsonObject:
             for shard in plan.shards
         ],
         "side_files": [file.filename for file in plan.side_files],
-        "sources": [{"path": str(file.path), "nbytes": file.nbytes} for file in plan.sources],
+        "sources": [
+            {"path": str(file.path), "nbytes": file.version.nbytes} for file in plan.sources
+        ],
         "tensors": sum(len(shard.tensors) for shard in plan.shards),
         "nbytes_to_read": _nbytes_to_read(plan),
         "nbytes_to_write": _nbytes_to_write(plan),

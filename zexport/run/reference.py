@@ -14,7 +14,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.location import Location
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.formats.pickles import Global, load
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
@@ -24,7 +23,7 @@ from zexport.ranges.extents import ByteSource, Extent, Window
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.mosaic import Mosaic
 from zexport.ranges.reader import SourceReader
-from zexport.run.convert import TensorReader
+from zexport.run.pieces import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +67,7 @@ _State = Mapping[str, _Lazy]
 
 @contextmanager
 def open_reference(
-    location: Location, stored: Iterable[StoredTensor] = ()
+    root: Path, tag: str, stored: Iterable[StoredTensor] = ()
 ) -> Iterator[TensorReader]:
     """The tensors of a checkpoint as DeepSpeed's ``zero_to_fp32`` rebuilds them.
 
@@ -85,9 +84,10 @@ def open_reference(
         UnsupportedError: DeepSpeed cannot rebuild this checkpoint.
         MissingExtraError: DeepSpeed is not installed.
     """
-    files = _vetted_files(location.tag_dir)
+    tag_dir = root / tag
+    files = _vetted_files(tag_dir)
     with SourceReader(files) as sources:
-        yield _Reference(location.tag_dir, _run_converter(location), sources, stored)
+        yield _Reference(tag_dir, _run_converter(root, tag), sources, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +303,11 @@ def _refusals(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _run_converter(location: Location) -> _State:
+def _run_converter(root: Path, tag: str) -> _State:
     converter = _import_converter()
     said = io.StringIO()  # its account of its progress, which is not ours to print
-    with _refusals(location.tag_dir), redirect_stdout(said), redirect_stderr(said):
-        return converter(str(location.root), tag=location.tag, lazy_mode=True)
+    with _refusals(root / tag), redirect_stdout(said), redirect_stderr(said):
+        return converter(str(root), tag=tag, lazy_mode=True)
 
 
 def _import_converter() -> Callable[..., _State]:

@@ -10,10 +10,9 @@ from blake3 import blake3
 
 from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.ledger import Ledger
-from zexport.run.chunks import pieces
-from zexport.run.conclusions import source_entries
-from zexport.run.convert import Buffers, FileReader, TensorReader, convert
+from zexport.run.finish import source_entries
 from zexport.run.manifest import Manifest, SourceEntry, TensorEntry
+from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.verify_report import Problem
 from zexport.weights.proof import WeightReader
 

@@ -19,7 +19,7 @@ from zexport.run.manifest import (
     is_as_written,
     read_manifest,
 )
-from zexport.run.readback import Phase, Progress
+from zexport.run.progress import Phase, Progress
 from zexport.run.remade import source_problems
 from zexport.run.verify_report import Problem, VerifyReport
 from zexport.store.files import read_regular

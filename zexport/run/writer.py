@@ -1,9 +1,9 @@
-"""Moving a plan's bytes: read, cast, looked at, digested and written, in small buffers."""
+"""Moving the bytes of files: read, cast, looked at, digested and written, in small buffers."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,54 +14,56 @@ from types import TracebackType
 
 from blake3 import blake3
 
-from zexport.plan.plan import ExportPlan, FilePlan
+from zexport.plan.plan import FilePlan
 from zexport.ranges.casts import Statistics
-from zexport.ranges.digests import digest_shard
-from zexport.run.chunks import Chunk, Piece, chunks
-from zexport.run.convert import Buffers, TensorReader, convert
-from zexport.run.results import ShardResult, TensorResult
+from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
+from zexport.run.receipts import Receipt
 from zexport.store.disk import OutputFile
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
 
 
-def write_shards(
-    plan: ExportPlan,
+def write_files(
+    files: Sequence[FilePlan],
     folder: Path,
     reader: TensorReader,
     *,
+    jobs: int,
+    chunk_nbytes: int,
     on_bytes: Callable[[int], None],
-    on_shard: Callable[[ShardResult], None],
-    on_disk: Callable[[ShardResult], None],
+    on_written: Callable[[FilePlan, Receipt], None],
+    on_disk: Callable[[FilePlan, Receipt], None],
 ) -> None:
-    """Write every shard of a plan into ``folder``; on return, all of it is on the disk.
+    """Write files into ``folder``; on return, all of them are on the disk.
 
-    Strategy: ``plan.jobs`` workers each hold one chunk; chunks begin in file order and are digested
-    in file order (each waits for the one before), but are read, cast and written whenever they are
-    ready. One more thread asks the disk to take what was written, all the while.
+    Strategy: the workers each hold one chunk; chunks begin in file order and are digested in file
+    order (each waits for the one before), but are read, cast and written whenever they are ready.
+    One more thread asks the disk to take what was written, all the while.
 
     Args:
-        plan: what to write.
-        folder: holds every shard's file, with its room taken (``reserve_shards``).
+        files: what to write.
+        folder: holds each of them already, with its room taken.
         reader: where the stored bytes come from.
+        jobs: how many workers.
+        chunk_nbytes: what each of them holds.
         on_bytes: told of bytes written, in the calling thread.
-        on_shard: told of each shard when all of it is written, if not yet on the disk; in the
+        on_written: told of each file when all of it is written, if not yet on the disk; in the
             calling thread.
-        on_disk: told of each shard when all of it is on the disk; in another thread.
+        on_disk: told of it later, when all of it is on the disk; in another thread.
 
     Raises:
         OutputError: a file cannot be written.
         ZexportError: whatever ``reader`` raises.
     """
     with ExitStack() as stack:
-        files = stack.enter_context(ExitStack())  # closed last, when no thread uses them any more
+        closing = stack.enter_context(ExitStack())  # done last, when no thread uses them any more
         flusher = _Flusher(stack.enter_context(ThreadPoolExecutor(1)))
-        workers = ThreadPoolExecutor(plan.jobs)
+        workers = ThreadPoolExecutor(jobs)
         stack.callback(workers.shutdown, cancel_futures=True)
         buffers: SimpleQueue[Buffers] = SimpleQueue()
-        for _ in range(plan.jobs):
-            buffers.put(Buffers(plan.chunk_nbytes))
+        for _ in range(jobs):
+            buffers.put(Buffers(chunk_nbytes))
         in_flight: deque[_Job] = deque()
 
         def land() -> None:
@@ -69,14 +71,14 @@ def write_shards(
             job.future.result()
             on_bytes(job.chunk.nbytes)
             if job.is_last:
-                result = job.writer.result()
-                flusher.finish(job.writer, lambda: on_disk(result))
-                on_shard(result)
+                file, receipt = job.writer.file, job.writer.receipt()
+                on_written(file, receipt)
+                flusher.finish(job.writer, lambda: on_disk(file, receipt))
             else:
                 flusher.written(job.writer, job.chunk.nbytes)
 
-        for writer, chunk, is_last, turn in _schedule(plan, folder, reader, files):
-            if len(in_flight) == 2 * plan.jobs:
+        for writer, chunk, is_last, turn in _schedule(files, folder, reader, chunk_nbytes, closing):
+            if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
             in_flight.append(_Job(future, writer, chunk, is_last))
@@ -112,53 +114,47 @@ class _Turn:
 @dataclass(frozen=True, slots=True)
 class _Job:
     future: Future[None]
-    writer: _ShardWriter
+    writer: _FileWriter
     chunk: Chunk
     is_last: bool
 
 
-def reserve_shards(plan: ExportPlan, folder: Path) -> None:
-    """Make every shard's file and take its room: a full disk shows here, before any byte is read.
-
-    Raises:
-        OutputError: a file cannot be made, or has no room.
-    """
-    for shard in plan.shards:
-        with OutputFile(folder / shard.filename, is_new=True) as file:
-            file.reserve(shard.nbytes)
-
-
 def _schedule(
-    plan: ExportPlan, folder: Path, reader: TensorReader, files: ExitStack
-) -> Iterator[tuple[_ShardWriter, Chunk, bool, _Turn]]:
-    """Every chunk of every shard in order: its writer, whether it is the shard's last, its turn."""
-    for shard in plan.shards:
-        writer = _ShardWriter(folder / shard.filename, shard, reader)
-        files.callback(writer.close)
+    files: Sequence[FilePlan],
+    folder: Path,
+    reader: TensorReader,
+    chunk_nbytes: int,
+    closing: ExitStack,
+) -> Iterator[tuple[_FileWriter, Chunk, bool, _Turn]]:
+    """Every chunk of every file in order: its writer, whether it is the file's last, its turn."""
+    for file in files:
+        writer = _FileWriter(folder / file.filename, file, reader)
+        closing.callback(writer.close)
         writer.begin()
         turn = _Turn()
-        for chunk in chunks(shard, plan.chunk_nbytes):
+        for chunk in chunks(file, chunk_nbytes):
             is_last = chunk.offset + chunk.nbytes == writer.nbytes
             yield writer, chunk, is_last, turn
             turn = _Turn(turn)
 
 
-class _ShardWriter:
-    """One shard on its way to the disk."""
+class _FileWriter:
+    """One file on its way to the disk."""
 
-    def __init__(self, path: Path, shard: FilePlan, reader: TensorReader) -> None:
-        self._shard = shard
+    def __init__(self, path: Path, file: FilePlan, reader: TensorReader) -> None:
+        self.file = file
         self._reader = reader
-        self.nbytes = shard.nbytes  # a sum over all tensors, made once
-        self._tensors: dict[str, TensorResult] = {}
+        self.nbytes = file.nbytes  # a sum over all tensors, made once
+        self._digests: dict[str, bytes] = {}
+        self._remarkable: dict[str, Statistics] = {}
         self._split_digest = blake3()
         self._split_statistics = Statistics()
         self._ledger = reader.new_ledger()
-        self._file = OutputFile(path, is_new=False)
+        self._output = OutputFile(path, is_new=False)
 
     def begin(self) -> None:
         """Write the file's header."""
-        self._file.write(self._shard.head, 0)
+        self._output.write(self.file.head, 0)
 
     def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
         """Everything that happens to one chunk."""
@@ -166,7 +162,7 @@ class _ShardWriter:
             buffers = pool.get()
             try:
                 seen = self._convert(chunk, buffers)
-                self._file.write(buffers.out[: chunk.nbytes], chunk.offset)
+                self._output.write(buffers.out[: chunk.nbytes], chunk.offset)
                 turn.wait()
                 self._take_split(seen)
             finally:
@@ -182,8 +178,7 @@ class _ShardWriter:
             out = buffers.out[position : position + piece.nbytes]
             statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
             if piece.is_whole:
-                result = TensorResult(blake3(out).hexdigest(), statistics)
-                self._tensors[piece.tensor.name] = result
+                self._note(piece.tensor.name, blake3(out).digest(), statistics)
             else:
                 split.append((piece, out, statistics))
             position += piece.nbytes
@@ -198,23 +193,29 @@ class _ShardWriter:
             self._split_digest.update(out)
             self._split_statistics += statistics
             if piece.last == piece.tensor.numel:
-                self._tensors[piece.tensor.name] = TensorResult(
-                    self._split_digest.hexdigest(), self._split_statistics
-                )
+                name, digest = piece.tensor.name, self._split_digest.digest()
+                self._note(name, digest, self._split_statistics)
 
-    def result(self) -> ShardResult:
-        digests = (self._tensors[tensor.name].blake3 for tensor in self._shard.tensors)
-        return ShardResult(
-            self._shard.filename,
+    def _note(self, name: str, digest: bytes, seen: Statistics) -> None:
+        self._digests[name] = digest
+        if seen.is_remarkable:
+            self._remarkable[name] = seen
+
+    def receipt(self) -> Receipt:
+        """What was written, all of which is."""
+        digests = b"".join(self._digests[tensor.name] for tensor in self.file.tensors)
+        return Receipt(
+            self.file.filename,
             self.nbytes,
-            digest_shard(self._shard.head, digests),
-            self._tensors,
+            blake3(self.file.head).update(digests).hexdigest(),
+            digests,
+            self._remarkable,
             self._ledger.ranges(),
         )
 
     def flush(self) -> None:
         """Put what is written on the disk."""
-        self._file.sync()
+        self._output.sync()
 
     def finish(self, then: Callable[[], None]) -> None:
         """Put all of it on the disk, close it, and do ``then``."""
@@ -224,7 +225,7 @@ class _ShardWriter:
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
-        self._file.close()
+        self._output.close()
 
 
 class _Flusher:
@@ -236,7 +237,7 @@ class _Flusher:
         self._finishing: list[Future[None]] = []
         self._unflushed = 0
 
-    def written(self, writer: _ShardWriter, nbytes: int) -> None:
+    def written(self, writer: _FileWriter, nbytes: int) -> None:
         """Note bytes written; once they are many and the disk is idle, have them put there."""
         self._unflushed += nbytes
         if self._unflushed < _FLUSH_NBYTES or not (self._running is None or self._running.done()):
@@ -246,8 +247,8 @@ class _Flusher:
         self._unflushed = 0
         self._running = self._executor.submit(writer.flush)
 
-    def finish(self, writer: _ShardWriter, then: Callable[[], None]) -> None:
-        """Have a whole shard put on the disk and closed, and ``then`` done.
+    def finish(self, writer: _FileWriter, then: Callable[[], None]) -> None:
+        """Have a whole file put on the disk and closed, and ``then`` done.
 
         A flush before it that failed counts: a disk tells of lost bytes once.
         """

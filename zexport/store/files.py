@@ -5,8 +5,42 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+
+from zexport.store.retries import steadily
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What tells whether a file is still as it was: its size, and when it was last modified."""
+
+    nbytes: int
+    mtime_ns: int
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes, modified at {self.mtime_ns} ns"
+
+
+def version(path: Path) -> Version:
+    """The version of a file.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    status = steadily(path.stat)
+    return Version(status.st_size, status.st_mtime_ns)
+
+
+def version_of(descriptor: int) -> Version:
+    """The version of an open file.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    status = os.fstat(descriptor)
+    return Version(status.st_size, status.st_mtime_ns)
 
 
 def open_regular(path: Path) -> FileIO:
@@ -32,6 +66,16 @@ def open_descriptor(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return descriptor
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file of our own, however large.
+
+    Raises:
+        OSError: as ``open_regular``.
+    """
+    with open_regular(path) as file:
+        return file.readall()
 
 
 def read_regular(path: Path, nbytes_max: int) -> bytes | None:

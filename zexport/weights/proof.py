@@ -55,7 +55,7 @@ class WeightReader(SourceReader):
     ) -> None:
         files = tuple(files)
         super().__init__(files)
-        self._samples = [SourceFile(file.path, file.nbytes, file.mtime_ns, ()) for file in files]
+        self._samples = [SourceFile(file.path, file.version, ()) for file in files]
         self._replicas = tuple(replicas)
         self._gathered = gathered
         self._check = check

@@ -47,7 +47,7 @@ def copied_files(ranks: RankStates) -> Iterator[ZexportError]:
             yield DamagedCheckpointError(
                 f"is the optimizer file of rank {other} to the last byte: one is the other's copy",
                 path=path,
-                found=f"the same {states.file.nbytes} bytes as {kept.name}",
+                found=f"the same {states.file.version.nbytes} bytes as {kept.name}",
                 expected=f"the stripes of rank {rank}",
                 hint="Copy the files of both ranks again from where they were written",
             )

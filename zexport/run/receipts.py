@@ -1,0 +1,177 @@
+"""Receipts: what was written of each file and read for it, kept in the unfinished folder.
+
+A receipt is made when its file is on the disk and reads back as it was written; it appears whole or
+not at all. It names what it belongs to by the plan's digest. So a rerun goes on from it, and who
+completes the folder need not be who wrote the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from zexport.errors import OutputError
+from zexport.plan.digest import PlanDigest
+from zexport.plan.plan import ExportPlan, FilePlan
+from zexport.ranges.casts import Statistics
+from zexport.ranges.ledger import Range
+from zexport.store.disk import write_durably, writing
+from zexport.store.files import read_whole
+from zexport.store.folders import children, is_file, is_folder, make_folder, matching, remove
+
+RECEIPTS_NAME = ".zexport_journal"
+"""A folder within the unfinished folder; never part of the finished one."""
+
+_DIGEST_NBYTES = 32
+_ENTRY = ".json"
+_PLAN = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What was written of one file.
+
+    Attributes:
+        filename: its name in the folder.
+        nbytes: its size.
+        blake3: its digest, as a manifest has it.
+        digests: BLAKE3 of its tensors, one after another in file order.
+        remarkable: by name, what was seen of tensors with anything to tell of.
+        ranges: what was read for it, by file; the CRC-32 of each range is part of the proof that
+            the whole record is what was saved.
+    """
+
+    filename: str
+    nbytes: int
+    blake3: str
+    digests: bytes
+    remarkable: Mapping[str, Statistics]
+    ranges: Mapping[Path, list[Range]]
+
+    def digest(self, number: int) -> str:
+        """The digest of one tensor, by its place in the file."""
+        return self.digests[number * _DIGEST_NBYTES :][:_DIGEST_NBYTES].hex()
+
+
+class Receipts:
+    """The receipts for a plan's files, in the folder that it fills."""
+
+    def __init__(self, folder: Path, plan: ExportPlan) -> None:
+        self._folder = folder / RECEIPTS_NAME
+        self._paths = [source.path for source in plan.sources]
+        self._digest = PlanDigest(plan)
+        with writing(self._folder):
+            make_folder(self._folder)
+
+    def begin(self) -> None:
+        """Say which plan the folder is being filled for.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        write_durably(self._folder / _PLAN, [self._digest.whole.encode()])
+
+    def check_plan(self) -> None:
+        """Nothing, if the folder was begun for this plan.
+
+        Raises:
+            OutputError: it was begun for another, or not at all.
+        """
+        try:
+            found = read_whole(self._folder / _PLAN).decode(errors="replace")
+        except OSError:
+            found = ""
+        if found != self._digest.whole:
+            raise OutputError(
+                "was begun for another plan",
+                path=self._folder.parent,
+                hint="Run the same command, with the same versions, on the same checkpoint",
+            )
+
+    def add(self, file: FilePlan, receipt: Receipt) -> None:
+        """Note a file that is on the disk.
+
+        Raises:
+            OutputError: the note cannot be written.
+        """
+        table = {
+            "plan": self._digest.of_file(file),
+            "nbytes": receipt.nbytes,
+            "blake3": receipt.blake3,
+            "digests": receipt.digests.hex(),
+            "remarkable": {name: astuple(seen) for name, seen in receipt.remarkable.items()},
+            "ranges": [receipt.ranges.get(path, []) for path in self._paths],
+        }
+        text = json.dumps(table).encode()
+        seal = blake3(text).hexdigest().encode()
+        write_durably(self._entry(file), [seal, b"\n", text])
+
+    def find(self, file: FilePlan) -> Receipt | None:
+        """What was noted of a file; ``None`` where nothing was, or something of another plan."""
+        try:
+            seal, text = read_whole(self._entry(file)).split(b"\n", 1)
+        except (OSError, ValueError):
+            return None
+        if blake3(text).hexdigest().encode() != seal:
+            return None
+        table = json.loads(text)
+        if table["plan"] != self._digest.of_file(file):
+            return None
+        ranges = zip(self._paths, table["ranges"], strict=True)
+        return Receipt(
+            file.filename,
+            table["nbytes"],
+            table["blake3"],
+            bytes.fromhex(table["digests"]),
+            {name: Statistics(*seen) for name, seen in table["remarkable"].items()},
+            {path: [(a, b, crc) for a, b, crc in found] for path, found in ranges if found},
+        )
+
+    def keep_only(self, filenames: Collection[str]) -> None:
+        """Clear everything out of the folder but these files and their receipts.
+
+        Raises:
+            OutputError: something cannot be removed.
+        """
+        folder = self._folder.parent
+        with writing(folder):
+            for path in (*children(folder), *children(self._folder)):
+                name = path.name.removesuffix(_ENTRY) if path.parent == self._folder else path.name
+                if path != self._folder and name not in filenames:
+                    remove(path)
+
+    def _entry(self, file: FilePlan) -> Path:
+        return self._folder / f"{file.filename}{_ENTRY}"
+
+
+def finished_files(folder: Path) -> tuple[str, ...]:
+    """Names of the files that a folder has receipts for, whatever plan they are of."""
+    found = matching(folder / RECEIPTS_NAME, f"*{_ENTRY}")
+    names = (path.name.removesuffix(_ENTRY) for path in found)
+    return tuple(sorted(name for name in names if is_file(folder / name)))
+
+
+def drop_unfinished(folder: Path) -> None:
+    """Remove everything but finished files and their receipts.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    finished = finished_files(folder)
+    for path in children(folder):
+        if not finished or path.name not in (*finished, RECEIPTS_NAME):
+            remove(path)
+
+
+def drop_receipts(folder: Path) -> None:
+    """Remove the receipts from a folder that is complete.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    if is_folder(folder / RECEIPTS_NAME):
+        remove(folder / RECEIPTS_NAME)

@@ -1,0 +1,113 @@
+"""What lies where: kinds of things, children of folders, and folders made and removed.
+
+Links are followed, but for ``is_link`` and ``remove``. What is not there is no error to ask about;
+what may not be looked at is an ``OSError``, as everywhere in this room.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a regular file."""
+    return path.is_file()
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder."""
+    return path.is_dir()
+
+
+def is_link(path: Path) -> bool:
+    """Whether it is a symbolic link."""
+    return path.is_symlink()
+
+
+def is_mount(path: Path) -> bool:
+    """Whether a file system is mounted there."""
+    return path.is_mount()
+
+
+def exists(path: Path) -> bool:
+    """Whether anything is there, at the end of every link."""
+    return path.exists()
+
+
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one thing."""
+    return one.samefile(other)
+
+
+def children(folder: Path) -> list[Path]:
+    """What lies in a folder, by name."""
+    return sorted(folder.iterdir())
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """What lies in a folder under names of a pattern, sorted; nothing where there is no folder."""
+    return sorted(folder.glob(pattern))
+
+
+def below(folder: Path) -> list[Path]:
+    """Everything in a folder, and in the folders in it, sorted."""
+    return sorted(folder.rglob("*"))
+
+
+def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """A folder and those below it, each with whether anything is in it; links are not gone into."""
+
+    def fail(cause: OSError) -> None:
+        raise cause
+
+    for name, folders, files in os.walk(folder, onerror=fail):
+        yield Path(name), bool(folders or files)
+
+
+def may_change(folder: Path) -> bool:
+    """Whether names may be added to a folder and removed from it."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root on, its links as they are."""
+    return path.absolute()
+
+
+def real(path: Path) -> Path:
+    """The path that it leads to, all links followed.
+
+    Raises:
+        FileNotFoundError: it begins at a working directory that is not there any more.
+    """
+    return Path(os.path.realpath(path))
+
+
+def home() -> Path:
+    """The user's home folder, links followed."""
+    return real(Path("~").expanduser())
+
+
+def here() -> Path:
+    """The working directory.
+
+    Raises:
+        FileNotFoundError: it was removed.
+    """
+    return Path.cwd()
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, where they are not there yet."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,182 @@
+"""Giving a folder its name: alone, complete and on the disk, or everything as it was.
+
+A folder is filled beside its place, under a name of its own, while a lock is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from zexport.errors import OutputError
+from zexport.store.disk import HINTS, sync_path, writing
+
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
+_LOCK_SECONDS = 0.1
+"""A lock that its owner removes as we open it is taken anew; one that is held stays so."""
+
+_LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+def workplaces(target: Path) -> tuple[Path, Path]:
+    """The folders that are made, and cleared away, on the way to ``target``.
+
+    The first is filled; the second is what was there before, while it is being replaced.
+    """
+    return _beside(target, _PARTIAL), _beside(target, _REPLACED)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(target.name + ending)
+
+
+def _in_the_way(place: Path) -> OutputError:
+    """No killed export has left this folder: it is the user's."""
+    return OutputError(
+        "is in the way: an export works under this name before it has its own",
+        path=place,
+        hint="Move it away, or choose another name for the output",
+    )
+
+
+@contextmanager
+def parents(parent: Path) -> Iterator[None]:
+    """Make the missing folders above the target; take them away again when the block fails."""
+    with writing(parent):
+        missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+        parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _check_permission(parent)
+        yield
+    except BaseException:
+        for folder in missing:
+            _remove_if_empty(folder)
+        raise
+
+
+def _check_permission(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError("cannot be written: no permission", path=folder, hint=HINTS[errno.EACCES])
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Hold ``<target>.partial.lock``, a file that is locked for as long as its process lives.
+
+    It stays where its process leaves unfinished work, which the next one knows by it: without it,
+    a folder of that name is the user's.
+
+    Where the file system knows no locks, the work goes on without one: that errs on the side of
+    working on shared disks, where a second export into the same folder is the user's to avoid.
+    """
+    path = _beside(target, f"{_PARTIAL}.lock")
+    with writing(path):
+        was_there = path.exists()
+    lock = _taken(path, target)
+    foreign = [] if was_there else [place for place in workplaces(target) if place.exists()]
+    try:
+        if foreign:
+            raise _in_the_way(foreign[0])
+        yield
+    finally:
+        if foreign or not any(place.exists() for place in workplaces(target)):
+            with suppress(OSError):  # left behind, it is taken by the next export
+                path.unlink()
+        lock.release()
+
+
+def _taken(path: Path, target: Path) -> FileLock:
+    lock = FileLock(path, timeout=_LOCK_SECONDS, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as cause:
+        raise OutputError(
+            "another export is writing this folder",
+            path=target,
+            hint="Wait for it, or choose another name",
+        ) from cause
+    except OSError as cause:
+        if cause.errno not in _LOCKS_UNKNOWN:
+            act = "locked" if cause.filename is None else "written"
+            hint = HINTS.get(cause.errno or 0, "")
+            raise OutputError(f"cannot be {act}: {cause.strerror}", path=path, hint=hint) from cause
+    return lock
+
+
+def restore(target: Path) -> None:
+    """Undo the first half of a replacement whose process was killed between two renames."""
+    replaced = _beside(target, _REPLACED)
+    with writing(target):
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+
+
+def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str], None]) -> None:
+    """Give the folder its name, or leave everything under the names that it had."""
+    _sync_all(partial)
+    if not (overwrite and target.exists()):
+        _rename_for_good(partial, target)
+        return
+    replaced = _beside(target, _REPLACED)
+    _discard(replaced, warn)
+    target.rename(replaced)
+    try:
+        _rename_for_good(partial, target)
+    except BaseException:
+        replaced.rename(target)
+        raise
+    _discard(replaced, warn)
+
+
+def _discard(replaced: Path, warn: Callable[[str], None]) -> None:
+    """Remove a folder that was replaced.
+
+    What cannot be removed is told, and gets another name: the next replacement needs this one.
+    """
+    try:
+        _remove(replaced)
+    except OSError as cause:
+        names = (replaced.with_name(f"{replaced.name}-{number}") for number in count(2))
+        left = next(name for name in names if not os.path.lexists(name))
+        try:
+            replaced.rename(left)
+        except OSError:
+            left = replaced
+        warn(f"what was replaced cannot be removed ({cause.strerror}): it is left in {left}")
+
+
+def _rename_for_good(folder: Path, name: Path) -> None:
+    """Rename a folder, and have the disk take the new name; else it has the old one."""
+    folder.rename(name)
+    try:
+        sync_path(name.parent)
+    except BaseException:
+        name.rename(folder)
+        raise
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _sync_all(folder: Path) -> None:
+    """Put every file on the disk, then the folders that name them."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync_path(path)
+    sync_path(folder)
