@@ -14,13 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import Tensors
-from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
-from zexport.checkpoint.layouts.layer_files import read_layers
-from zexport.checkpoint.layouts.pipeline import join_stages
-from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
-from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
+from zexport.checkpoint.layouts.assemble import Assembled, assemble
+from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
-from zexport.checkpoint.ranks import RankStates, is_zero0, read_ranks
+from zexport.checkpoint.ranks import RankStates, read_ranks
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
@@ -53,20 +51,16 @@ def cells(tag: Path) -> dict[int, RankStates]:
     return {i: read_ranks(tag, [f for f in files if f.mp_rank == i]) for i in indices}
 
 
+def assembled(tag: Path, structure: Structure) -> Assembled:
+    return assemble(tag, list_rank_files(tag), cells(tag), structure)
+
+
 def joined_ranks(tag: Path) -> Inventory:
-    by_index = cells(tag)
-    inventories = {
-        index: take_zero0_inventory(cell.first_model)
-        if is_zero0(cell)
-        else take_inventory(cell, cell.first_model)
-        for index, cell in by_index.items()
-        if cell.first_model is not None
-    }
-    return join_tensor_ranks(by_index, inventories)
+    return assembled(tag, Structure.TENSOR).inventory
 
 
 def joined_stages(tag: Path) -> Inventory:
-    return join_stages(tag, cells(tag), read_layers(list_rank_files(tag)))
+    return assembled(tag, Structure.PIPELINE).inventory
 
 
 def values(inventory: Inventory) -> Tensors:

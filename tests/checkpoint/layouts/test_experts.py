@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.support.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
-from tests.support.model_parallel import unequal
+from tests.support.model_parallel import assembled, unequal
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.expert_states import read_expert_optimizers, read_expert_states
-from zexport.checkpoint.layouts.experts import take_expert_inventory
+from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
-from zexport.checkpoint.ranks import read_ranks
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.dtypes import DType
@@ -41,12 +38,7 @@ _CASES = [
 
 
 def inventory_of(tag_dir: Path) -> Inventory:
-    files = list_rank_files(tag_dir)
-    ranks = read_ranks(tag_dir, files)
-    experts = read_expert_states(file for file in files if file.kind is RankFileKind.EXPERT)
-    masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
-    assert ranks.first_model is not None
-    return take_expert_inventory(ranks, ranks.first_model, experts, read_expert_optimizers(masters))
+    return assembled(tag_dir, Structure.EXPERTS).inventory
 
 
 def read(source: ByteSource | None) -> bytes:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cell_cases import cases_named, facts_of, read_bytes, read_cells, tag_of, truth_of
+from tests.support.cell_cases import cases_named, facts_of, read_bytes, tag_of, truth_of
 from tests.support.checkpoints import edit
-from tests.support.model_parallel import unequal
+from tests.support.model_parallel import assembled, unequal
+from zexport.checkpoint.layouts.assemble import Assembled
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.universal import UniversalInventory, take_universal_inventory
+from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (
@@ -55,8 +56,8 @@ def test_every_file_that_holds_a_weight_is_handed_back(case: Path) -> None:
     assert len(paths) == len(taken.files)
 
 
-def take(tag: Path) -> UniversalInventory:
-    return take_universal_inventory(tag, read_cells(tag))
+def take(tag: Path) -> Assembled:
+    return assembled(tag, Structure.UNIVERSAL)
 
 
 @pytest.fixture

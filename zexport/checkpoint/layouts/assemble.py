@@ -9,7 +9,6 @@ from pathlib import Path
 from zexport.checkpoint.layouts.data_parallel import (
     Inventory,
     commonest_dtype,
-    damage_of,
     module_dtype,
     take_inventory,
 )
@@ -17,7 +16,7 @@ from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
-from zexport.errors import LayoutError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
 
@@ -55,6 +54,33 @@ def assemble(
         CheckpointError: files are missing, damaged, or contradict each other.
         UnsupportedError: the tensors cannot be rebuilt exactly.
     """
+    try:
+        return _by_structure(tag_dir, files, cells, structure)
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=tag_dir,
+            found=error.found,
+            expected=error.expected,
+            hint=_HINTS.get(structure, "Copy all rank files of one save again"),
+        ) from error
+
+
+_HINTS = {
+    Structure.TENSOR: "Copy the rank files of all tensor ranks again",
+    Structure.PIPELINE: "Copy the rank files and layer files of all stages again",
+    Structure.UNIVERSAL: "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export "
+    "its source",
+}
+"""What to do where the numbers of a layout contradict each other."""
+
+
+def _by_structure(
+    tag_dir: Path,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    structure: Structure,
+) -> Assembled:
     match structure:
         case Structure.UNIVERSAL:
             return _universal(tag_dir, cells)
@@ -113,10 +139,7 @@ def _experts(
         for index in sorted(cells)
     ]
     inventories = [inventory for inventory, _ in taken]
-    try:
-        inventory = inventories[0] if len(taken) == 1 else merge_stages(inventories)
-    except LayoutError as error:
-        raise damage_of(error, tag_dir, "Copy the files of all stages again") from error
+    inventory = inventories[0] if len(taken) == 1 else merge_stages(inventories)
     return Assembled(inventory, tuple(f for _, read in taken for f in read), _module_dtype(cells))
 
 

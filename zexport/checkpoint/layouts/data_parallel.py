@@ -1,25 +1,25 @@
-"""From rank states to whole tensors: the layouts' arithmetic applied to real files."""
+"""ZeRO-1, 2 and 3: the tensors of a run of data parallelism, out of the files of its ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
+from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind, check_one_type
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.tied_names import find_aliases, has_value
 from zexport.checkpoint.wrapped import check_spelling, with_parameter_names
-from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError, ZexportError
+from zexport.errors import LayoutError, UnsupportedError, ZexportError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica
-from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Chain, Striped, Window
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource, Chain, Window
 
 _WHOLE_NUMBERS = frozenset({DType.BOOL, DType.U8, DType.I8, DType.I16, DType.I32, DType.I64})
 
@@ -46,33 +46,149 @@ class Inventory:
     flats: tuple[FlatData, ...] = ()
     problems: tuple[ZexportError, ...] = ()
 
+    @classmethod
+    def joined(cls, parts: Sequence[Inventory]) -> Inventory:
+        """All parts as one; what several say is said once, and a later tie goes before."""
+        known = {alias for part in parts for alias in part.aliases}
+        left_out = dict.fromkeys(name for part in parts for name in part.left_out)
+        return cls(
+            tensors=tuple(tensor for part in parts for tensor in part.tensors),
+            aliases={alias: name for part in parts for alias, name in part.aliases.items()},
+            left_out=tuple(name for name in left_out if name not in known),
+            replicas=tuple(replica for part in parts for replica in part.replicas),
+            notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            flats=tuple(flat for part in parts for flat in part.flats),
+            problems=tuple(problem for part in parts for problem in part.problems),
+        )
+
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
     """The tensors of a checkpoint, by the layout of its stage.
 
     Raises:
-        DamagedCheckpointError: lengths, shapes or names contradict each other.
+        LayoutError: lengths, shapes or names contradict each other.
+        UnsupportedError: frozen weights are quantized.
     """
     model = with_parameter_names(model)
-    try:
-        flats: list[FlatData] = []
-        tensors = [*_trainable(ranks, model, flats), *_frozen(ranks, model), *_buffers(model)]
-        _check_names(tensors)
-        known = {tensor.name for tensor in tensors}
-        aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
-        rest = [name for name in model.module if name not in known and name not in aliases]
-        whole = [name for name in rest if has_value(model.module[name], is_zero3=ranks.is_zero3)]
-        if not ranks.is_zero3:
-            check_spelling(model, whole)
-        tensors += [_unlisted(ranks, model, name) for name in whole]
-        copies = [] if ranks.is_zero3 else list(_copies(model, tensors, aliases))
-    except LayoutError as error:
-        raise damage_of(
-            error, model.file.path.parent, "Copy all rank files of one save again"
-        ) from error
+    owners = owners_of(ranks, ranks.world_size)
+    trained = bind_trained(owners, model, is_zero3=ranks.is_zero3)
+    return with_untrained(trained, ranks, model, ranks.world_size)
+
+
+def owners_of(ranks: RankStates, world_size: int | None) -> list[OptimizerStates | None]:
+    """Who shares the flat runs of dense weights: all ranks, with ``None`` for a missing one."""
+    return [ranks.optimizer.get(rank) for rank in range(world_size or 0)]
+
+
+def bind_trained(
+    owners: Sequence[OptimizerStates | None],
+    model: ModelStates,
+    *,
+    is_zero3: bool,
+    shapes: Sequence[Mapping[str, Shape]] | None = None,
+    others: Collection[int] = (),
+    state: str = MASTERS,
+) -> list[Bound]:
+    """The trained tensors of all flat groups, out of the masters or another state.
+
+    Args:
+        owners: the states of the ranks that share them.
+        model: the model states.
+        is_zero3: whether every tensor is striped over the ranks.
+        shapes: of every flat group, name to shape, if not those of ``param_shapes``.
+        others: numbers of flat groups that are shared in another way.
+        state: name of the state tensor that is meant.
+
+    Raises:
+        LayoutError: lengths, types or records contradict the layout.
+    """
+    found = []
+    for run in _runs(owners, shapes or model.param_shapes, others, is_zero3=is_zero3):
+        found.append(bind(run, owners, is_zero3=is_zero3, state=state, module=model.module))
+        if not is_zero3 and not model.is_round_robin:
+            _check_records(run, owners)
+    if state == MASTERS:
+        check_one_type(bound.flat.dtype for bound in found if bound.flat is not None)
+    return found
+
+
+def _runs(
+    owners: Sequence[OptimizerStates | None],
+    shapes: Sequence[Mapping[str, Shape]],
+    others: Collection[int],
+    *,
+    is_zero3: bool,
+) -> list[FlatRun]:
+    """A run for each flat group.
+
+    Under ZeRO-3 all are one where a file cuts its data into other groups than ``param_shapes``.
+    """
+    there = [states for states in owners if states is not None]
+    uneven = [states for states in there if len(states.flat_groups) != len(shapes)]
+    own = [index for index in range(len(shapes)) if index not in others]
+    if uneven and is_zero3:
+        count = max(len(states.flat_groups) for states in there)
+        groups = tuple(index for index in range(count) if index not in others)
+        return [FlatRun(groups, tuple(shapes[index] for index in own))]
+    if uneven and len(there) == len(owners):
+        raise LayoutError(
+            "the parameter groups of the model file are not those of the optimizer files",
+            f"{len(uneven[0].flat_groups)} flat groups in {uneven[0].file.path.name}",
+            f"{len(shapes)}, one for each dictionary of param_shapes",
+        )
+    return [flat_run(index, shapes[index], there) for index in own]
+
+
+def flat_run(index: int, shapes: Mapping[str, Shape], there: Sequence[OptimizerStates]) -> FlatRun:
+    """The run of one flat group, padded between its tensors as the first file says."""
+    paddings = there[0].alignment_paddings if there else ()
+    return FlatRun((index,), (shapes,), paddings[index] if index < len(paddings) else ())
+
+
+def _check_records(run: FlatRun, owners: Sequence[OptimizerStates | None]) -> None:
+    """Hold what every rank records of its partition of a flat group against the places in it."""
+    (index,) = run.groups
+    there = [states for states in owners if states is not None and index < len(states.slices)]
+    if there and len(there) == len(owners):
+        full = there[0].flat_groups[index].numel
+        zero12.check_fragments(run.places(), full, [states.slices[index] for states in there])
+
+
+def with_untrained(
+    trained: Sequence[Bound], ranks: RankStates, model: ModelStates, world_size: int | None
+) -> Inventory:
+    """The trained tensors, and with them all else that the model files have.
+
+    Args:
+        trained: the trained ones.
+        ranks: the states of the ranks.
+        model: the model states that names come from, as ``with_parameter_names`` gives them.
+        world_size: the number of ranks that frozen weights are striped over.
+
+    Raises:
+        LayoutError: shapes or names contradict each other.
+        UnsupportedError: frozen weights are quantized.
+    """
+    tensors = [tensor for bound in trained for tensor in bound.tensors]
+    masters = tensors[0].dtype if tensors else DType.F32
+    tensors += [*_frozen(ranks, model, world_size or 0), *_buffers(model)]
+    check_names(tensors)
+    known = {tensor.name for tensor in tensors}
+    aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
+    rest = [name for name in model.module if name not in known and name not in aliases]
+    whole = [name for name in rest if has_value(model.module[name], is_zero3=ranks.is_zero3)]
+    if not ranks.is_zero3:
+        check_spelling(model, whole)
+    tensors += [_unlisted(masters, model, name) for name in whole]
+    copies = [] if ranks.is_zero3 else list(_copies(model, tensors, aliases))
     lost = [name for name in model.buffer_names if name not in model.module]
-    left_out = (*lost, *(name for name in rest if name not in set(whole)))
-    return Inventory(tuple(tensors), aliases, left_out, tuple(copies), flats=tuple(flats))
+    return Inventory(
+        tensors=tuple(tensors),
+        aliases=aliases,
+        left_out=(*lost, *(name for name in rest if name not in set(whole))),
+        replicas=tuple(copies),
+        flats=tuple(bound.flat for bound in trained if bound.flat is not None),
+    )
 
 
 def _copies(
@@ -132,101 +248,7 @@ def rounded_copy(
         )
 
 
-def damage_of(error: LayoutError, folder: Path, hint: str) -> DamagedCheckpointError:
-    """The damage that a contradiction in a layout's numbers means for the files in ``folder``."""
-    return DamagedCheckpointError(
-        error.problem, path=folder, found=error.found, expected=error.expected, hint=hint
-    )
-
-
-def _trainable(
-    ranks: RankStates, model: ModelStates, flats: list[FlatData]
-) -> Iterator[StoredTensor]:
-    """The master weights, out of the flat groups, which are added to ``flats``.
-
-    Without sources where ranks are missing.
-    """
-    world = range(ranks.world_size or 0)
-    if not world or any(rank not in ranks.optimizer for rank in world):
-        for shapes in model.param_shapes:
-            for name, shape in shapes.items():
-                yield StoredTensor(name, shape, _master_dtype(ranks), Role.TRAINABLE, None)
-        return
-    optimizers = [ranks.optimizer[rank] for rank in world]
-    if ranks.is_zero3:
-        yield from _striped(model, optimizers, flats)
-    else:
-        yield from _chained(model, optimizers, flats)
-
-
-def _striped(
-    model: ModelStates, optimizers: list[OptimizerStates], all_flats: list[FlatData]
-) -> Iterator[StoredTensor]:
-    """ZeRO-3: stripe ``d`` of every parameter from rank ``d``."""
-    dtype = _flat_dtype(optimizers)
-    flats = tuple(
-        Chain(tuple(states.file.source(group) for group in states.flat_groups))
-        for states in optimizers
-    )
-    zero3.check_flat_numels(model.param_shapes, [flat.nbytes // dtype.itemsize for flat in flats])
-    if all(len(states.flat_groups) == len(model.param_shapes) for states in optimizers):
-        for index, shapes in enumerate(model.param_shapes):
-            numels = [states.flat_groups[index].numel for states in optimizers]
-            zero3.check_flat_numels([shapes], numels)
-    parameters = list(zero3.stripe_parameters(model.param_shapes, len(flats)))
-    all_flats.append(FlatData(Chain(flats), dtype, zero3.padding_numel(parameters, len(flats))))
-    for parameter in parameters:
-        source = Striped(
-            flats,
-            offset=parameter.offset * dtype.itemsize,
-            stripe_nbytes=parameter.stripe_numel * dtype.itemsize,
-            nbytes=parameter.numel * dtype.itemsize,
-        )
-        name, own = parameter.name, _dtype_in_module(model, parameter.name)
-        yield StoredTensor(name, parameter.shape, dtype, Role.TRAINABLE, source, module_dtype=own)
-
-
-def _dtype_in_module(model: ModelStates, name: str) -> DType | None:
-    return model.module[name].dtype if name in model.module else None
-
-
-def _chained(
-    model: ModelStates, optimizers: list[OptimizerStates], flats: list[FlatData]
-) -> Iterator[StoredTensor]:
-    """ZeRO-1/2: a window of each group's partitions laid end to end."""
-    dtype = _flat_dtype(optimizers)
-    for states in optimizers:
-        if len(states.flat_groups) != len(model.param_shapes):
-            raise LayoutError(
-                "the parameter groups of the model file are not those of the optimizer files",
-                f"{len(states.flat_groups)} flat groups in {states.file.path.name}",
-                f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
-            )
-    for index, shapes in enumerate(model.param_shapes):
-        groups = [states.flat_groups[index] for states in optimizers]
-        all_paddings = optimizers[0].alignment_paddings
-        paddings = all_paddings[index] if index < len(all_paddings) else ()
-        zero12.check_partitions(shapes, [group.numel for group in groups], paddings=paddings)
-        chain = Chain(
-            tuple(states.file.source(g) for states, g in zip(optimizers, groups, strict=True))
-        )
-        parameters = list(zero12.place_parameters(shapes, paddings))
-        if not model.is_round_robin and all(index < len(one.slices) for one in optimizers):
-            recorded = [one.slices[index] for one in optimizers]
-            zero12.check_fragments(parameters, groups[0].numel, recorded)
-        numel = chain.nbytes // dtype.itemsize
-        flats.append(FlatData(chain, dtype, zero12.padding_numel(parameters, numel)))
-        for parameter in parameters:
-            source = Window(
-                chain, parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
-            )
-            name, own = parameter.name, _dtype_in_module(model, parameter.name)
-            yield StoredTensor(
-                name, parameter.shape, dtype, Role.TRAINABLE, source, module_dtype=own
-            )
-
-
-def _frozen(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
+def _frozen(ranks: RankStates, model: ModelStates, world_size: int) -> Iterator[StoredTensor]:
     """Frozen parameters that are recorded as such: whole (ZeRO-2) or in stripes (ZeRO-3)."""
     for name, shape in (model.frozen_shapes or {}).items():
         if name not in model.frozen_fragments:
@@ -237,7 +259,7 @@ def _frozen(ranks: RankStates, model: ModelStates) -> Iterator[StoredTensor]:
         if not dtype.is_floating and name in model.module and model.module[name].dtype.is_floating:
             raise _quantized(model, name, dtype)
         source = (
-            _frozen_stripes(ranks, name, shape)
+            _frozen_stripes(ranks, name, shape, world_size)
             if ranks.is_zero3
             else _frozen_whole(model, name, shape)
         )
@@ -258,16 +280,17 @@ def _quantized(model: ModelStates, name: str, dtype: DType) -> UnsupportedError:
     )
 
 
-def _frozen_whole(model: ModelStates, name: str, shape: tuple[int, ...]) -> ByteSource:
+def _frozen_whole(model: ModelStates, name: str, shape: Shape) -> ByteSource:
     fragment = model.frozen_fragments[name]
     if fragment.shape != shape:
         raise LayoutError(f"the frozen parameter {name!r} has two shapes", fragment.shape, shape)
     return model.file.source(fragment)
 
 
-def _frozen_stripes(ranks: RankStates, name: str, shape: tuple[int, ...]) -> ByteSource | None:
+def _frozen_stripes(
+    ranks: RankStates, name: str, shape: Shape, world_size: int
+) -> ByteSource | None:
     """The stripes of all ranks end to end, cut to the parameter; ``None`` if a rank is missing."""
-    world_size = ranks.world_size or 0
     if not world_size or any(rank not in ranks.model for rank in range(world_size)):
         return None
     numel, dtype = prod(shape), ranks.model[0].frozen_fragments[name].dtype
@@ -299,7 +322,7 @@ def _whole(model: ModelStates, name: str, role: Role) -> StoredTensor:
     return StoredTensor(name, tensor.shape, tensor.dtype, role, model.file.source(tensor))
 
 
-def _unlisted(ranks: RankStates, model: ModelStates, name: str) -> StoredTensor:
+def _unlisted(masters: DType, model: ModelStates, name: str) -> StoredTensor:
     """What no table names under ZeRO-1: frozen, or trained and without an element.
 
     Source: DeepSpeed 0.19, ``runtime/utils.py``, ``is_optimized_parameter``: a parameter without
@@ -308,32 +331,16 @@ def _unlisted(ranks: RankStates, model: ModelStates, name: str) -> StoredTensor:
     whole = _whole(model, name, Role.FROZEN)
     if whole.numel or not whole.dtype.is_floating:
         return whole
-    return replace(whole, role=Role.TRAINABLE, dtype=_master_dtype(ranks), module_dtype=whole.dtype)
+    return replace(whole, role=Role.TRAINABLE, dtype=masters, module_dtype=whole.dtype)
 
 
-def _check_names(tensors: list[StoredTensor]) -> None:
+def check_names(tensors: Iterable[StoredTensor]) -> None:
+    """Refuse a name that stands for two tensors."""
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.name in seen:
             raise LayoutError(f"the name {tensor.name!r} stands for two tensors", "two", "one")
         seen.add(tensor.name)
-
-
-def _flat_dtype(optimizers: list[OptimizerStates]) -> DType:
-    """The one floating element type of all flat groups."""
-    found = {group.dtype for states in optimizers for group in states.flat_groups}
-    if len(found) > 1 or not all(dtype.is_floating for dtype in found):
-        raise LayoutError(
-            "the flat groups are not of one floating-point type",
-            ", ".join(sorted(dtype.torch_name for dtype in found)),
-            "float32 throughout",
-        )
-    return next(iter(found), DType.F32)
-
-
-def _master_dtype(ranks: RankStates) -> DType:
-    groups = [g for states in ranks.optimizer.values() for g in states.flat_groups]
-    return groups[0].dtype if groups else DType.F32
 
 
 def module_dtype(model: ModelStates) -> DType | None:

@@ -1,78 +1,113 @@
-"""The experts of every expert-parallel rank, out of the flat groups that only some ranks share."""
+"""The flat groups of experts, which only some ranks share: which these are, and their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zexport.checkpoint.contents import FlatData
-from zexport.checkpoint.layouts import zero3, zero12
-from zexport.checkpoint.layouts.expert_placement import ExpertGroup, find_placement
+from zexport.checkpoint.layouts import zero12
+from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind
+from zexport.checkpoint.layouts.data_parallel import flat_run
 from zexport.checkpoint.layouts.expert_states import (
     check_own_partition,
     read_autoep_layers,
+    read_blocks_option,
 )
-from zexport.checkpoint.layouts.placement import Placement, ep_size_of, sharing_sets
+from zexport.checkpoint.layouts.placement import (
+    Placement,
+    ep_size_of,
+    same_where_shared,
+    sharing_sets,
+)
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.errors import LayoutError
-from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource, Chain, Striped, Window
+from zexport.errors import LayoutError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParameter:
-    """A parameter of experts, as each expert-parallel rank holds one for its own experts.
+class ExpertGroup:
+    """One flat group of experts, shared by the ranks that hold the same experts.
 
     Attributes:
-        name, shape: as the first expert-parallel rank names and shapes its own.
-        dtype: the element type of the masters.
-        sources: by expert-parallel rank; ``None`` where rank files are missing.
+        run: what lies in it.
+        ep_size: number of expert-parallel ranks.
     """
 
-    name: str
-    shape: Shape
-    dtype: DType
-    sources: tuple[ByteSource | None, ...]
+    run: FlatRun
+    ep_size: int
+
+    @property
+    def index(self) -> int:
+        """Number of the flat group."""
+        return self.run.groups[0]
 
 
-def local_parameters(
+@dataclass(frozen=True, slots=True)
+class BoundExperts:
+    """The tensors of experts, as each expert-parallel rank names and shapes its own.
+
+    Attributes:
+        groups: for each flat group, what every expert-parallel rank has of it.
+        notes: what the user should know of how it was decided.
+    """
+
+    groups: tuple[tuple[Bound, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def bind_experts(
     ranks: RankStates,
     model: ModelStates,
     indices: Sequence[int],
-    notes: list[str],
-    flats: list[FlatData],
-) -> list[LocalParameter]:
-    """The parameters of the flat groups ``indices``, which hold experts and nothing else.
+    world_size: int,
+    state: str = MASTERS,
+) -> BoundExperts:
+    """The tensors of the flat groups ``indices``, which hold experts and nothing else.
 
     Args:
-        ranks: the states of one model-parallel index, its world size known.
+        ranks: the states of one model-parallel index.
         model: the model states that names and shapes come from.
         indices: numbers of the flat groups.
-        notes: what the user should know of how it was decided is added here.
-        flats: the flat data of the groups is added here.
+        world_size: number of its ranks.
+        state: name of the state of the optimizer that is meant.
 
     Raises:
         LayoutError: lengths, names or ranks contradict each other.
         UnsupportedError: nothing says which ranks share an expert.
     """
-    world_size = ranks.world_size or 0
     optimizers = [ranks.optimizer[rank] for rank in sorted(ranks.optimizer) if rank < world_size]
     if not optimizers or not indices:
-        return []
+        return BoundExperts()
     _check_counts(ranks, model, optimizers)
-    dtype = _dtype(optimizers)
-    groups = [_group(ranks, model, optimizers[0], index) for index in indices]
+    groups = [_group(ranks, model, optimizers, index, world_size) for index in indices]
     if len(optimizers) < world_size:
-        return [
-            LocalParameter(name, shape, dtype, (None,) * group.ep_size)
-            for group in groups
-            for name, shape in group.shapes.items()
-        ]
+        lacking = [bind(one.run, (optimizers[0], None), is_zero3=ranks.is_zero3) for one in groups]
+        pairs = zip(lacking, groups, strict=True)
+        return BoundExperts(tuple((bound,) * group.ep_size for bound, group in pairs))
+    notes: tuple[str, ...] = ()
     if ranks.is_zero3:
-        return list(_striped(ranks, model, indices, dtype, flats))
-    placement = find_placement(model, optimizers, groups, notes)
-    return [one for group in groups for one in _chained(optimizers, group, placement, dtype, flats)]
+        sets = _named_sets(ranks, optimizers, groups)
+    else:
+        placement, notes = find_placement(model, optimizers, groups)
+        sets = [
+            [placement.ranks(ep_rank, one.ep_size, world_size) for ep_rank in range(one.ep_size)]
+            for one in groups
+        ]
+    return BoundExperts(
+        tuple(
+            tuple(
+                bind(
+                    group.run,
+                    [optimizers[rank] for rank in sharing],
+                    is_zero3=ranks.is_zero3,
+                    state=state,
+                )
+                for sharing in of_group
+            )
+            for group, of_group in zip(groups, sets, strict=True)
+        ),
+        notes,
+    )
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:
@@ -92,125 +127,39 @@ def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerSta
             )
 
 
-def _dtype(optimizers: list[OptimizerStates]) -> DType:
-    """The one floating element type of all flat groups, dense ones and those of experts."""
-    found = {group.dtype for states in optimizers for group in states.flat_groups}
-    if len(found) != 1 or not all(dtype.is_floating for dtype in found):
-        raise LayoutError(
-            "the flat groups are not of one floating-point type",
-            ", ".join(sorted(dtype.torch_name for dtype in found)),
-            "float32 throughout",
-        )
-    return found.pop()
-
-
 def _group(
-    ranks: RankStates, model: ModelStates, first: OptimizerStates, index: int
+    ranks: RankStates,
+    model: ModelStates,
+    optimizers: Sequence[OptimizerStates],
+    index: int,
+    world_size: int,
 ) -> ExpertGroup:
-    paddings, counts = first.alignment_paddings, first.partition_counts
+    counts = optimizers[0].partition_counts
     if ranks.is_zero3:
-        counts = tuple(len(group.ranks) for group in first.shared_groups)
+        counts = tuple(len(group.ranks) for group in optimizers[0].shared_groups)
     if index >= len(counts):
         raise LayoutError(
             "ds_zero_partition_groups does not name every flat group",
             len(counts),
             f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
         )
-    return ExpertGroup(
-        index=index,
-        shapes=model.param_shapes[index],
-        paddings=paddings[index] if index < len(paddings) else (),
-        ep_size=ep_size_of(counts[index], ranks.world_size or 0),
-    )
+    run = flat_run(index, model.param_shapes[index], optimizers)
+    return ExpertGroup(run, ep_size_of(counts[index], world_size))
 
 
-def _chained(
-    optimizers: list[OptimizerStates],
-    group: ExpertGroup,
-    placement: Placement,
-    dtype: DType,
-    flats: list[FlatData],
-) -> Iterator[LocalParameter]:
-    """ZeRO-1/2: a window of the partitions of each set of ranks, laid end to end."""
-    chains = []
-    for ep_rank in range(group.ep_size):
-        sharing = placement.ranks(ep_rank, group.ep_size, len(optimizers))
-        parts = [(optimizers[rank], optimizers[rank].flat_groups[group.index]) for rank in sharing]
-        zero12.check_partitions(
-            group.shapes, [part.numel for _, part in parts], paddings=group.paddings
-        )
-        chain = Chain(tuple(states.file.source(part) for states, part in parts))
-        padding = zero12.padding_numel(group.parameters, chain.nbytes // dtype.itemsize)
-        flats.append(FlatData(chain, dtype, padding))
-        chains.append(chain)
-    for parameter in group.parameters:
-        begin, nbytes = parameter.offset * dtype.itemsize, parameter.numel * dtype.itemsize
-        sources = tuple(Window(chain, begin, nbytes) for chain in chains)
-        yield LocalParameter(parameter.name, parameter.shape, dtype, sources)
-
-
-def _striped(
-    ranks: RankStates,
-    model: ModelStates,
-    indices: Sequence[int],
-    dtype: DType,
-    flats: list[FlatData],
-) -> Iterator[LocalParameter]:
-    """ZeRO-3: the stripes of each set of ranks, which the optimizer files name themselves."""
-    world_size = ranks.world_size or 0
-    optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
+def _named_sets(
+    ranks: RankStates, optimizers: Sequence[OptimizerStates], groups: Sequence[ExpertGroup]
+) -> list[Sequence[Sequence[int]]]:
+    """ZeRO-3: the sets of ranks that share each group, as the optimizer files name them."""
     for rank, states in enumerate(optimizers):
         check_own_partition(rank, states)
     sharing = [[group.ranks for group in states.shared_groups] for states in optimizers]
-    for index in indices:
-        sets = sharing_sets([one[index] if index < len(one) else () for one in sharing])
+    found: list[Sequence[Sequence[int]]] = []
+    for group in groups:
+        sets = sharing_sets([one[group.index] if group.index < len(one) else () for one in sharing])
         _check_order(ranks, sets)
-        shapes = model.param_shapes[index]
-        stripes = _flats_of(optimizers, shapes, index, sets)
-        parameters = list(zero3.stripe_parameters([shapes], len(sets[0])))
-        padding = zero3.padding_numel(parameters, len(sets[0]))
-        flats += (FlatData(Chain(one), dtype, padding) for one in stripes)
-        yield from _stripes_of(parameters, stripes, dtype)
-
-
-def _flats_of(
-    optimizers: list[OptimizerStates],
-    shapes: Mapping[str, Shape],
-    index: int,
-    sets: list[tuple[int, ...]],
-) -> list[tuple[ByteSource, ...]]:
-    """Flat group ``index`` of every rank of each set."""
-    if len({len(one) for one in sets}) > 1:
-        raise LayoutError("the experts are not shared by equally many ranks", sets, "equal sets")
-    flats = []
-    for one in sets:
-        groups = [optimizers[rank].flat_groups[index] for rank in one]
-        zero3.check_flat_numels([shapes], [group.numel for group in groups])
-        flats.append(
-            tuple(
-                optimizers[rank].file.source(group) for rank, group in zip(one, groups, strict=True)
-            )
-        )
-    return flats
-
-
-def _stripes_of(
-    parameters: Iterable[zero3.StripedParameter],
-    flats: Sequence[tuple[ByteSource, ...]],
-    dtype: DType,
-) -> Iterator[LocalParameter]:
-    """The parameters of one flat group, out of the flat data of each set of ranks."""
-    for parameter in parameters:
-        sources = tuple(
-            Striped(
-                flat,
-                offset=parameter.offset * dtype.itemsize,
-                stripe_nbytes=parameter.stripe_numel * dtype.itemsize,
-                nbytes=parameter.numel * dtype.itemsize,
-            )
-            for flat in flats
-        )
-        yield LocalParameter(parameter.name, parameter.shape, dtype, sources)
+        found.append(sets)
+    return found
 
 
 def _check_order(ranks: RankStates, sets: list[tuple[int, ...]]) -> None:
@@ -226,3 +175,84 @@ def _check_order(ranks: RankStates, sets: list[tuple[int, ...]]) -> None:
                     sorted(str(one) for one in named),
                     ep_rank,
                 )
+    if len({len(one) for one in sets}) > 1:
+        raise LayoutError("the experts are not shared by equally many ranks", sets, "equal sets")
+
+
+def find_placement(
+    model: ModelStates, optimizers: Sequence[OptimizerStates], groups: Sequence[ExpertGroup]
+) -> tuple[Placement, tuple[str, ...]]:
+    """How the ranks share experts: what the partitions hold decides, then the configuration.
+
+    Args:
+        model: the model states that the configuration is in.
+        optimizers: the states of every rank, in order.
+        groups: the flat groups of experts.
+
+    Returns:
+        The placement, and what the user should know of how it was decided.
+
+    Raises:
+        LayoutError: what the ranks record of their partitions fits no placement.
+        UnsupportedError: nothing says which ranks share an expert.
+    """
+    fitting = [
+        placement
+        for placement in Placement
+        if all(_fits(placement, model, optimizers, group) for group in groups)
+    ]
+    if not fitting:
+        raise LayoutError(
+            "the partitions of the experts are not those that the ranks should hold",
+            "param_slice_mappings of other ranks or other parameters",
+            "those of param_shapes",
+        )
+    asked = {True: Placement.BLOCKS, False: Placement.INTERLEAVED, None: None}[
+        read_blocks_option(model)
+    ]
+    if all(group.ep_size in (1, len(optimizers)) for group in groups):
+        return fitting[0], ()  # each rank is a set of its own, or all are one: it is all the same
+    if len(fitting) == 1:
+        note = (
+            "the ranks share experts in another order than ds_config says; the order that the "
+            "optimizer files record was taken"
+        )
+        return fitting[0], () if asked in (None, fitting[0]) else (note,)
+    if asked is None:
+        raise UnsupportedError(
+            "does not say which ranks share an expert",
+            path=model.file.path,
+            found="neither param_slice_mappings nor a ds_config",
+            expected="one of them",
+            hint="Resume the run and save again",
+        )
+    return asked, ()
+
+
+def _fits(
+    placement: Placement,
+    model: ModelStates,
+    optimizers: Sequence[OptimizerStates],
+    group: ExpertGroup,
+) -> bool:
+    """Whether what the ranks record of their partitions agrees with ``placement``; so does nothing.
+
+    Under round_robin_gradients the record is of another order than the data's (DeepSpeed 0.10 to
+    0.19, ``runtime/zero/stage_1_and_2.py``), but ranks of one partition still record the same.
+    """
+    found = [
+        states.slices[group.index] for states in optimizers if group.index < len(states.slices)
+    ]
+    if len(found) < len(optimizers) or not any(found):
+        return True
+    if model.is_round_robin:
+        contents = [tuple(sorted(one.items())) for one in found]
+        return same_where_shared(placement, group.ep_size, contents)
+    full = optimizers[0].flat_groups[group.index].numel
+    sets = [placement.ranks(e, group.ep_size, len(found)) for e in range(group.ep_size)]
+    return all(
+        found[rank] == expected
+        for partition, sharing in enumerate(zip(*sets, strict=True))
+        for expected in (zero12.fragments(group.run.places(), full, partition),)
+        for rank in sharing
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,10 +13,12 @@ from zexport.checkpoint.layouts.expert_states import (
     parse_native,
     read_autoep_layers,
 )
+from zexport.checkpoint.layouts.placement import expert_runs
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
+from zexport.ranges.extents import ByteSource, Window
 
 _T = TypeVar("_T")
 _AUTOEP_WEIGHTS = ("w1", "w2", "w3")
@@ -181,45 +183,26 @@ def expert_groups(model: ModelStates, layers: ExpertLayers) -> list[int]:
     return indices
 
 
-def without_experts(
-    ranks: RankStates, model: ModelStates, layers: ExpertLayers, indices: Sequence[int]
-) -> tuple[RankStates, ModelStates]:
-    """The same checkpoint as if it had no experts; ``indices`` are the numbers of their groups."""
-    return _dense_ranks(ranks, indices), _dense_model(model, layers, indices)
-
-
-def _dense_ranks(ranks: RankStates, indices: Sequence[int]) -> RankStates:
-    return replace(
-        ranks,
-        optimizer={rank: _dense_groups(one, indices) for rank, one in ranks.optimizer.items()},
-    )
-
-
-def _dense_groups(states: OptimizerStates, indices: Sequence[int]) -> OptimizerStates:
-    return replace(
-        states,
-        flat_groups=_without(states.flat_groups, indices),
-        alignment_paddings=_without(states.alignment_paddings, indices),
-        slices=_without(states.slices, indices),
-    )
-
-
-def _without(items: Sequence[_T], indices: Sequence[int]) -> tuple[_T, ...]:
-    return tuple(item for index, item in enumerate(items) if index not in indices)
-
-
-def _dense_model(model: ModelStates, layers: ExpertLayers, indices: Sequence[int]) -> ModelStates:
-    frozen, fragments, shared = model.frozen_shapes, model.frozen_fragments, model.shared_params
+def without_experts(model: ModelStates, layers: ExpertLayers) -> ModelStates:
+    """The model states as if there were no experts; their flat groups are left, and empty."""
+    frozen, shared = model.frozen_shapes, model.shared_params
     dense_shared = {alias: name for alias, name in shared.items() if not layers.has(alias)}
     return replace(
         model,
-        module={name: one for name, one in model.module.items() if not layers.has(name)},
+        module=_dense(model.module, layers),
         buffer_names=tuple(name for name in model.buffer_names if not layers.has(name)),
-        param_shapes=_without(model.param_shapes, indices),
+        param_shapes=tuple(_dense(shapes, layers) for shapes in model.param_shapes),
         frozen_shapes=None if frozen is None else _dense(frozen, layers),
-        frozen_fragments=_dense(fragments, layers),
+        frozen_fragments=_dense(model.frozen_fragments, layers),
         shared_params={**dense_shared, **_router_aliases(model, layers)},
     )
+
+
+def in_expert_order(sources: Sequence[ByteSource], layer: AutoEpLayer) -> Iterator[ByteSource]:
+    """AutoEP's experts of all expert-parallel ranks, in the order of their numbers."""
+    for run in expert_runs(layer.held):
+        nbytes = sources[run.ep_rank].nbytes // len(layer.held[run.ep_rank])
+        yield Window(sources[run.ep_rank], run.position * nbytes, run.count * nbytes)
 
 
 def _dense(by_name: Mapping[str, _T], layers: ExpertLayers) -> dict[str, _T]:

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory, damage_of, take_inventory
+from zexport.checkpoint.layouts.bind import Bound, check_one_type
+from zexport.checkpoint.layouts.data_parallel import (
+    Inventory,
+    bind_trained,
+    check_names,
+    owners_of,
+    with_untrained,
+)
 from zexport.checkpoint.layouts.expert_files import (
     copies_in_files,
     expert_aliases,
     frozen_twice,
     stored_experts,
 )
-from zexport.checkpoint.layouts.expert_groups import LocalParameter, local_parameters
+from zexport.checkpoint.layouts.expert_groups import bind_experts
 from zexport.checkpoint.layouts.expert_layers import (
     ExpertLayers,
     expert_groups,
     find_layers,
+    in_expert_order,
     without_experts,
 )
 from zexport.checkpoint.layouts.expert_states import (
@@ -31,13 +38,14 @@ from zexport.checkpoint.layouts.expert_states import (
     ExpertStates,
     parse_native,
 )
-from zexport.checkpoint.layouts.placement import expert_runs, uniform
+from zexport.checkpoint.layouts.placement import uniform
 from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.wrapped import with_parameter_names
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.extents import Chain
 
 
 def take_expert_inventory(
@@ -59,45 +67,36 @@ def take_expert_inventory(
         IncompleteCheckpointError: expert files are missing.
         UnsupportedError: the experts are stored in a way that cannot be rebuilt exactly.
     """
-    try:
-        return _take(ranks, model, experts, optimizers or {})
-    except LayoutError as error:
-        raise damage_of(
-            error, model.file.path.parent, "Copy all rank files of one save again"
-        ) from error
-
-
-def _take(
-    ranks: RankStates,
-    model: ModelStates,
-    experts: Sequence[ExpertStates],
-    optimizers: Mapping[int, TorchFile],
-) -> Inventory:
     _refuse(model)
-    ranks = replace(ranks, world_size=_world_size(ranks, model))
     layers = find_layers(ranks, model, experts)
     indices = expert_groups(model, layers)
-    dense_ranks, dense_model = without_experts(ranks, model, layers, indices)
+    dense = without_experts(model, layers)
     if is_zero0(ranks):
         stored = list(stored_experts(model, layers, set()))
-        unsharded = take_unsharded_experts(dense_model, stored, layers, optimizers)
+        unsharded = take_unsharded_experts(dense, stored, layers, optimizers or {})
         return replace(unsharded, tensors=_in_order(unsharded.tensors))
-    dense = take_inventory(dense_ranks, dense_model)
-    notes: list[str] = []
-    flats = list(dense.flats)
-    trained = list(_number(local_parameters(ranks, model, indices, notes, flats), layers))
-    copies = list(copies_in_files(trained, layers))
+    dense, world_size = with_parameter_names(dense), _world_size(ranks, model) or 0
+    owners, shapes = owners_of(ranks, world_size), model.param_shapes
+    bound = bind_trained(owners, dense, is_zero3=ranks.is_zero3, shapes=shapes, others=indices)
+    others = with_untrained(bound, ranks, dense, world_size)
+    own = bind_experts(ranks, model, indices, world_size)
+    every = [*bound, *(one for group in own.groups for one in group)]
+    check_one_type(one.flat.dtype for one in every if one.flat is not None)
+    trained = [one for group in own.groups for one in _number(group, layers)]
     aliases = expert_aliases(model, layers, {tensor.name for tensor in trained})
     known = {tensor.name for tensor in trained} | aliases.keys()
+    copies = copies_in_files(trained, layers)
     stored = list(stored_experts(model, layers, known))
-    return Inventory(
-        tensors=_in_order((*dense.tensors, *trained, *stored)),
-        aliases={**dense.aliases, **aliases},
-        left_out=(*dense.left_out, *_nowhere(layers, [*trained, *stored])),
-        replicas=(*dense.replicas, *copies, *frozen_twice(model, layers, stored)),
-        notes=(*dense.notes, *notes),
-        flats=tuple(flats),
+    of_experts = Inventory(
+        tensors=(*trained, *stored),
+        aliases=aliases,
+        left_out=_nowhere(layers, [*trained, *stored]),
+        replicas=(*copies, *frozen_twice(model, layers, stored)),
+        notes=own.notes,
+        flats=tuple(one.flat for group in own.groups for one in group if one.flat is not None),
     )
+    inventory = Inventory.joined([others, of_experts])
+    return replace(inventory, tensors=_in_order(inventory.tensors))
 
 
 def _world_size(ranks: RankStates, model: ModelStates) -> int | None:
@@ -106,10 +105,10 @@ def _world_size(ranks: RankStates, model: ModelStates) -> int | None:
     return stated if stated == len(ranks.optimizer) else ranks.world_size
 
 
-def _nowhere(layers: ExpertLayers, found: Iterable[StoredTensor]) -> list[str]:
+def _nowhere(layers: ExpertLayers, found: Iterable[StoredTensor]) -> tuple[str, ...]:
     """Weights that AutoEP names and that no file holds: frozen experts under ZeRO-3."""
     known = {tensor.name for tensor in found}
-    return [name for name in layers.autoep if name not in known]
+    return tuple(name for name in layers.autoep if name not in known)
 
 
 def _refuse(model: ModelStates) -> None:
@@ -127,76 +126,55 @@ def _in_order(tensors: Iterable[StoredTensor]) -> tuple[StoredTensor, ...]:
     """Trainable ones first, then frozen ones, then buffers; each once."""
     roles = list(Role)
     ordered = sorted(tensors, key=lambda tensor: roles.index(tensor.role))
-    seen: set[str] = set()
-    for tensor in ordered:
-        if tensor.name in seen:
-            raise LayoutError(f"the name {tensor.name!r} stands for two tensors", "two", "one")
-        seen.add(tensor.name)
+    check_names(ordered)
     return tuple(ordered)
 
 
-def _number(parameters: Iterable[LocalParameter], layers: ExpertLayers) -> Iterator[StoredTensor]:
-    """The parameters of all expert-parallel ranks under the names of the whole model."""
-    for parameter in parameters:
-        layer = layers.autoep.get(parameter.name)
+def _number(ranks: Sequence[Bound], layers: ExpertLayers) -> Iterator[StoredTensor]:
+    """The tensors that all expert-parallel ranks have of a group, by their names in the model."""
+    for alike in zip(*(bound.tensors for bound in ranks), strict=True):
+        layer = layers.autoep.get(alike[0].name)
         if layer is not None:
-            yield _joined(parameter, layer)
+            yield _joined(alike, layer)
         else:
-            yield from _renumbered(parameter, layers)
+            yield from _renumbered(alike, layers)
 
 
-def _renumbered(parameter: LocalParameter, layers: ExpertLayers) -> Iterator[StoredTensor]:
+def _renumbered(alike: Sequence[StoredTensor], layers: ExpertLayers) -> Iterator[StoredTensor]:
     """DeepSpeed-MoE: one tensor for each expert-parallel rank's expert of this local number."""
-    name = parse_native(parameter.name)
+    local = alike[0].name
+    name = parse_native(local)
     if name is None or name.prefix not in layers.native:
-        raise LayoutError(f"no expert file holds {parameter.name!r}", "none", "one for each expert")
-    shares = uniform(layers.native[name.prefix], len(parameter.sources))
-    for share, source in zip(shares, parameter.sources, strict=True):
+        raise LayoutError(f"no expert file holds {local!r}", "none", "one for each expert")
+    shares = uniform(layers.native[name.prefix], len(alike))
+    for share, tensor in zip(shares, alike, strict=True):
         if name.number >= len(share):
             raise LayoutError(
-                f"{parameter.name!r} has a number that no expert of its rank has",
+                f"{local!r} has a number that no expert of its rank has",
                 name.number,
                 f"less than {len(share)}",
             )
-        yield StoredTensor(
-            name.renumbered(share[name.number]),
-            parameter.shape,
-            parameter.dtype,
-            Role.TRAINABLE,
-            source,
-        )
+        yield replace(tensor, name=name.renumbered(share[name.number]))
 
 
-def _joined(parameter: LocalParameter, layer: AutoEpLayer) -> StoredTensor:
+def _joined(alike: Sequence[StoredTensor], layer: AutoEpLayer) -> StoredTensor:
     """AutoEP: the experts of all ranks as one tensor, in the order of their numbers."""
-    local, held = parameter.shape, layer.held
-    if len(held) != len(parameter.sources):
+    first, held = alike[0], layer.held
+    local = first.shape
+    if len(held) != len(alike):
         raise LayoutError(
-            f"{parameter.name!r} is on more or fewer ranks than its layer says",
-            f"{len(parameter.sources)} expert-parallel ranks",
+            f"{first.name!r} is on more or fewer ranks than its layer says",
+            f"{len(alike)} expert-parallel ranks",
             len(held),
         )
     if not local or any(len(experts) != local[0] for experts in held):
         raise UnsupportedError(
-            f"holds unequal numbers of the experts of {parameter.name!r} on its ranks",
+            f"holds unequal numbers of the experts of {first.name!r} on its ranks",
             found=f"{[len(experts) for experts in held]} experts in tensors of {list(local)}",
             expected="as many on every expert-parallel rank",
             hint="Save again with equal shares of the experts",
         )
-    shape = (layer.num_experts, *local[1:])
-    parts = _in_expert_order(parameter, layer)
-    source = None if parts is None else Chain(parts)
-    return StoredTensor(parameter.name, shape, parameter.dtype, Role.TRAINABLE, source)
-
-
-def _in_expert_order(
-    parameter: LocalParameter, layer: AutoEpLayer
-) -> tuple[ByteSource, ...] | None:
-    nbytes = prod(parameter.shape[1:]) * parameter.dtype.itemsize
-    parts: list[ByteSource] = []
-    for run in expert_runs(layer.held):
-        source = parameter.sources[run.ep_rank]
-        if source is None:
-            return None
-        parts.append(Window(source, run.position * nbytes, run.count * nbytes))
-    return tuple(parts)
+    sources = [tensor.source for tensor in alike if tensor.source is not None]
+    whole = len(sources) == len(alike)
+    source = Chain(tuple(in_expert_order(sources, layer))) if whole else None
+    return replace(first, shape=(layer.num_experts, *local[1:]), source=source)

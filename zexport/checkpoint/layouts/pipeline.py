@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zexport.checkpoint.cells import check_cells
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory, damage_of, rounded_copy
+from zexport.checkpoint.layouts.data_parallel import Inventory, rounded_copy
 from zexport.checkpoint.layouts.layer_files import (
     TIED,
     LayerFile,
@@ -67,19 +67,14 @@ def join_stages(
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
     check_cells(cells, grid.stages * grid.tensor, what)
     ranks = range(grid.tensor)
-    try:
-        columns = [_column(tag_dir, grid, cells, layers, rank) for rank in ranks]
-        stages = [
-            shards[0]
-            if grid.tensor == 1
-            else join_shards([model_of(cells[grid.index(stage, rank)]) for rank in ranks], shards)
-            for stage, shards in enumerate(zip(*columns, strict=True))
-        ]
-        return merge_stages(stages)
-    except LayoutError as error:
-        raise damage_of(
-            error, tag_dir, "Copy the rank files and layer files of all stages again"
-        ) from error
+    columns = [_column(tag_dir, grid, cells, layers, rank) for rank in ranks]
+    stages = [
+        shards[0]
+        if grid.tensor == 1
+        else join_shards([model_of(cells[grid.index(stage, rank)]) for rank in ranks], shards)
+        for stage, shards in enumerate(zip(*columns, strict=True))
+    ]
+    return merge_stages(stages)
 
 
 def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]) -> Grid:
@@ -244,15 +239,12 @@ def merge_stages(stages: Sequence[Inventory]) -> Inventory:
     )
     unique, replicas = _unique(tensors)
     known = {tensor.name for tensor in unique}
-    left_out = dict.fromkeys(name for stage in stages for name in stage.left_out)
-    return Inventory(
+    joined = Inventory.joined(stages)
+    return replace(
+        joined,
         tensors=unique,
-        aliases={alias: name for stage in stages for alias, name in stage.aliases.items()},
-        left_out=tuple(name for name in left_out if name not in known),
-        replicas=(*(replica for stage in stages for replica in stage.replicas), *replicas),
-        notes=tuple(dict.fromkeys(note for stage in stages for note in stage.notes)),
-        flats=tuple(flat for stage in stages for flat in stage.flats),
-        problems=tuple(problem for stage in stages for problem in stage.problems),
+        left_out=tuple(name for name in joined.left_out if name not in known),
+        replicas=(*joined.replicas, *replicas),
     )
 
 

@@ -7,14 +7,19 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory, take_inventory
+from zexport.checkpoint.layouts.data_parallel import (
+    Inventory,
+    bind_trained,
+    take_inventory,
+    with_untrained,
+)
 from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.matching import Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, read_inner_states
+from zexport.checkpoint.states import ModelStates, OptimizerStates, read_inner_states
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
@@ -63,9 +68,12 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
             return StageMasters(model, Inventory((), {}, ()), weights_are_masters=True)
         if optimizer.has("fp32_groups") or optimizer.has("fp32_groups_flat"):
             return _take_unnamed(model, layers)
-        ranks = _with_inner_optimizer(ranks, model)
-    model = replace(model, param_shapes=tuple(_shapes_by_slices(ranks, layers)))
-    return StageMasters(model, take_inventory(ranks, model))
+        owners = [_inner_optimizer(model)]
+    else:
+        owners = _all_optimizers(ranks)
+    shapes = list(_shapes_by_slices(owners, layers))
+    trained = bind_trained(owners, model, is_zero3=False, shapes=shapes)
+    return StageMasters(model, with_untrained(trained, ranks, model, len(owners)))
 
 
 def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageMasters:
@@ -148,8 +156,8 @@ def _check_all_have_masters(
         )
 
 
-def _with_inner_optimizer(ranks: RankStates, model: ModelStates) -> RankStates:
-    """The rank states with BF16_Optimizer's, which a run without ZeRO saves in the model file.
+def _inner_optimizer(model: ModelStates) -> OptimizerStates:
+    """BF16_Optimizer's states, which a run without ZeRO saves in the model file.
 
     That file is written by the first data-parallel rank and has its partition alone.
     """
@@ -163,13 +171,11 @@ def _with_inner_optimizer(ranks: RankStates, model: ModelStates) -> RankStates:
             expected=f"{world_size} partitions, in optimizer files of their own",
             hint="Copy all *_optim_states.pt, or save with ZeRO-1",
         )
-    return replace(ranks, optimizer={0: states}, world_size=world_size)
+    return states
 
 
-def _shapes_by_slices(
-    ranks: RankStates, layers: Mapping[int, LayerFile]
-) -> Iterator[Mapping[str, Shape]]:
-    """What ``param_shapes`` would be: names from the slices, shapes from the layer files."""
+def _all_optimizers(ranks: RankStates) -> list[OptimizerStates]:
+    """The states of all ranks, in order."""
     states = [ranks.optimizer[rank] for rank in sorted(ranks.optimizer)]
     if ranks.missing_ranks:
         raise IncompleteCheckpointError(
@@ -178,6 +184,13 @@ def _shapes_by_slices(
             found=f"{len(states)} of {ranks.world_size} ranks",
             hint="Copy them from the nodes that wrote them",
         )
+    return states
+
+
+def _shapes_by_slices(
+    states: Sequence[OptimizerStates], layers: Mapping[int, LayerFile]
+) -> Iterator[Mapping[str, Shape]]:
+    """What ``param_shapes`` would be: names from the slices, shapes from the layer files."""
     for group, flat in enumerate(states[0].flat_groups):
         slices = [state.slices[group] for state in states if group < len(state.slices)]
         numels = order_slices(slices, flat.numel)

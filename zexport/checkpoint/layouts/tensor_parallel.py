@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from zexport.checkpoint.cells import check_cells, tag_dir_of
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
-from zexport.checkpoint.layouts.data_parallel import Inventory, damage_of
+from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
@@ -66,15 +66,7 @@ def join_shards(models: Sequence[ModelStates], inventories: Sequence[Inventory])
     Raises:
         DamagedCheckpointError, UnsupportedError: as ``join_tensor_ranks``.
     """
-    try:
-        return _join(read_all_splits(models), inventories)
-    except LayoutError as error:
-        raise damage_of(
-            error, models[0].file.path.parent, "Copy the rank files of all tensor ranks again"
-        ) from error
-
-
-def _join(records: Sequence[Splits], inventories: Sequence[Inventory]) -> Inventory:
+    records = read_all_splits(models)
     aliases = _aliases(inventories)
     by_rank = [
         {tensor.name: tensor for tensor in inventory.tensors if tensor.name not in aliases}
@@ -85,20 +77,14 @@ def _join(records: Sequence[Splits], inventories: Sequence[Inventory]) -> Invent
     joined = [
         _join_one([tensors[name] for tensors in by_rank], shards, records) for name in by_rank[0]
     ]
-    notes = [note for one in inventories for note in one.notes]
-    notes += [note for tensor, _ in joined if (note := records[0].note(tensor.name, tensor.shape))]
-    left_out = dict.fromkeys(name for inventory in inventories for name in inventory.left_out)
-    return Inventory(
+    notes = (records[0].note(tensor.name, tensor.shape) for tensor, _ in joined)
+    shared = Inventory.joined(inventories)
+    own = (replica for _, replicas in joined for replica in replicas)
+    return replace(
+        shared,
         tensors=tuple(tensor for tensor, _ in joined),
-        aliases=aliases,
-        left_out=tuple(name for name in left_out if name not in aliases),
-        replicas=(
-            *(replica for _, replicas in joined for replica in replicas),
-            *(replica for inventory in inventories for replica in inventory.replicas),
-        ),
-        notes=tuple(dict.fromkeys(notes)),
-        flats=tuple(flat for inventory in inventories for flat in inventory.flats),
-        problems=tuple(problem for inventory in inventories for problem in inventory.problems),
+        replicas=(*own, *shared.replicas),
+        notes=tuple(dict.fromkeys([*shared.notes, *filter(None, notes)])),
     )
 
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import (
     Inventory,
-    damage_of,
+    bind_trained,
     rounded_copy,
-    take_inventory,
+    with_untrained,
 )
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
-from zexport.checkpoint.wrapped import names_in_state_dict
+from zexport.checkpoint.wrapped import names_in_state_dict, with_parameter_names
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -92,22 +92,18 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
     )
     _check_no_surplus(tag_dir, folders, known)
     _check_all_trained_are_named(tag_dir, folders, cells)
-    try:
-        weights = [
-            _read_weight(tag_dir, name, shards, models, folders)
-            for name, shards in _shards(parts).items()
-        ]
-        _check_one_type(weights)
-        rest, replicas = _merge_rest(tag_dir, parts)
-        copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
-    except LayoutError as error:
-        raise damage_of(error, tag_dir, _COPY_AGAIN) from error
-    aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
-    left_out = dict.fromkeys(name for part in parts for name in part.left_out)
-    inventory = Inventory(
+    weights = [
+        _read_weight(tag_dir, name, shards, models, folders)
+        for name, shards in _shards(parts).items()
+    ]
+    _check_one_type(weights)
+    rest, replicas = _merge_rest(tag_dir, parts)
+    copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
+    joined = Inventory.joined(parts)
+    inventory = replace(
+        joined,
         tensors=(*(tensor for tensor, _ in weights), *rest),
-        aliases={alias: name for alias, name in aliases.items() if alias not in names},
-        left_out=tuple(left_out),
+        aliases={alias: name for alias, name in joined.aliases.items() if alias not in names},
         replicas=(*replicas, *copies),
         notes=(_FROZEN_LOST,) if not any(model.module for model in models.values()) else (),
     )
@@ -155,7 +151,9 @@ def _take_cell(tag_dir: Path, ranks: RankStates, model: ModelStates) -> Inventor
             found=world_size,
             hint="Copy the file again from where it was written",
         )
-    inventory = take_inventory(replace(ranks, optimizer={}, world_size=world_size), model)
+    model = with_parameter_names(model)
+    trained = bind_trained((), model, is_zero3=ranks.is_zero3)
+    inventory = with_untrained(trained, ranks, model, world_size)
     if model.has_experts:
         inventory = _without_unrecorded(inventory, model)
     if any(t.source is None and t.role is Role.FROZEN for t in inventory.tensors):

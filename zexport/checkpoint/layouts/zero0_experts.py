@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.expert_layers import ExpertLayers
+from zexport.checkpoint.layouts.expert_layers import ExpertLayers, in_expert_order
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.layouts.matching import Master, Masters, Weight
-from zexport.checkpoint.layouts.placement import expert_runs, uniform
+from zexport.checkpoint.layouts.placement import uniform
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,
@@ -37,7 +37,7 @@ from zexport.checkpoint.states import ModelStates
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica, fingerprint
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import Chain, Window, paths_of
+from zexport.ranges.extents import Chain, paths_of
 from zexport.ranges.reader import SourceReader
 
 
@@ -162,11 +162,7 @@ def _by_whole_name(shares: Sequence[Share], layers: ExpertLayers) -> dict[str, M
     for name, layer in layers.autoep.items():
         masters = [share.masters.found[name] for share in shares if name in share.masters.found]
         if masters and len(masters) == len(shares):
-            parts = []
-            for run in expert_runs(layer.held):
-                nbytes = masters[run.ep_rank].source.nbytes // len(layer.held[run.ep_rank])
-                source = masters[run.ep_rank].source
-                parts.append(Window(source, run.position * nbytes, run.count * nbytes))
+            parts = in_expert_order([master.source for master in masters], layer)
             found[name] = Master(Chain(tuple(parts)), masters[0].dtype)
     return found
 
