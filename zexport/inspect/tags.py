@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,11 @@ class TagSummary:
     """
 
     name: str
-    step: int | None
-    optimizer_files: int
-    world_size: int | None
-    is_complete: bool | None
-    is_chosen: bool
+    step: int | None = None
+    optimizer_files: int = 0
+    world_size: int | None = None
+    is_complete: bool | None = None
+    is_chosen: bool = False
 
 
 def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
@@ -72,7 +73,7 @@ def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
             try:
                 folder = locate(one.root, follow_symlinks=boundary.follow).tag_dir
             except ZexportError:  # it cannot be opened without a tag of its own, or at all
-                yield TagSummary(one.name, None, 0, None, None, is_chosen=False)
+                yield TagSummary(one.name)
                 continue
             step = recorded_step(folder, boundary) if is_read else None
         yield _summarize(one.name, folder, boundary, step, is_read=is_read)
@@ -99,24 +100,14 @@ def _summarize(
     optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
     is_read = is_read and all(boundary.holds(file.path) for file in files)
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
-    return TagSummary(
-        name=name,
-        step=step,
-        optimizer_files=len(optimizers),
-        world_size=world_size,
-        is_complete=None if world_size is None else _is_complete(files, world_size),
-        is_chosen=False,
-    )
+    is_complete = None if world_size is None else _is_complete(files, world_size)
+    return TagSummary(name, step, len(optimizers), world_size, is_complete)
 
 
 def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:
-    ranks: dict[RankFileKind, set[int]] = {kind: set() for kind in RankFileKind}
-    for file in files:
-        if file.rank < world_size:
-            ranks[file.kind].add(file.rank)
-    whole_model = bool(ranks[RankFileKind.MODEL])
-    model = whole_model or len(ranks[RankFileKind.MODEL_PER_RANK]) == world_size
-    return model and len(ranks[RankFileKind.OPTIMIZER]) == world_size
+    counts = Counter(kind for kind, rank in {(f.kind, f.rank) for f in files} if rank < world_size)
+    has_model = counts[RankFileKind.MODEL] or counts[RankFileKind.MODEL_PER_RANK] == world_size
+    return bool(has_model) and counts[RankFileKind.OPTIMIZER] == world_size
 
 
 def _world_size(path: Path) -> int | None:
