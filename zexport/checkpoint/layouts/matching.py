@@ -160,19 +160,20 @@ def _match_unordered(
         looks: the kinds and samples of both.
         misfit: why their order does not help.
     """
-    spans = match_unique(*looks)
+    ends: dict[_Look, Span] = {}
+    for at, look in enumerate(looks[0]):
+        ends[look] = Span(ends[look].first if look in ends else at, at)
+    claims = Counter(looks[1])
+    spans = [ends.get(look) if claims[look] == 1 else None for look in looks[1]]
     found = _pair(units, masters, spans)
     if not found and masters:
         raise misfit
-    if None not in spans:
+    if all(span is not None and span.is_certain for span in spans):
         return Masters(found, all_fit=False)
-    places: dict[_Look, list[int]] = {}
-    for at, look in enumerate(looks[0]):
-        places.setdefault(look, []).append(at)
-    like = [Span(places[look][0], places[look][-1]) for look in looks[1] if look in places]
+    like = [ends[look] for look in looks[1] if look in ends]
     alike = _ambiguity(units, like) if len(like) == len(masters) else ""
     doubt = alike or f"{misfit.problem} ({misfit.found})"
-    unlike = tuple(weight.name for at in unlike_any(*looks) for weight, _ in units[at].parts)
+    unlike = tuple(weight.name for at in _unlike_any(*looks) for weight, _ in units[at].parts)
     return Masters(found, doubt, all_fit=False, unlike=unlike)
 
 
@@ -280,20 +281,7 @@ def _misfit(number: int, index: int) -> LayoutError:
     )
 
 
-def match_unique(parameters: Sequence[Hashable], masters: Sequence[Hashable]) -> list[Span | None]:
-    """Which parameter each master belongs to, whatever the order: where no other is like either.
-
-    ``None`` for a master that is like no parameter, or like several, or like another master.
-    """
-    counts = Counter(parameters), Counter(masters)
-    places = {kind: index for index, kind in enumerate(parameters)}
-    return [
-        Span(places[kind], places[kind]) if counts[0][kind] == counts[1][kind] == 1 else None
-        for kind in masters
-    ]
-
-
-def unlike_any(
+def _unlike_any(
     parameters: Sequence[tuple[Hashable, Hashable]], masters: Sequence[tuple[Hashable, Hashable]]
 ) -> list[int]:
     """Which parameters are left over although there is a master of their kind that is like none.
