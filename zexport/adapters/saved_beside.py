@@ -150,4 +150,4 @@ def _holds(
     if len(whole) < len(copies):
         return False
     with SourceReader([*checkpoint.torch_files, header]) as reader:
-        return not compare_casts(whole, reader, full=check is CheckMode.FULL)
+        return not compare_casts(whole, reader.read_into, full=check is CheckMode.FULL)

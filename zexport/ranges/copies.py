@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
+from zexport.ranges.gather import Read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +29,6 @@ _BATCH_NUMEL = 1 << 18
 
 Span: TypeAlias = tuple[int, int]
 """Elements from, to (half-open)."""
-
-
-class Reads(Protocol):
-    """Something that reads bytes of a source, such as ``zexport.ranges.reader.SourceReader``."""
-
-    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``source`` from ``start`` on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +77,9 @@ class CastReplica:
         return self.other.nbytes // self.other_dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A tensor whose copy is not what a cast of it gives.
+@dataclass(slots=True)
+class Comparison:
+    """What has been seen so far of a tensor whose copy should be what a cast of it gives.
 
     Attributes:
         replica: both copies.
@@ -94,70 +87,19 @@ class Difference:
         count: how many differ.
         compared: how many were compared.
         largest: by how much they differ at most, in units of the last place of the narrower type.
-        path: the file that holds the first of them in the copy that is exported.
     """
 
     replica: CastReplica
-    first: int
-    count: int
-    compared: int
-    largest: int
-    path: Path
+    first: int = -1
+    count: int = 0
+    compared: int = 0
+    largest: int = 0
 
-
-def compare_casts(
-    replicas: Sequence[CastReplica],
-    reader: Reads,
-    *,
-    full: bool,
-    batch_numel: int = _BATCH_NUMEL,
-) -> tuple[Difference, ...]:
-    """The tensors whose copies differ; NaN equals NaN.
-
-    Memory is that of ``batch_numel`` elements of both copies, however large the tensors are.
-
-    Args:
-        replicas: what to compare.
-        reader: reads both copies.
-        full: compare every element; else samples from each file that a tensor lies in, except where
-            ``names_it``.
-        batch_numel: elements that are held at a time.
-    """
-    tallies = [_Tally(replica) for replica in replicas]
-    spans = (
-        (tally, part)
-        for number, tally in enumerate(tallies)
-        for span in _spans(tally.replica, number, len(replicas), full=full)
-        for part in _parts(span, batch_numel)
-    )
-    for batch in _batches(spans, batch_numel):
-        _compare(batch, reader)
-    return tuple(tally.difference() for tally in tallies if tally.count)
-
-
-def fingerprint(reader: Reads, source: ByteSource, stored: DType, seen_as: DType) -> bytes:
-    """A digest of three short samples, as they are after a cast to ``seen_as``.
-
-    Copies of one tensor have the same fingerprint; the reverse need not be so.
-    """
-    digest = blake2b(digest_size=16)
-    numel = source.nbytes // stored.itemsize
-    for start, stop in _samples(0, numel, _FINGERPRINT_NUMEL):
-        elements = bytearray((stop - start) * stored.itemsize)
-        reader.read_into(source, start * stored.itemsize, memoryview(elements))
-        digest.update(_bits(elements, stored, seen_as).tobytes())
-    return digest.digest()
-
-
-class _Tally:
-    """What has been seen of one tensor so far."""
-
-    def __init__(self, replica: CastReplica) -> None:
-        self.replica = replica
-        self.first = -1
-        self.count = 0
-        self.compared = 0
-        self.largest = 0
+    @property
+    def path(self) -> Path:
+        """The file that holds the first element that differs, in the copy that is exported."""
+        begin = self.first * self.replica.kept_dtype.itemsize
+        return next(iter(self.replica.kept.extents(begin, begin + 1))).path
 
     def add(self, start: int, distances: npt.NDArray[np.int64]) -> None:
         """Take some elements into account: by how much each differs."""
@@ -169,16 +111,48 @@ class _Tally:
         self.count += int((distances != 0).sum())
         self.largest = max(self.largest, int(distances.max()))
 
-    def difference(self) -> Difference:
-        """The result, where something differs."""
-        begin = self.first * self.replica.kept_dtype.itemsize
-        extent = next(iter(self.replica.kept.extents(begin, begin + 1)))
-        return Difference(
-            self.replica, self.first, self.count, self.compared, self.largest, extent.path
-        )
+
+def compare_casts(
+    replicas: Sequence[CastReplica],
+    read: Read,
+    *,
+    full: bool,
+    batch_numel: int = _BATCH_NUMEL,
+) -> tuple[Comparison, ...]:
+    """The tensors whose copies differ; NaN equals NaN.
+
+    Memory is that of ``batch_numel`` elements of both copies, however large the tensors are.
+
+    Args:
+        replicas: what to compare.
+        read: fills a buffer with the bytes of a source from a byte on.
+        full: compare every element; else samples from each file that a tensor lies in, except where
+            ``names_it``.
+        batch_numel: elements that are held at a time.
+    """
+    compared = [Comparison(replica) for replica in replicas]
+    parts = (
+        (one, part)
+        for number, one in enumerate(compared)
+        for span in _spans(one.replica, number, len(replicas), full=full)
+        for part in _parts(span, batch_numel)
+    )
+    for batch in _batches(parts, batch_numel):
+        _compare(batch, read)
+    return tuple(one for one in compared if one.count)
 
 
-_Part: TypeAlias = tuple[_Tally, Span]
+def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -> bytes:
+    """A digest of three short samples, as they are after a cast to ``seen_as``.
+
+    Copies of one tensor have the same fingerprint; the reverse need not be so.
+    """
+    samples = _samples(0, source.nbytes // stored.itemsize, _FINGERPRINT_NUMEL)
+    elements = _elements(read, [(source, span) for span in samples], stored)
+    return blake2b(_bits(elements, stored, seen_as).tobytes(), digest_size=16).digest()
+
+
+_Part: TypeAlias = tuple[Comparison, Span]
 
 
 def _spans(replica: CastReplica, number: int, of: int, *, full: bool) -> Iterator[Span]:
@@ -228,41 +202,43 @@ def _batches(parts: Iterable[_Part], numel: int) -> Iterator[list[_Part]]:
     """Parts of the same types, as many as fit."""
     batch: list[_Part] = []
     room = numel
-    for tally, (start, stop) in parts:
-        if batch and (stop - start > room or _types(batch[0][0]) != _types(tally)):
+    for one, (start, stop) in parts:
+        if batch and (stop - start > room or _types(batch[0][0]) != _types(one)):
             yield batch
             batch, room = [], numel
-        batch.append((tally, (start, stop)))
+        batch.append((one, (start, stop)))
         room -= stop - start
     if batch:
         yield batch
 
 
-def _types(tally: _Tally) -> tuple[DType, DType]:
-    return tally.replica.kept_dtype, tally.replica.other_dtype
+def _types(one: Comparison) -> tuple[DType, DType]:
+    return one.replica.kept_dtype, one.replica.other_dtype
 
 
-def _compare(batch: Sequence[_Part], reader: Reads) -> None:
-    """Read a batch, cast it, and add what is seen to the tallies."""
+def _compare(batch: Sequence[_Part], read: Read) -> None:
+    """Read a batch, cast it, and note what is seen."""
     kept_dtype, other_dtype = _types(batch[0][0])
-    sizes = [stop - start for _, (start, stop) in batch]
-    kept, other = (bytearray(sum(sizes) * d.itemsize) for d in (kept_dtype, other_dtype))
-    at = 0
-    for (tally, (start, _)), numel in zip(batch, sizes, strict=True):
-        for source, dtype, buffer in (
-            (tally.replica.kept, kept_dtype, kept),
-            (tally.replica.other, other_dtype, other),
-        ):
-            part = memoryview(buffer)[at * dtype.itemsize : (at + numel) * dtype.itemsize]
-            reader.read_into(source, start * dtype.itemsize, part)
-        at += numel
+    kept = _elements(read, [(one.replica.kept, span) for one, span in batch], kept_dtype)
+    other = _elements(read, [(one.replica.other, span) for one, span in batch], other_dtype)
     narrower = min(other_dtype, kept_dtype, key=lambda dtype: dtype.itemsize)
-    one, two = _bits(kept, kept_dtype, narrower), _bits(other, other_dtype, narrower)
-    distances = _distances(one, two, narrower)
+    bits = _bits(kept, kept_dtype, narrower), _bits(other, other_dtype, narrower)
+    distances = _distances(*bits, narrower)
     at = 0
-    for (tally, (start, _)), numel in zip(batch, sizes, strict=True):
-        tally.add(start, distances[at : at + numel])
-        at += numel
+    for one, (start, stop) in batch:
+        one.add(start, distances[at : at + stop - start])
+        at += stop - start
+
+
+def _elements(read: Read, spans: Sequence[tuple[ByteSource, Span]], dtype: DType) -> bytearray:
+    """The bytes of spans of sources, one after another."""
+    elements = bytearray(sum(stop - start for _, (start, stop) in spans) * dtype.itemsize)
+    room = memoryview(elements)
+    for source, (start, stop) in spans:
+        nbytes = (stop - start) * dtype.itemsize
+        read(source, start * dtype.itemsize, room[:nbytes])
+        room = room[nbytes:]
+    return elements
 
 
 def _distances(

@@ -19,7 +19,7 @@ from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Difference, Replica, compare_casts
+from zexport.ranges.copies import CastReplica, Comparison, Replica, compare_casts
 from zexport.ranges.equality import Equality
 from zexport.ranges.extents import paths_of
 from zexport.ranges.ledger import Ledger
@@ -90,13 +90,14 @@ class WeightReader(SourceReader):
         self._is_compared = True
         casts = [one for one in self._replicas if isinstance(one, CastReplica)]
         unnamed = [one for one in casts if one.names_it]
-        if differences := compare_casts(unnamed, self, full=True):
+        if differences := compare_casts(unnamed, self.read_into, full=True):
             raise _other_weight(differences)
         named = [one for one in casts if not one.names_it]
         full = self._check is CheckMode.FULL
         with SourceReader(self._samples) as samples:
-            differences = compare_casts(named, self if full else samples, full=full)
-            gathered = compare_casts(self._gathered, samples, full=full)
+            read = self.read_into if full else samples.read_into
+            differences = compare_casts(named, read, full=full)
+            gathered = compare_casts(self._gathered, samples.read_into, full=full)
         unequal = self._unequal()
         problems = [_not_the_masters(differences, named)] if differences else []
         problems += [_diverged(unequal)] if unequal else []
@@ -175,13 +176,13 @@ class ProvenWeights:
             self._unseen.pop(owner, None)
 
 
-def _cast_finding(kind: FindingKind, difference: Difference, allow: Set[FindingKind]) -> Finding:
+def _cast_finding(kind: FindingKind, difference: Comparison, allow: Set[FindingKind]) -> Finding:
     replica = difference.replica
     detail = f"of {difference.compared} compared with {replica.path.name}"
     return Finding(kind, replica.name, difference.count, detail, accepted=kind in allow)
 
 
-def _other_weight(differences: Sequence[Difference]) -> DamagedCheckpointError:
+def _other_weight(differences: Sequence[Comparison]) -> DamagedCheckpointError:
     """Masters that have no names, and were taken for weights that they are not."""
     first = differences[0]
     dtype = first.replica.other_dtype.torch_name
@@ -197,7 +198,7 @@ def _other_weight(differences: Sequence[Difference]) -> DamagedCheckpointError:
 
 
 def _not_the_masters(
-    differences: Sequence[Difference], compared: Sequence[CastReplica]
+    differences: Sequence[Comparison], compared: Sequence[CastReplica]
 ) -> DamagedCheckpointError:
     """Masters that are not those of the weights that the module was saved with."""
     files = sorted({one.path.name for one in differences})
@@ -215,11 +216,11 @@ def _not_the_masters(
     )
 
 
-def _told(difference: Difference) -> str:
+def _told(difference: Comparison) -> str:
     return f"{difference.replica.name} ({difference.count} of {difference.compared} compared)"
 
 
-def _diagnosis(differences: Sequence[Difference], *, is_everywhere: bool) -> str:
+def _diagnosis(differences: Sequence[Comparison], *, is_everywhere: bool) -> str:
     """What such differences come from, and what to do."""
     if max(one.largest for one in differences) == 1:
         cause = "The values differ in the last place alone, as if rounded in another way"

@@ -51,11 +51,9 @@ def read(source: ByteSource | None) -> bytes:
     return b"".join(parts)
 
 
-class Positioned:
-    """Reads a source without looking at checksums."""
-
-    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
-        buffer[:] = read(source)[start : start + len(buffer)]
+def read_into(source: ByteSource, start: int, buffer: memoryview) -> None:
+    """Read a source without looking at checksums."""
+    buffer[:] = read(source)[start : start + len(buffer)]
 
 
 def facts(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -206,7 +204,7 @@ def test_experts_that_one_rank_cannot_tell_apart_keep_the_modules_values_on_all(
         "model.layers.1.mlp.experts.w2",
     )
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
-    assert compare_casts(casts, Positioned(), full=True) == ()
+    assert compare_casts(casts, read_into, full=True) == ()
 
 
 def test_experts_that_look_alike_hide_no_expert_of_another_save(tmp_path: Path) -> None:
@@ -347,7 +345,7 @@ def test_masters_of_experts_of_another_step_are_found_out(tmp_path: Path) -> Non
 
     rewrite(optimizer_file(folder, 1), other_step)
     casts = [one for one in inventory_of(folder).replicas if isinstance(one, CastReplica)]
-    found = compare_casts(casts, Positioned(), full=False)
+    found = compare_casts(casts, read_into, full=False)
     assert f"{prefix(0)}.2.up.weight" in {one.replica.name for one in found}
 
 
@@ -361,7 +359,7 @@ def test_a_matrix_that_is_another_in_all_samples_is_compared_whole(tmp_path: Pat
     (tie,) = [one for one in inventory_of(folder).replicas if one.name == "head.weight"]
     assert isinstance(tie, CastReplica)
     assert tie.names_it
-    (found,) = compare_casts([tie], Positioned(), full=False)
+    (found,) = compare_casts([tie], read_into, full=False)
     assert (found.first, found.count) == (4400, 1)
 
 

@@ -147,7 +147,7 @@ def differing(taken: Inventory) -> list[tuple[str, int]]:
     """The weights that are not their masters, rounded, and the first element that is not."""
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
     with SourceReader([read_torch_file(casts[0].path)]) as reader:
-        found = compare_casts(casts, reader, full=False, batch_numel=7)
+        found = compare_casts(casts, reader.read_into, full=False, batch_numel=7)
     return [(one.replica.name, one.first) for one in found]
 
 
@@ -407,7 +407,7 @@ def test_every_value_is_the_live_one(case: Path) -> None:
     assert facts_of(taken) == truth_of(case)
     with SourceReader([ranks.first_model.file]) as reader:
         casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
-        assert compare_casts(casts, reader, full=True) == ()
+        assert compare_casts(casts, reader.read_into, full=True) == ()
         reader.finish()
 
 

@@ -21,6 +21,7 @@ from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource
+from zexport.ranges.gather import Read
 from zexport.ranges.reader import SourceReader
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -49,9 +50,9 @@ class _Moments:
         """Their shape."""
         return self.tensors[0].shape
 
-    def look(self, reader: SourceReader | _Zeros) -> _Look:
+    def look(self, read: Read) -> _Look:
         """What they look like."""
-        return self.shape, tuple(_digest(self.file, one, reader) for one in self.tensors)
+        return self.shape, tuple(_digest(self.file, one, read) for one in self.tensors)
 
 
 def check_weights_are_there(
@@ -125,9 +126,10 @@ def _count_uses_without_file(
     None where that cannot be told: moments that are all zero are alike without being of one
     weight, and so may be those of a tied layer that has two files.
     """
-    zeros = _Zeros()
     looks = [
-        Counter(look for one in stage if (look := one.look(reader)) != one.look(zeros))
+        Counter(
+            look for one in stage if (look := one.look(reader.read_into)) != one.look(_read_zeros)
+        )
         for stage in stages
     ]
     shared = [look for look in set().union(*looks) if sum(look in one for one in looks) > 1]
@@ -135,7 +137,7 @@ def _count_uses_without_file(
         return 0
     shapes = {shape for shape, _ in shared}
     copies = [
-        (tensor.shape, _digest(layer.file, tensor, reader))
+        (tensor.shape, _digest(layer.file, tensor, reader.read_into))
         for layer in layers
         for tensor in layer.tensors.values()
         if tensor.shape in shapes
@@ -155,7 +157,11 @@ def _count_distinct(
     known = [[one for one in stage if one.are_adams] for stage in stages]
     stepped = Counter(one.shape for stage in known for one in stage)
     looks = [
-        Counter(one.look(reader) for one in stage if stepped[one.shape] > held.get(one.shape, 0))
+        Counter(
+            one.look(reader.read_into)
+            for one in stage
+            if stepped[one.shape] > held.get(one.shape, 0)
+        )
         for stage in known
     ]
     distinct: Counter[Shape] = Counter()
@@ -164,14 +170,11 @@ def _count_distinct(
     return distinct
 
 
-def _digest(file: TorchFile, tensor: TensorRef, reader: SourceReader | _Zeros) -> bytes:
-    return fingerprint(reader, file.source(tensor), tensor.dtype, tensor.dtype)
+def _digest(file: TorchFile, tensor: TensorRef, read: Read) -> bytes:
+    return fingerprint(read, file.source(tensor), tensor.dtype, tensor.dtype)
 
 
-class _Zeros:
-    """Reads zeros, whatever the source has."""
-
-    def read_into(self, source: ByteSource, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with zeros."""
-        del source, start
-        buffer[:] = bytes(len(buffer))
+def _read_zeros(source: ByteSource, start: int, buffer: memoryview) -> None:
+    """Read zeros, whatever the source has."""
+    del source, start
+    buffer[:] = bytes(len(buffer))

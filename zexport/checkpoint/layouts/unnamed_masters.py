@@ -65,7 +65,7 @@ def _sample(files: Sequence[TorchFile], runs: Iterable[Run], seen_as: DType) -> 
     They propose names. What is read under a name is held against the weight, element by element.
     """
     with SourceReader(files) as reader:
-        return [fingerprint(reader, run.source, run.dtype, seen_as) for run in runs]
+        return [fingerprint(reader.read_into, run.source, run.dtype, seen_as) for run in runs]
 
 
 def form_of(optimizer: Value) -> str | None:

@@ -187,7 +187,7 @@ def _tied(
     if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
         return {}, []
     with SourceReader([file]) as reader:
-        prints = {w.name: fingerprint(reader, w.source, w.dtype, w.dtype) for w in alike}
+        prints = {w.name: fingerprint(reader.read_into, w.source, w.dtype, w.dtype) for w in alike}
     owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
     tied = {
         one.name: owners[one.shape, prints[one.name]]
