@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from zexport.version import __version__
 
 if TYPE_CHECKING:
-    from zexport.api import consolidate, diff_models, run_export, verify_export
+    from zexport.api import consolidate, diff_models, plan_export, run_export, verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from zexport.errors import ZexportError
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
     from zexport.plan.plan import ExportPlan
-    from zexport.planning import plan_export
     from zexport.run.execute import ExportReport, Progress, VerifyMode
     from zexport.run.verify_report import VerifyReport
 
@@ -65,7 +64,7 @@ __all__ = [
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api": ("consolidate", "diff_models", "run_export", "verify_export"),
+    "api": ("consolidate", "diff_models", "plan_export", "run_export", "verify_export"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),
@@ -74,7 +73,6 @@ _HOMES = {
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),
-    "planning": ("plan_export",),
     "run.verify_report": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
 }

@@ -1,4 +1,4 @@
-"""The public functions that do work: run a plan, verify or compare an export, or all in one.
+"""The public functions that do work: plan an export, run, verify or compare it, or all in one.
 
 Nothing here prints or exits; progress goes to a callback, and errors are ``ZexportError``.
 """
@@ -12,11 +12,12 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.collect import collect
 from zexport.compare.diff import DiffReport, diff_weights
+from zexport.decide import decide
 from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
 from zexport.options import CheckMode, ExportOptions
 from zexport.plan.plan import ExportPlan
-from zexport.planning import plan_export
 from zexport.run import execute, verify
 from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -24,6 +25,19 @@ from zexport.run.verify_report import VerifyReport
 from zexport.store.boundary import Boundary
 
 OnProgress = Callable[[Progress], None]
+
+
+def plan_export(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+) -> ExportPlan:
+    """The whole plan of an export; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint has problems, or weights were left out of it.
+        UnsupportedError: its layout is not one that can be exported.
+        UsageError: an option cannot be meant.
+    """
+    return decide(collect(checkpoint, options), out_dir)
 
 
 def run_export(

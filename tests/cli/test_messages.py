@@ -20,7 +20,6 @@ from tests.support.expert_checkpoints import MoeRun, rewrite, save_moe
 from tests.support.model_parallel import cells, joined_ranks, joined_stages, save_grid
 from zexport.checkpoint import node_local
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import main
@@ -38,9 +37,8 @@ from zexport.errors import (
 from zexport.formats.inert import StorageRef
 from zexport.formats.torch_legacy import LegacyRecords
 from zexport.model import custom_code
-from zexport.model.fit import ModelNames
+from zexport.model.fit import ModelNames, NamesUnknown, best_fit
 from zexport.model.hub_layout import Box, HubLayout, HubTensor
-from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
@@ -49,7 +47,8 @@ from zexport.train.options import TrainOptions, resumed
 from zexport.train.summary import TrainSummary
 from zexport.weights.autoep_experts import fuse_experts
 from zexport.weights.hub_form import lay_out
-from zexport.weights.named import NamedTensors, settle_names
+from zexport.weights.hub_names import settle_names
+from zexport.weights.named import Weights
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TAG = "global_step2"
@@ -121,12 +120,13 @@ def test_unequal_shares_of_fused_experts_are_refused(tmp_path: Path) -> None:
 
 def test_fused_weights_that_do_not_fit_each_other_are_refused() -> None:
     shapes = {"w1": (2, 3, 4), "w2": (2, 4, 3), "w3": (2, 5, 4)}
-    tensors = tuple(
-        StoredTensor(f"mlp.experts.{name}", shape, DType.F32, Role.TRAINABLE, None)
-        for name, shape in shapes.items()
-    )
+    names = {f"mlp.experts.{name}": shape for name, shape in shapes.items()}
+    tensors = {
+        name: StoredTensor(name, shape, DType.F32, Role.TRAINABLE, None)
+        for name, shape in names.items()
+    }
     with pytest.raises(DamagedCheckpointError, match="do not fit each other"):
-        fuse_experts(Inventory(tensors, {}, ()))
+        fuse_experts(Weights(tensors, {}))
 
 
 def test_a_copy_that_vanishes_while_it_is_compared_is_told(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_parts_that_do_not_make_the_model_s_tensor_are_refused(
 
 
 def test_a_model_whose_names_are_not_known_is_refused(tmp_path: Path) -> None:
-    stored = NamedTensors({"w": tensor("w", (2,))}, {}, ())
+    stored = Weights({"w": tensor("w", (2,))}, {}, ())
     names = ModelNames(
         architecture="Odd",
         shapes={"w": (2,)},
@@ -275,7 +275,7 @@ def test_a_model_whose_names_are_not_known_is_refused(tmp_path: Path) -> None:
         refused="a conversion that adds noise",
     )
     with pytest.raises(UnsupportedError, match="cannot be told from its conversions"):
-        settle_names(stored, names, {}, ExportOptions(), tmp_path)
+        settle_names(stored, best_fit(names, stored.shapes), {}, ExportOptions(), tmp_path)
     unknown = NamesUnknown("config.json names a model without a head", is_contradiction=True)
     with pytest.raises(UnsupportedError, match="without a head"):
         settle_names(stored, unknown, {}, ExportOptions(), tmp_path)

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 
 from tests.support.live_models import checkpoint_of, live_model
 from zexport.api import consolidate
-from zexport.model.added_tokens import tokens_without_a_row
+from zexport.model.added_tokens import last_added_token, tokens_beyond
 from zexport.model.sidecars import find_sidecars
 
 
@@ -26,7 +26,12 @@ def _tokenizer(folder: Path, words: int, added: int, *, pretty: bool = True) -> 
 
 def _told(folder: Path, config: dict[str, object]) -> str:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    return tokens_without_a_row(find_sidecars(folder))
+    return _beyond(folder)
+
+
+def _beyond(folder: Path) -> str:
+    sidecars = find_sidecars(folder)
+    return str(tokens_beyond(sidecars.config, last_added_token(sidecars.copied)) or "")
 
 
 @pytest.mark.parametrize("pretty", [True, False])
@@ -65,7 +70,7 @@ def test_a_tokenizer_of_another_form_tells_nothing(content: str, tmp_path: Path)
 
 def test_without_a_config_or_a_size_nothing_is_told(tmp_path: Path) -> None:
     _tokenizer(tmp_path, words=10, added=2)
-    assert tokens_without_a_row(find_sidecars(tmp_path)) == ""
+    assert _beyond(tmp_path) == ""
     assert _told(tmp_path, {"vocab_size": None}) == ""
 
 

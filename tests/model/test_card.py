@@ -13,7 +13,7 @@ from tests.support.checkpoints import Run, save, small_model
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import Sidecars
+from zexport.model.sidecars import Sidecars, read_card
 from zexport.ranges.dtypes import DType
 
 _HUB_CARD = (
@@ -30,7 +30,8 @@ def _card_of(
     root: Path, base: Path | None, architecture: str | None, content: dict[str, Any]
 ) -> ModelCard:
     config = ConfigFile(root / "config.json", content)
-    sidecars = Sidecars(config, None, {}, (), base)
+    card = "" if base is None else read_card(base)
+    sidecars = Sidecars(config, None, {}, (), base, card)
     text = model_card(open_checkpoint(root), DType.BF16, sidecars, architecture).decode()
     assert REGEX_YAML_BLOCK.match(text)
     assert str(root.parent) not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.support.hf_models import (
     write_config,
 )
 from zexport.errors import NamesMismatchError
-from zexport.model.fit import ModelNames, as_it_is, choose_class
+from zexport.model.fit import ModelNames, as_it_is, best_fit, choose_class
 from zexport.model.heads import head_names, without_value_heads
 
 _SHAPES = {
@@ -33,13 +34,17 @@ _SHAPES = {
 _NAMES = ModelNames("Small", _SHAPES, frozenset(), {}, (as_it_is(_SHAPES),), "a test")
 
 
+def _heads(names: ModelNames, stored: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    return head_names(best_fit(names, stored), stored)
+
+
 @pytest.mark.parametrize("wrap", ["", "pretrained_model.", "module.pretrained_model."])
 def test_a_head_stands_beside_the_model_at_the_level_where_it_begins(wrap: str) -> None:
     outer = wrap.removesuffix("pretrained_model.")
     stored = {f"{wrap}{name}": shape for name, shape in _SHAPES.items()}
     head = {f"{outer}v_head.summary.weight": (1, 3), f"{outer}v_head.summary.bias": (1,)}
-    assert head_names(_NAMES, {**stored, **head}) == head.keys()
-    assert head_names(_NAMES, stored) == frozenset()
+    assert _heads(_NAMES, {**stored, **head}) == head.keys()
+    assert _heads(_NAMES, stored) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_a_head_stands_beside_the_model_at_the_level_where_it_begins(wrap: str) 
     ],
 )
 def test_what_does_not_stand_apart_or_is_large_is_no_head(more: dict[str, Any]) -> None:
-    assert head_names(_NAMES, {**_SHAPES, **more}) == frozenset()
+    assert _heads(_NAMES, {**_SHAPES, **more}) == frozenset()
 
 
 def test_another_model_than_the_configs_is_no_model_with_a_head() -> None:
@@ -60,7 +65,7 @@ def test_another_model_than_the_configs_is_no_model_with_a_head() -> None:
         "transformer.h.0.w": (3, 3),
         "lm_head.weight": (5, 3),
     }
-    assert head_names(_NAMES, stored) == frozenset()
+    assert _heads(_NAMES, stored) == frozenset()
 
 
 @pytest.mark.parametrize("outer", ["", "module.", "module._orig_mod."])
@@ -72,8 +77,8 @@ def test_a_value_head_is_known_by_name_behind_what_wrappers_put_before_it(outer:
 
 def test_what_transformers_passes_over_is_no_head() -> None:
     names = replace(_NAMES, ignored=(r"^mtp\.",))
-    assert head_names(names, {**_SHAPES, "mtp.0.weight": (3,)}) == frozenset()
-    assert head_names(_NAMES, {**_SHAPES, "mtp.0.weight": (3,)}) == {"mtp.0.weight"}
+    assert _heads(names, {**_SHAPES, "mtp.0.weight": (3,)}) == frozenset()
+    assert _heads(_NAMES, {**_SHAPES, "mtp.0.weight": (3,)}) == {"mtp.0.weight"}
 
 
 def test_of_classes_of_the_same_names_shapes_choose_none() -> None:

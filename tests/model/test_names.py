@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from zexport.model.fit import ModelNames
-from zexport.model.names import NamesUnknown, learn_names
+from zexport.model.fit import ModelNames, NamesUnknown
+from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.ranges.dtypes import DType
@@ -37,7 +37,7 @@ def _learn(
     sidecars: Sidecars, stored: Mapping[str, tuple[int, ...] | None]
 ) -> ModelNames | NamesUnknown:
     with NamesClient() as transformers:
-        return learn_names(sidecars, stored, transformers)
+        return Learner(sidecars.source, transformers).names(sidecars.config, stored)
 
 
 def _sidecars(folder: Path, config: Mapping[str, Json]) -> Sidecars:
@@ -306,8 +306,9 @@ def test_one_process_answers_for_several_configs(
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"]}
     sizes: list[Json] = [7, "x", 9]  # of the second no model can be made
     with NamesClient() as transformers:
+        learner = Learner(None, transformers)
         told = [
-            learn_names(_sidecars(tmp_path, {**config, "vocab_size": size}), {}, transformers)
+            learner.names(_sidecars(tmp_path, {**config, "vocab_size": size}).config, {})
             for size in sizes
         ]
     assert isinstance(told[1], NamesUnknown)
@@ -347,9 +348,10 @@ def test_a_question_without_an_answer_is_put_once_for_an_export(
     config = {**_TINY_LLAMA, "architectures": ["LlamaForCausalLM"], "hidden_size": "x"}
     sidecars = _sidecars(tmp_path, config)
     with NamesClient() as transformers:
-        first = learn_names(sidecars, {}, transformers)
+        learner = Learner(None, transformers)
+        first = learner.names(sidecars.config, {})
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("asked again"))
-        assert learn_names(sidecars, {}, transformers) == first
+        assert learner.names(sidecars.config, {}) == first
     assert isinstance(first, NamesUnknown)
     assert re.search(r"failed: \w+Error", first.reason)
     assert not list(tmp_path.glob("cache/**/*.json"))

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
+from zexport.api import plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
 from zexport.options import ExportDType, ExportOptions
 from zexport.plan.memory import memory_nbytes
 from zexport.plan.plan import ExportPlan, TensorPlan
-from zexport.planning import plan_export
 from zexport.ranges.dtypes import DType
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.support.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
-from zexport.api import consolidate
+from zexport.api import consolidate, plan_export
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (
@@ -31,7 +31,6 @@ from zexport.errors import (
 )
 from zexport.options import Engine, ExportOptions, NameLayout
 from zexport.plan.plan import TensorPlan
-from zexport.planning import plan_export
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run import reference

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
 from zexport.model.fit import ModelNames
-from zexport.model.names import learn_names
+from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
-from zexport.model.sidecars import Sidecars
 from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
 from zexport.train.options import TrainOptions, read_ds_config, resumed
@@ -394,7 +393,7 @@ class TestTheSidecar:
         expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
         assert "stored_name" not in source["tensors"][expert]
         with NamesClient() as transformers:
-            names = learn_names(Sidecars(None, source, {}, (), None), {}, transformers)
+            names = Learner(source, transformers).names(None, {})
         assert isinstance(names, ModelNames)
         assert names.layouts[0].shapes == told
 

@@ -17,11 +17,11 @@ from tests.support.live_models import files_of, in_training, live_model
 from tests.support.real_cases import facts
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.model.fit import ModelNames, as_it_is
-from zexport.model.names import NamesUnknown
+from zexport.model.fit import ModelNames, NamesUnknown, as_it_is
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
+from zexport.weights.base import Base
 from zexport.weights.quantized import check_plain
 
 Weights = dict[str, torch.Tensor]
@@ -154,18 +154,22 @@ def _tensor(name: str, dtype: DType) -> StoredTensor:
 _UNKNOWN = NamesUnknown("there is no config.json")
 
 
+def _base(*names: str) -> Base:
+    return Base(None, {name: _tensor(name, DType.F32) for name in names})
+
+
 def test_what_the_model_has_itself_is_no_packers_scale() -> None:
     shapes = {"logit": (2,), "logit_scale": (2,)}
     names = ModelNames("Small", shapes, frozenset(), {}, (as_it_is(shapes),), "a test")
-    check_plain([_tensor("logit", DType.F32)], shapes, names, None)
+    check_plain([_tensor("logit", DType.F32)], _base(*shapes), names)
     with pytest.raises(UnsupportedError, match="scaled by logit_scale"):
-        check_plain([_tensor("logit", DType.F32)], shapes, _UNKNOWN, None)
+        check_plain([_tensor("logit", DType.F32)], _base(*shapes), _UNKNOWN)
 
 
 def test_where_names_are_not_known_integers_may_be_buffers() -> None:
-    check_plain([_tensor("position_ids", DType.I64)], ["position_ids"], _UNKNOWN, None)
+    check_plain([_tensor("position_ids", DType.I64)], _base("position_ids"), _UNKNOWN)
     with pytest.raises(UnsupportedError, match="uint8"):
-        check_plain([_tensor("proj.weight", DType.U8)], ["proj.weight"], _UNKNOWN, None)
+        check_plain([_tensor("proj.weight", DType.U8)], _base("proj.weight"), _UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +177,4 @@ def test_where_names_are_not_known_integers_may_be_buffers() -> None:
 )
 def test_a_scale_is_not_filled_in_beside_a_trained_weight(scale: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{scale} .scaled by"):
-        check_plain([_tensor(scale, DType.F32)], ["proj.weight", scale], _UNKNOWN, None)
+        check_plain([_tensor(scale, DType.F32)], _base("proj.weight", scale), _UNKNOWN)

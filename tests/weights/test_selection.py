@@ -13,13 +13,14 @@ from tests.support.checkpoints import Model, Run, edit, model_file, save, small_
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError
-from zexport.model.fit import ModelNames
-from zexport.model.names import NamesUnknown
+from zexport.model.fit import ModelNames, NamesUnknown, best_fit
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.weights.named import NamedTensors, name_tensors, settle_names
-from zexport.weights.select import Selection, select_tensors
+from zexport.weights.base import Base
+from zexport.weights.hub_names import Selection, settle_names
+from zexport.weights.named import Weights
+from zexport.weights.select import select_tensors
 
 _UNKNOWN = NamesUnknown("there is no config.json")
 
@@ -47,11 +48,11 @@ def _select(
     base: Mapping[str, StoredTensor] | None = None,
 ) -> Selection:
     checkpoint, options = open_checkpoint(root), options or ExportOptions()
-    stored = name_tensors(checkpoint, options.renames)
-    base = base or {}
-    shapes = {name: tensor.shape for name, tensor in base.items()}
-    settled = settle_names(stored, names, shapes, options, root)
-    return select_tensors(checkpoint, settled, base, options)
+    stored = Weights.of(checkpoint).renamed(options.renames)
+    given = Base(None, base or {})
+    fit = best_fit(names, stored.known_shapes) if isinstance(names, ModelNames) else names
+    settled = settle_names(stored, fit, given.shapes, options, root)
+    return select_tensors(checkpoint, settled, given, options)
 
 
 def _base(**shapes: tuple[int, ...]) -> dict[str, StoredTensor]:
@@ -65,16 +66,16 @@ def _base(**shapes: tuple[int, ...]) -> dict[str, StoredTensor]:
 
 def test_a_model_that_fits_is_loadable_and_has_its_tie_once(zero3: Path) -> None:
     selection = _select(zero3, _names(small_model()))
-    assert selection.tensors.keys() == small_model().tensors.keys()
-    assert selection.tied == {"head.weight": "emb.weight"}
-    assert (selection.loadable, selection.warnings) == (True, ())
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.aliases == {"head.weight": "emb.weight"}
+    assert (selection.loadable, selection.notes) == (True, ())
 
 
 def test_a_tied_weight_is_written_under_the_source_that_the_model_declares(zero3: Path) -> None:
     selection = _select(zero3, _names(small_model(), {"emb.weight": "head.weight"}))
-    assert "emb.weight" not in selection.tensors
-    assert selection.tensors["head.weight"].name == "emb.weight"
-    assert selection.tied == {"emb.weight": "head.weight"}
+    assert "emb.weight" not in selection.weights.tensors
+    assert selection.weights.tensors["head.weight"].name == "emb.weight"
+    assert selection.weights.aliases == {"emb.weight": "head.weight"}
     assert selection.loadable
 
 
@@ -84,24 +85,24 @@ def test_of_three_tied_names_the_declared_source_is_written(source: str, tmp_pat
     others = {"emb.weight", "first", "second"} - {source}
     names = _names(model, dict.fromkeys(others, source))
     selection = _select(save(model, Run(), tmp_path), names)
-    assert others.isdisjoint(selection.tensors)
-    assert selection.tensors[source].name == "emb.weight"
-    assert selection.tied == dict.fromkeys(others, source)
+    assert others.isdisjoint(selection.weights.tensors)
+    assert selection.weights.tensors[source].name == "emb.weight"
+    assert selection.weights.aliases == dict.fromkeys(others, source)
     assert selection.loadable
 
 
 def test_a_tie_that_the_model_does_not_declare_is_written_under_each_name(zero3: Path) -> None:
     selection = _select(zero3, _names(small_model(), {}))
-    assert selection.tensors["head.weight"] is selection.tensors["emb.weight"]
-    assert (selection.tied, selection.loadable) == ({}, True)
+    assert selection.weights.tensors["head.weight"] is selection.weights.tensors["emb.weight"]
+    assert (selection.weights.aliases, selection.loadable) == ({}, True)
 
 
 def test_a_tied_name_that_the_model_does_not_have_is_not_written(zero3: Path) -> None:
     names = _names(small_model(), {})
     shapes = {name: shape for name, shape in names.shapes.items() if name != "head.weight"}
     selection = _select(zero3, replace(names, shapes=shapes))
-    assert "head.weight" not in selection.tensors
-    assert selection.tied == {"head.weight": "emb.weight"}
+    assert "head.weight" not in selection.weights.tensors
+    assert selection.weights.aliases == {"head.weight": "emb.weight"}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -112,22 +113,22 @@ def test_of_tied_names_that_the_checkpoint_does_not_tie_one_is_enough(
     names = _names(model, {"emb.weight": "head.weight"}, head_weight=(13, 7))
     selection = _select(save(model, Run(stage=stage), tmp_path), names)
     assert selection.loadable
-    assert selection.tensors["head.weight"].name == "emb.weight"
-    assert selection.tied == {"emb.weight": "head.weight"}
+    assert selection.weights.tensors["head.weight"].name == "emb.weight"
+    assert selection.weights.aliases == {"emb.weight": "head.weight"}
 
 
 def test_layout_memory_keeps_the_stored_names(zero3: Path) -> None:
     names = _names(small_model(), {"emb.weight": "head.weight"})
     selection = _select(zero3, names, ExportOptions(layout=NameLayout.MEMORY))
-    assert selection.tensors.keys() == small_model().tensors.keys()
-    assert selection.tied == {"head.weight": "emb.weight"}
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.aliases == {"head.weight": "emb.weight"}
 
 
 def test_without_a_config_names_are_as_stored_and_nothing_is_promised(zero3: Path) -> None:
     selection = _select(zero3, _UNKNOWN)
-    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
-    assert "there is no config.json" in selection.warnings[0]
+    assert "there is no config.json" in selection.notes[0]
 
 
 def test_a_weight_that_the_model_has_and_no_save_leaves_out_is_refused(zero3: Path) -> None:
@@ -148,7 +149,7 @@ def test_names_of_another_model_are_refused_with_both_sides(zero3: Path) -> None
 def test_a_shape_that_transformers_would_not_load_is_said(zero3: Path) -> None:
     selection = _select(zero3, _names(small_model(), lin_bias=(6,)))
     assert not selection.loadable
-    assert "[5] for [6]" in selection.warnings[0]
+    assert "[5] for [6]" in selection.notes[0]
 
 
 def test_weights_that_the_model_would_be_loaded_without_are_refused(zero3: Path) -> None:
@@ -158,37 +159,40 @@ def test_weights_that_the_model_would_be_loaded_without_are_refused(zero3: Path)
     assert caught.value.found == "norm.weight, norm.bias"
     assert "--layout memory" in caught.value.hint
     selection = _select(zero3, names, ExportOptions(layout=NameLayout.MEMORY))
-    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
 
 
 def test_weights_without_values_that_the_model_does_not_have_are_refused_too() -> None:
     model = small_model()
     names = _names(model)
-    lost = NamedTensors(_base(emb_weight=(13, 7)), {}, (*model.tensors, *model.tied, "more.bias"))
+    lost = Weights(_base(emb_weight=(13, 7)), {}, (*model.tensors, *model.tied, "more.bias"))
     with pytest.raises(NamesMismatchError, match=r"more\.bias"):
-        settle_names(lost, names, {}, ExportOptions(), Path("run"))
+        settle_names(lost, best_fit(names, lost.known_shapes), {}, ExportOptions(), Path("run"))
 
 
 def test_frozen_weights_that_the_model_does_not_know_may_be_left_out(zero3: Path) -> None:
     names = _names(replace(small_model(), frozen={}))
     selection = _select(zero3, names, ExportOptions(exclude_frozen=True))
     assert selection.loadable
-    assert selection.tensors.keys() == small_model().tensors.keys() - {"norm.weight", "norm.bias"}
+    assert selection.weights.tensors.keys() == small_model().tensors.keys() - {
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 def test_buffers_that_the_model_does_not_know_are_written_and_said(zero3: Path) -> None:
     names = _names(replace(small_model(), buffers={}))
     selection = _select(zero3, names)
-    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
-    assert f"unexpected: {next(iter(small_model().buffers))}" in selection.warnings[0]
+    assert f"unexpected: {next(iter(small_model().buffers))}" in selection.notes[0]
 
 
 def test_what_transformers_passes_over_is_written_and_loads(zero3: Path) -> None:
     names = replace(_names(replace(small_model(), frozen={})), ignored=(r"^norm\.",))
     selection = _select(zero3, names)
-    assert selection.tensors.keys() == small_model().tensors.keys()
+    assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert selection.loadable
 
 
@@ -196,7 +200,7 @@ def test_a_second_name_that_the_model_does_not_know_is_no_weight_of_its_own(zero
     alias = next(iter(small_model().tied))
     names = _names(replace(small_model(), tied={}))
     assert alias not in names.shapes
-    assert _select(zero3, names).tensors.keys() == small_model().tensors.keys()
+    assert _select(zero3, names).weights.tensors.keys() == small_model().tensors.keys()
 
 
 def test_a_rename_comes_before_the_comparison_with_the_model(zero3: Path) -> None:
@@ -212,9 +216,9 @@ def test_a_rename_comes_before_the_comparison_with_the_model(zero3: Path) -> Non
     options = ExportOptions(renames=((r"^module\.", ""),))
     names = _names(replace(model, frozen={}, buffers={}))
     selection = _select(root, names, options)
-    assert (selection.loadable, selection.warnings) == (True, ())
-    assert selection.tied == {"head.weight": "emb.weight"}
-    assert selection.tensors["emb.weight"].name == "module.emb.weight"
+    assert (selection.loadable, selection.notes) == (True, ())
+    assert selection.weights.aliases == {"head.weight": "emb.weight"}
+    assert selection.weights.tensors["emb.weight"].name == "module.emb.weight"
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.model."])
@@ -229,10 +233,10 @@ def test_a_prefix_that_wrappers_gave_every_name_is_left_out_and_said(
         tied={prefix + alias: prefix + name for alias, name in model.tied.items()},
     )
     selection = _select(save(wrapped, Run(), tmp_path), _names(model))
-    assert selection.tensors.keys() == model.tensors.keys()
-    assert selection.tied == model.tied
+    assert selection.weights.tensors.keys() == model.tensors.keys()
+    assert selection.weights.aliases == model.tied
     assert selection.loadable
-    assert prefix in selection.warnings[0]
+    assert prefix in selection.notes[0]
 
 
 def test_a_rename_that_spoils_the_names_is_refused(zero3: Path) -> None:
@@ -253,8 +257,8 @@ def test_a_rename_that_cannot_be_meant_is_a_usage_error(
 
 def test_frozen_weights_are_left_out_when_that_is_asked_for(zero2: Path) -> None:
     selection = _select(zero2, _UNKNOWN, ExportOptions(exclude_frozen=True))
-    assert "norm.weight" not in selection.tensors
-    assert selection.tied == {"head.weight": "emb.weight"}
+    assert "norm.weight" not in selection.weights.tensors
+    assert selection.weights.aliases == {"head.weight": "emb.weight"}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -267,7 +271,7 @@ def test_weights_left_out_of_a_save_are_refused_with_their_names(
     assert caught.value.found == "no values for norm.weight, norm.bias"
     assert caught.value.exit_code == 3
     selection = _select(root, _names(small_model()), ExportOptions(exclude_frozen=True))
-    assert "norm.weight" not in selection.tensors
+    assert "norm.weight" not in selection.weights.tensors
     assert not selection.loadable
 
 
@@ -284,8 +288,8 @@ def test_a_base_fills_in_what_was_left_out(stage: int, tmp_path: Path) -> None:
     base = _base(norm_weight=(7,), norm_bias=(7,), emb_weight=(13, 7))
     selection = _select(root, _names(small_model()), base=base)
     assert selection.from_base == ("norm.weight", "norm.bias")
-    assert selection.tensors["norm.bias"].role is Role.FROZEN
-    assert selection.tensors["emb.weight"].role is Role.TRAINABLE
+    assert selection.weights.tensors["norm.bias"].role is Role.FROZEN
+    assert selection.weights.tensors["emb.weight"].role is Role.TRAINABLE
     assert selection.loadable
 
 

@@ -24,7 +24,7 @@ from zexport.model.peft_names import PEFT_PREFIX, adapters_of, read_name
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.store.boundary import Boundary
-from zexport.weights.named import NamedTensors
+from zexport.weights.named import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Adapter:
 
 
 def adapter_mode(
-    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> AdapterMode | None:
     """What is to become of the adapters; ``None`` for a checkpoint that is no peft model's.
 
@@ -76,7 +76,7 @@ def adapter_mode(
 
 
 def _check_kept_by_name(
-    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> None:
     """Nothing, unless it is a peft model of a method that names its tensors in no known way.
 
@@ -100,7 +100,7 @@ def not_just_tensors(config: AdapterConfig) -> UnsupportedError:
     )
 
 
-def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
+def is_peft(stored: Weights, folders: Iterable[Path]) -> bool:
     """Whether the tensors are those of a model under peft.
 
     Models exist that have adapters as parts of their own (Phi-4-multimodal); peft's prefix, or its
@@ -114,7 +114,7 @@ def is_peft(stored: NamedTensors, folders: Iterable[Path]) -> bool:
     return any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
 
 
-def _is_prefixed(stored: NamedTensors) -> bool:
+def _is_prefixed(stored: Weights) -> bool:
     return any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
 
 
@@ -140,7 +140,7 @@ def _folder_of(path: Path) -> Path:
     )
 
 
-def adapters_in(stored: NamedTensors) -> tuple[str, ...]:
+def adapters_in(stored: Weights) -> tuple[str, ...]:
     """The names of a checkpoint's adapters, which are those of folders too.
 
     Raises:
@@ -159,7 +159,7 @@ def adapters_in(stored: NamedTensors) -> tuple[str, ...]:
 
 
 def choose_adapters(
-    checkpoint: ZeroCheckpoint, stored: NamedTensors, options: ExportOptions
+    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> tuple[Adapter, ...]:
     """The adapters that the options mean: the one they name, else all.
 
@@ -193,7 +193,7 @@ def _config_of(name: str, folders: tuple[Path, ...], boundary: Boundary) -> Adap
 
 def check_whole(
     checkpoint: ZeroCheckpoint,
-    stored: NamedTensors,
+    stored: Weights,
     adapter: Adapter,
     kept: Mapping[str, StoredTensor],
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.updates import Update
@@ -13,7 +12,8 @@ from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.model.peft_names import read_name
-from zexport.weights.memory_tensors import tensor_in_memory
+from zexport.weights.base import Base
+from zexport.weights.hub_form import tensor_in_memory
 
 KEEP_ADAPTER = "Export the adapter with --adapter keep and merge it with peft"
 
@@ -39,19 +39,22 @@ class BaseModel:
 
     Attributes:
         own: its weights that the checkpoint holds, by name.
-        given: those of the folder that was given, by name, as training had them.
+        folder: the folder that was given, its weights as training had them.
         names: the names and forms of its class, where these are known.
         tied: alias to name, where one weight has two names.
         model_type: of its config; empty where there is none.
-        path: that folder, for messages.
     """
 
     own: Tensors
-    given: Tensors
+    folder: Base
     names: ModelNames | None
     tied: Mapping[str, str]
     model_type: str
-    path: Path | None
+
+    @property
+    def given(self) -> Tensors:
+        """The weights of that folder, by name."""
+        return self.folder.tensors
 
     def find(self, name: str) -> StoredTensor | None:
         """The weight of this name, or of the name it is tied to."""

@@ -7,12 +7,13 @@ Source: peft 0.21, ``tuners/lora/layer.py`` (``merge`` and ``get_delta_weight`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from pathlib import Path
 
-from zexport.adapters.find import Adapter, check_whole, choose_adapters
+from zexport.adapters.find import Adapter, check_whole
 from zexport.adapters.layers import KEEP_ADAPTER, BaseModel, check_method, find_updates
-from zexport.adapters.material import Material
+from zexport.adapters.saved_beside import SavedBeside
 from zexport.adapters.updates import (
     Orientation,
     Update,
@@ -23,21 +24,17 @@ from zexport.adapters.updates import (
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
-from zexport.model.added_tokens import tokens_beyond
-from zexport.model.fit import ModelNames
-from zexport.model.names import NamesUnknown, learn_names
-from zexport.model.names_client import NamesClient
+from zexport.model.added_tokens import TokensBeyond
+from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.model.peft_names import inner_name, read_name
-from zexport.model.side_files import tokenizer_files
 from zexport.options import Engine, ExportOptions
-from zexport.plan.shards import DTYPES
 from zexport.printable import some
 from zexport.ranges.computed import Recast
 from zexport.ranges.dtypes import DType, Shape
-from zexport.weights.base import under_names_of, under_prefix
-from zexport.weights.named import NamedTensors
+from zexport.weights.base import Base, under_names_of, under_prefix
+from zexport.weights.named import Weights
 from zexport.weights.quantized import check_plain
-from zexport.weights.ties import under_tied_sources, without_broken_ties
+from zexport.weights.ties import under_tied_sources
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -47,74 +44,57 @@ _KEEP_ROWS = (
 )
 
 
-def recast(base: Tensors, dtype: DType | None) -> dict[str, StoredTensor]:
-    """The base's tensors as training had them: floating ones rounded to ``dtype``, if given."""
-    return {
-        name: tensor
-        if dtype is None or not tensor.dtype.is_floating or tensor.source is None
-        else replace(tensor, dtype=dtype, source=Recast(elements(tensor), dtype))
-        for name, tensor in base.items()
-    }
-
-
-def work_in(material: Material, options: ExportOptions, transformers: NamesClient) -> Material:
-    """What an export is made of, as if the base model itself had been trained, and no adapter.
-
-    Raises:
-        UsageError: there are several adapters, or DeepSpeed's converter is to make the tensors.
-        ZexportError: as ``merge_adapter`` does.
-    """
+def only_adapter(adapters: Sequence[Adapter], options: ExportOptions) -> Adapter:
+    """The one adapter that can be merged."""
     if options.engine is Engine.DEEPSPEED:
         raise UsageError(
             "DeepSpeed's converter merges no adapter",
             hint="Leave --engine out, or keep the adapter",
         )
-    checkpoint, sidecars = material.checkpoint, material.sidecars
-    adapter, *others = choose_adapters(checkpoint, material.stored, options)
+    adapter, *others = adapters
     if others:
         raise UsageError(
             "there are several adapters, and one can be merged",
-            found=", ".join(one.name for one in (adapter, *others)),
+            found=", ".join(one.name for one in adapters),
             hint="Name it with --adapter-name",
         )
-    dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
-    names = learn_names(sidecars, _base_shapes(material), transformers)
-    given = under_names_of(names, material.given, options.base)
+    return adapter
+
+
+def shapes_of_base(stored: Weights, given: Base) -> dict[str, Shape | None]:
+    """Names and shapes of the base model, as far as they are known."""
+    parts = ((read_name(name), shape) for name, shape in stored.known_shapes.items())
+    return {**given.shapes, **{part.of_base: shape for part, shape in parts if not part.adapter}}
+
+
+def as_in_training(
+    given: Base,
+    names: ModelNames | NamesUnknown,
+    stored: Weights,
+    adapter: Adapter,
+    dtype: DType | None,
+) -> Base:
+    """The base as training had it: under the model's names, floating ones rounded to ``dtype``."""
+    given = under_names_of(names, given)
     if isinstance(names, ModelNames) and names.base_prefix:
-        given = under_prefix(f"{names.base_prefix}.", _adapted(material, adapter), given)
-    given = recast(under_tied_sources(names, given), dtype)
-    config = sidecars.config
-    model_type = "" if config is None else str(config.content.get("model_type") or "")
-    known = None
-    if isinstance(names, ModelNames):
-        known = without_broken_ties(names, _base_of(material.stored), given, material.files)
-    base = BaseModel({}, given, known, {}, model_type, options.base)
-    stored, notes = _with_saved(material, adapter, given, options)
-    merged = merge_adapter(checkpoint, stored, adapter, base)
-    lacking = given.keys() - merged.shapes.keys() if given else checkpoint.frozen_left_out
-    copied = {name: path for name, path in sidecars.copied.items() if name != "README.md"}
-    rounded = f", as {dtype.torch_name}" if dtype is not None and given else ""
-    note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
-    return replace(
-        material,
-        checkpoint=replace(checkpoint, frozen_left_out=bool(lacking)),
-        stored=merged,
-        sidecars=replace(sidecars, copied=copied),
-        given=given,
-        notes=(*material.notes, note, *notes),
-        task=adapter.config.task,
-    )
+        given = under_prefix(f"{names.base_prefix}.", _adapted(stored, adapter), given)
+    given = under_tied_sources(names, given)
+    return given if dtype is None else replace(given, tensors=_recast(given.tensors, dtype))
 
 
-def _with_saved(
-    material: Material, adapter: Adapter, given: Tensors, options: ExportOptions
-) -> tuple[NamedTensors, tuple[str, ...]]:
-    """The stored tensors and what peft saved beside them, and a note where it did.
+def _recast(base: Tensors, dtype: DType) -> dict[str, StoredTensor]:
+    return {
+        name: tensor
+        if not tensor.dtype.is_floating or tensor.source is None
+        else replace(tensor, dtype=dtype, source=Recast(elements(tensor), dtype))
+        for name, tensor in base.items()
+    }
 
-    Raises:
-        FrozenLeftOutError: it saved resized weights, and not of this step.
-    """
-    stored, saved = material.stored, material.saved.get(adapter.name)
+
+def with_saved(
+    stored: Weights, saved: SavedBeside | None, given: Tensors, options: ExportOptions
+) -> tuple[Weights, tuple[str, ...]]:
+    """The stored weights and what peft saved beside them, and a note where it did."""
     if saved is None or not saved.lacking:
         return stored, ()
     if saved.is_of_step:
@@ -131,67 +111,49 @@ def _with_saved(
     return stored, (saved.note,)
 
 
-def check_embedding(material: Material, options: ExportOptions) -> None:
+def check_embedding(
+    merged: Weights, beyond: TokensBeyond | None, *, base_is_beyond: bool, tag_dir: Path
+) -> None:
     """Nothing, unless tokens were added for which the embedding of the base has no rows.
 
-    A tokenizer of the base itself proves nothing: there are models on the hub with such tokens.
-
     Args:
-        material: after the merge, with the config of what was merged.
-        options: what was asked for.
-
-    Raises:
-        FrozenLeftOutError: they were, and the embedding is the base's own.
+        merged: the model, with the adapter worked in.
+        beyond: tokens that the model's config has no rows for.
+        base_is_beyond: whether the base's own tokenizer has such tokens, which proves nothing:
+            there are models on the hub with some.
+        tag_dir: the checkpoint, for messages.
     """
-    sidecars, base = material.sidecars, options.base
-    beyond = tokens_beyond(sidecars)
-    if beyond is None or base is None or options.exclude_frozen:
+    if beyond is None or base_is_beyond:
         return
-    shapes = (tensor.shape for tensor in material.stored.tensors.values())
-    is_own = any(len(shape) > 1 and shape[0] == beyond.rows for shape in shapes)
-    if is_own or tokens_beyond(replace(sidecars, copied=tokenizer_files([base]))) is not None:
+    shapes = (tensor.shape for tensor in merged.tensors.values())
+    if any(len(shape) > 1 and shape[0] == beyond.rows for shape in shapes):
         return
     raise FrozenLeftOutError(
         "the embedding was resized for added tokens, and left out when the checkpoint was saved",
-        path=material.checkpoint.location.tag_dir,
+        path=tag_dir,
         found=f"{beyond} in --base",
         expected="a row for every token, in the checkpoint or in peft's file beside it",
         hint=_KEEP_ROWS,
     )
 
 
-def _adapted(material: Material, adapter: Adapter) -> list[str]:
+def _adapted(stored: Weights, adapter: Adapter) -> list[str]:
     """The weights of modules that an adapter updates."""
-    parts = [read_name(name) for name in material.stored.tensors]
+    parts = [read_name(name) for name in stored.tensors]
     modules = (p.module for p in parts if p.adapter == adapter.name and not p.is_copy)
     return [f"{module}.weight" for module in dict.fromkeys(modules)]
 
 
-def _base_shapes(material: Material) -> dict[str, Shape | None]:
-    """Names and shapes of the base model, as far as they are known."""
-    stored = ((read_name(name), shape) for name, shape in material.stored.known_shapes.items())
-    given = {name: tensor.shape for name, tensor in material.given.items()}
-    return {**given, **{part.of_base: shape for part, shape in stored if not part.adapter}}
-
-
 def merge_adapter(
-    checkpoint: ZeroCheckpoint,
-    stored: NamedTensors,
-    adapter: Adapter,
-    folder: BaseModel,
-) -> NamedTensors:
-    """The base model's tensors, by its own names, with the adapter worked in.
+    checkpoint: ZeroCheckpoint, stored: Weights, adapter: Adapter, folder: BaseModel
+) -> Weights:
+    """The base model's weights, by its own names, with the adapter worked in.
 
     Args:
         checkpoint: what was opened.
-        stored: its tensors.
+        stored: its weights.
         adapter: the one to work in; others are passed over.
         folder: the base model as its folder has it.
-
-    Raises:
-        UnsupportedError: the adapter is something else than LoRA or DoRA, or the base is quantized.
-        FrozenLeftOutError: weights that it updates are nowhere.
-        DamagedCheckpointError: adapter, configuration and base do not fit each other.
     """
     check_method(adapter)
     parts = {name: read_name(name) for name in stored.tensors}
@@ -199,7 +161,7 @@ def merge_adapter(
     check_whole(checkpoint, stored, adapter, {inner_name(n): t for n, t in own.items()})
     copied = {parts[n].of_base: t for n, t in own.items() if parts[n].is_copy}
     copied_ties = _copied_ties(stored, adapter)
-    inside = _base_of(stored)
+    inside = weights_of_base(stored)
     base = _with_own(folder, inside, copied_ties.keys())
     merged = {**base.own, **copied, **_untied(base, {*copied, *copied_ties})}
     updates = list(find_updates(adapter, base, own))
@@ -208,7 +170,7 @@ def merge_adapter(
     for update in updates:
         merged |= _applied(update, adapter, base, merged, orientation)
     stored_ties = {n: base.tied[n] for n in inside.shapes if n in base.tied}
-    return NamedTensors(
+    return Weights(
         tensors=merged,
         aliases={
             alias: name
@@ -219,10 +181,10 @@ def merge_adapter(
     )
 
 
-def _base_of(stored: NamedTensors) -> NamedTensors:
+def weights_of_base(stored: Weights) -> Weights:
     """The weights of the base model among a peft model's, by its own names."""
     parts = {name: read_name(name) for name in (*stored.known_shapes, *stored.aliases.values())}
-    return NamedTensors(
+    return Weights(
         tensors={parts[n].of_base: t for n, t in stored.tensors.items() if not parts[n].adapter},
         aliases={
             parts[a].of_base: parts[n].of_base
@@ -233,7 +195,7 @@ def _base_of(stored: NamedTensors) -> NamedTensors:
     )
 
 
-def _with_own(folder: BaseModel, inside: NamedTensors, replaced: Set[str]) -> BaseModel:
+def _with_own(folder: BaseModel, inside: Weights, replaced: Set[str]) -> BaseModel:
     """The base model with the checkpoint's weights, each under the source of its tie.
 
     Args:
@@ -252,7 +214,7 @@ def _with_own(folder: BaseModel, inside: NamedTensors, replaced: Set[str]) -> Ba
     return replace(folder, own=own, tied=tied)
 
 
-def _copied_ties(stored: NamedTensors, adapter: Adapter) -> dict[str, str]:
+def _copied_ties(stored: Weights, adapter: Adapter) -> dict[str, str]:
     """Ties between copies of modules that were trained as one, by the base model's names."""
     pairs = ((read_name(alias), read_name(name)) for alias, name in stored.aliases.items())
     return {
@@ -283,7 +245,7 @@ def _applied(
     weight = merged.get(name) or base.find(update.weight)
     if weight is None:
         names = base.names or NamesUnknown("there is no config")
-        check_plain((), base.given, names, base.path, absent=(update.weight,))
+        check_plain((), base.folder, names, absent=(update.weight,))
         raise _no_base(adapter, update.weight, base)
     if name not in base.own and adapter.config.rewrites_base:
         raise UnsupportedError(
@@ -305,8 +267,8 @@ def _applied(
 
 
 def _no_base(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError:
-    is_empty = base.path is not None and not base.given
-    nowhere = f", and no safetensors files in {base.path}" if is_empty else ""
+    is_empty = base.folder.path is not None and not base.given
+    nowhere = f", and no safetensors files in {base.folder.path}" if is_empty else ""
     return FrozenLeftOutError(
         f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
         path=adapter.config.path,

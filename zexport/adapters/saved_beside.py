@@ -20,7 +20,7 @@ from zexport.ranges.copies import compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
 from zexport.weights.gathered import copy_of
-from zexport.weights.named import NamedTensors
+from zexport.weights.named import Weights
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _PARAMETERS = ("weight", "bias")
@@ -36,12 +36,14 @@ class SavedBeside:
         lacking: the file's, where the checkpoint has none, by the same.
         is_of_step: whether the adapter in it is the checkpoint's, as the module held it. If not,
             the file is of another step or run, and its weights may be those of another model.
+        nbytes_read: bytes of tensors that were read to tell.
     """
 
     header: SafetensorsHeader
     held: Mapping[str, StoredTensor]
     lacking: Mapping[str, StoredTensor]
     is_of_step: bool
+    nbytes_read: int = 0
 
     @property
     def of_base(self) -> dict[str, StoredTensor]:
@@ -64,18 +66,15 @@ class SavedBeside:
 
 def saved_beside(
     checkpoint: ZeroCheckpoint,
-    stored: NamedTensors,
+    stored: Weights,
     adapters: Iterable[Adapter],
     check: CheckMode,
 ) -> dict[str, SavedBeside]:
     """What peft's files beside the checkpoint have of the base model, by the adapter's name.
 
     What such a file and the checkpoint both have is compared: all elements, or samples.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
-    every = {**stored.tensors, **{a: stored.tensors[n] for a, n in stored.aliases.items()}}
+    every = stored.every_tensor
     parts = {name: read_name(name) for name in every}
     copied = {part.of_base for part in parts.values() if part.is_copy}
     base = {
@@ -96,8 +95,8 @@ def saved_beside(
             for name, tensor in stored.tensors.items()
             if parts[name].adapter == adapter.name and tensor.role is not Role.BUFFER
         }
-        is_of_step = _holds(header, {**own, **held}, checkpoint, check)
-        found[adapter.name] = SavedBeside(header, held, lacking, is_of_step)
+        is_of_step, nbytes = _holds(header, {**own, **held}, checkpoint, check)
+        found[adapter.name] = SavedBeside(header, held, lacking, is_of_step, nbytes)
     return found
 
 
@@ -137,10 +136,11 @@ def _holds(
     own: Mapping[str, StoredTensor],
     checkpoint: ZeroCheckpoint,
     check: CheckMode,
-) -> bool:
+) -> tuple[bool, int]:
     """Whether the file has all of these, as rounding the checkpoint's masters gives it.
 
-    That proves no record: where damage lets it differ, nothing of the file is taken.
+    And how much was read to tell. That proves no record: where damage lets it differ, nothing of
+    the file is taken.
     """
     copies = [
         copy_of(tensor, header, name) if name in header.tensors else None
@@ -148,6 +148,7 @@ def _holds(
     ]
     whole = [copy for copy in copies if copy is not None]
     if len(whole) < len(copies):
-        return False
+        return False, 0
     with SourceReader([*checkpoint.torch_files, header]) as reader:
-        return not compare_casts(whole, reader.read_into, full=check is CheckMode.FULL)
+        differing = compare_casts(whole, reader.read_into, full=check is CheckMode.FULL)
+        return not differing, reader.nbytes_read

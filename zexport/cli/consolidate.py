@@ -138,11 +138,10 @@ def consolidate(
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
-    from zexport.api import run_export
+    from zexport.api import plan_export, run_export
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.planning import plan_export
     from zexport.report.export import export_json, print_export
     from zexport.run.execute import VerifyMode
 

@@ -10,10 +10,9 @@ from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
 from zexport.model.config import ConfigFile
-from zexport.model.fit import ModelNames, best_fit
-from zexport.model.names import learn_names
+from zexport.model.fit import Fit
+from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
-from zexport.model.sidecars import Sidecars
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import Extent
 from zexport.run.manifest import MANIFEST_NAME
@@ -73,11 +72,10 @@ class ModelWeights:
         if not config.is_file():
             return {}
         content = ConfigFile(config, read_json_object(config))
-        sidecars = Sidecars(config=content, source=None, copied={}, missing=(), base=None)
         shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
         with NamesClient() as transformers:
-            names = learn_names(sidecars, shapes, transformers)
-        return best_fit(names, shapes).names.tied if isinstance(names, ModelNames) else {}
+            fit = Learner(None, transformers).fit(content, shapes)
+        return fit.names.tied if isinstance(fit, Fit) else {}
 
 
 def open_weights(path: Path) -> ModelWeights:

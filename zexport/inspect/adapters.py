@@ -10,7 +10,7 @@ from zexport.checkpoint.contents import Role, ZeroCheckpoint
 from zexport.errors import UnsafeError, ZexportError
 from zexport.model.peft_names import read_name
 from zexport.options import ExportOptions
-from zexport.weights.named import name_tensors
+from zexport.weights.named import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def summarize_adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]
         UnsafeError: a configuration is a link that leads outside.
     """
     options = ExportOptions()
-    stored, folders = name_tensors(checkpoint), adapter_folders(checkpoint, options)
+    stored, folders = Weights.of(checkpoint), adapter_folders(checkpoint, options)
     if not is_peft(stored, folders):
         return ()
     parts = [read_name(tensor.name) for tensor in checkpoint.tensors]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.model.origin import find_origin
 from zexport.model.sidecars import Sidecars
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType
@@ -25,6 +26,20 @@ _TASKS = (
     ("ForSpeechSeq2Seq", "automatic-speech-recognition"),
 )
 """Endings of class names that stand for one task of the hub and no other."""
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+_LICENSE_NAME = re.compile(r"\w[\w.-]{0,63}")
+_LICENSE_LINK = re.compile(r"(https://[\w./%~-]{1,200}|\w[\w.-]{0,63})")
+_LOCAL = re.compile(
+    r"(checkpoints?|ckpts?|models?|outputs?|out|runs?|results?|saves?|saved|data|datasets?|weights|"
+    r"pretrained(_models?)?|hf_models?|base|exp|experiments?|logs?|tmp|home|mnt|root|work|workspace)"
+    r"/.*|.*/(checkpoint|global_step|step|epoch)[-_]?\d+",
+    re.IGNORECASE,
+)
+"""What looks like the hub's ``owner/name`` and is rather a folder."""
 
 
 def model_card(
@@ -75,7 +90,7 @@ def model_card(
 def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
     from huggingface_hub import ModelCardData  # noqa: PLC0415 - only an export needs it
 
-    origin = find_origin(sidecars)
+    origin = _find_origin(sidecars)
     is_encoder = "modules.json" in sidecars.copied
     data = ModelCardData(
         base_model=origin.base_model,
@@ -96,3 +111,66 @@ def _task(architecture: str) -> str | None:
 def _inline(text: str) -> str:
     """Text of a checkpoint as Markdown shows it: no markup, no line of its own."""
     return printable(text).translate(str.maketrans("`<>[]", "'()()"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a model card may say of the model that training began from.
+
+    Attributes:
+        base_model: its name on the hub, where that is known.
+        license: the licence's identifier, where a card states it.
+        license_name: its name, where the identifier is ``other``.
+        license_link: where it can be read.
+    """
+
+    base_model: str | None
+    license: str | None
+    license_name: str | None
+    license_link: str | None
+
+
+def _find_origin(sidecars: Sidecars) -> _Origin:
+    """The origin of a model; a path of some machine is never part of it.
+
+    The name is that of the base folder in the hub's cache, else what the config says in
+    ``_name_or_path`` if that is a hub's name, else what the base folder's card says its own base
+    is. The licence is the one that the base folder's card states.
+    """
+    card = sidecars.base_card
+    named = next((name for name in _names(sidecars, card) if _is_hub_id(name)), None)
+    license_id = _stated(card, "license", _LICENSE_ID)
+    return _Origin(
+        base_model=named,
+        license=license_id,
+        license_name=license_id and _stated(card, "license_name", _LICENSE_NAME),
+        license_link=license_id and _stated(card, "license_link", _LICENSE_LINK),
+    )
+
+
+def _stated(card: str, key: str, pattern: re.Pattern[str]) -> str | None:
+    value = _value(card, key)
+    return value if pattern.fullmatch(value) else None
+
+
+def _names(sidecars: Sidecars, card: str) -> Iterator[str]:
+    for part in sidecars.base.parts if sidecars.base is not None else ():
+        if cached := _CACHED.fullmatch(part):
+            yield f"{cached[1]}/{cached[2]}"
+    if sidecars.config is not None:
+        yield str(sidecars.config.content.get("_name_or_path"))
+    yield _value(card, "base_model")
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and _LOCAL.fullmatch(name) is None
+
+
+def _value(front_matter: str, key: str) -> str:
+    """The value of a key at the top level, or the one item of its list; empty if there is none."""
+    found = re.search(
+        rf"""^{key}:[ \t]*(?:\n[ \t]*-[ \t]+)?["']?([^"'\s#]+)["']?[ \t]*$(?!\n[ \t]*-)""",
+        front_matter,
+        re.MULTILINE,
+    )
+    return found[1] if found else ""

@@ -116,6 +116,20 @@ class ModelNames:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class NamesUnknown:
+    """The names could not be learnt, and why.
+
+    Attributes:
+        reason: why, in words.
+        is_contradiction: whether the config says what the checkpoint is not, so that the names in
+            the hub's layout cannot be known.
+    """
+
+    reason: str
+    is_contradiction: bool = False
+
+
 def as_it_is(shapes: Mapping[str, Shape], tied: Iterable[str] = ()) -> HubLayout:
     """The layout of a model that is saved as it is in memory."""
     return HubLayout(
@@ -157,12 +171,14 @@ class Fit:
     """A form of a model, held against stored names.
 
     Attributes:
+        model: the model as it is in memory.
         names: the model in that form.
         prefix: what a wrapper put before all stored names.
         is_saved_form: whether it is that of a file, not the one in memory.
         difference: what is different once the prefix is gone.
     """
 
+    model: ModelNames
     names: ModelNames
     prefix: str
     is_saved_form: bool
@@ -180,7 +196,7 @@ def best_fit(names: ModelNames, stored: Mapping[str, Shape | None]) -> Fit:
     for prefix in wrapper_prefixes(stored):
         bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}
         for form, is_saved in _forms(names):
-            fit = Fit(form, prefix, is_saved, difference(form, bare))
+            fit = Fit(names, form, prefix, is_saved, difference(form, bare))
             if best is None or fit.difference.count < best.difference.count:
                 best = fit
             if not best.difference.count:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from zexport.model.fit import ModelNames, best_fit, wrapper_prefixes
+from zexport.model.fit import Fit, best_fit, wrapper_prefixes
 from zexport.ranges.dtypes import Shape
 
 _TENSORS_MAX = 16
@@ -33,21 +33,27 @@ def without_value_heads(stored: Mapping[str, Shape | None]) -> dict[str, Shape |
     return {n: shape for n, shape in stored.items() if not is_value_head(n.removeprefix(prefix))}
 
 
-def head_names(names: ModelNames, stored: Mapping[str, Shape | None]) -> frozenset[str]:
+def head_names(fit: Fit, stored: Mapping[str, Shape | None]) -> frozenset[str]:
     """The names of the heads; none where the rest would not be the model.
 
     A head has a first part in its names, at the level where the model begins, that the model does
     not have. It is small, and without it no name is left that the model does not know: anything
     else is no head but another model than the config says. What transformers passes over when it
     loads the model is no head either, but the business of the model's files.
+
+    Args:
+        fit: the model held against all of them.
+        stored: names and shapes.
     """
-    stored = {name: shape for name, shape in stored.items() if not names.ignores(name)}
-    if not best_fit(names, stored).difference.unexpected:
+    names = fit.model
+    read = {name: shape for name, shape in stored.items() if not names.ignores(name)}
+    whole = fit if len(read) == len(stored) else best_fit(names, read)
+    if not whole.difference.unexpected:
         return frozenset()
     firsts = {_first(name) for name in names.shapes}
     firsts |= {_first(name) for layout in names.layouts for name in layout.tensors}
-    heads = _beside(firsts, stored)
-    trunk = {name: shape for name, shape in stored.items() if name not in heads}
+    heads = _beside(firsts, read)
+    trunk = {name: shape for name, shape in read.items() if name not in heads}
     if not trunk or len(heads) > min(_TENSORS_MAX, len(trunk)):
         return frozenset()
     return frozenset() if best_fit(names, trunk).difference.unexpected else heads

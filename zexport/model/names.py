@@ -3,72 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
 from zexport.model.config import ConfigFile
-from zexport.model.fit import ModelNames, best_fit, choose_class
+from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
 from zexport.model.hub_layout import StoredLayout
 from zexport.model.names_client import NamesClient
-from zexport.model.sidecars import Sidecars
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.json import Json, Natural
 
 
-@dataclass(frozen=True, slots=True)
-class NamesUnknown:
-    """The names could not be learnt, and why.
+class Learner:
+    """Learns the names of models, of each config once.
 
-    Attributes:
-        reason: why, in words.
-        is_contradiction: whether the config says what the checkpoint is not, so that the names in
-            the hub's layout cannot be known.
+    A training's own sidecar tells them; else transformers is asked.
+
+    Args:
+        source: content of that sidecar, if there is one.
+        transformers: to be asked.
     """
 
-    reason: str
-    is_contradiction: bool = False
+    def __init__(self, source: Mapping[str, Json] | None, transformers: NamesClient) -> None:
+        self._told = None if source is None else _from_source_sidecar(source)
+        self._transformers = transformers
+        self._answers: dict[bytes, list[ModelNames] | NamesUnknown] = {}
 
+    def names(
+        self, config: ConfigFile | None, stored: Mapping[str, Shape | None]
+    ) -> ModelNames | NamesUnknown:
+        """The names of the model of a config.
 
-def learn_names(
-    sidecars: Sidecars, stored: Mapping[str, Shape | None], transformers: NamesClient
-) -> ModelNames | NamesUnknown:
-    """The names of the model that ``sidecars`` describe: from its sidecar, else from its config.
-
-    A config that names no architecture leaves several classes possible; then it is the one that is
-    nearest to the ``stored`` names and shapes, if there is exactly one.
-    """
-    if sidecars.source is not None and (names := _from_source_sidecar(sidecars.source)):
+        A config that names no architecture leaves several classes possible; then it is the one that
+        is nearest to the ``stored`` names and shapes, if there is exactly one.
+        """
+        if self._told is not None:
+            return self._told
+        if config is None:
+            return NamesUnknown("there is no config.json")
+        candidates = self._candidates(config)
+        if isinstance(candidates, NamesUnknown):
+            return candidates
+        names = candidates[0] if len(candidates) == 1 else choose_class(candidates, stored)
+        if names is None:
+            tried = ", ".join(str(names.architecture) for names in candidates)
+            reason = f"config.json names no architecture, and of {tried} not one alone matches"
+            return NamesUnknown(reason, is_contradiction=True)
+        if "auto_map" in config.content and best_fit(names, stored).difference.count:
+            reason = "config.json names code of its own, whose names transformers does not know"
+            return NamesUnknown(reason)
         return names
-    if sidecars.config is None:
-        return NamesUnknown("there is no config.json")
-    candidates = _from_transformers(sidecars.config, transformers)
-    if isinstance(candidates, NamesUnknown):
-        return candidates
-    names = candidates[0] if len(candidates) == 1 else choose_class(candidates, stored)
-    if names is None:
-        tried = ", ".join(str(names.architecture) for names in candidates)
-        reason = f"config.json names no architecture, and of {tried} not one alone matches"
-        return NamesUnknown(reason, is_contradiction=True)
-    if "auto_map" in sidecars.config.content and best_fit(names, stored).difference.count:
-        reason = "config.json names code of its own, whose names transformers does not know"
-        return NamesUnknown(reason)
-    return names
 
+    def fit(
+        self, config: ConfigFile | None, stored: Mapping[str, Shape | None]
+    ) -> Fit | NamesUnknown:
+        """The model of a config, held against the ``stored`` names and shapes."""
+        names = self.names(config, stored)
+        return names if isinstance(names, NamesUnknown) else best_fit(names, stored)
 
-def learn_classes(sidecars: Sidecars, transformers: NamesClient) -> list[ModelNames]:
-    """Every class of the config's model type, but for the one that the config names.
+    def other_classes(self, config: ConfigFile) -> list[ModelNames]:
+        """Every class of the config's model type, but for the one that the config names.
 
-    None where the training's own sidecar tells what the model is.
-    """
-    config = sidecars.config
-    if config is None or (sidecars.source is not None and _from_source_sidecar(sidecars.source)):
-        return []
-    found = _from_transformers(config.with_architecture(None), transformers)
-    if isinstance(found, NamesUnknown):
-        return []
-    return [names for names in found if names.architecture not in config.architectures]
+        None where the training's own sidecar tells what the model is.
+        """
+        found = self._candidates(config.with_architecture(None)) if self._told is None else []
+        if isinstance(found, NamesUnknown):
+            return []
+        return [names for names in found if names.architecture not in config.architectures]
+
+    def _candidates(self, config: ConfigFile) -> list[ModelNames] | NamesUnknown:
+        asked = config.serialized()
+        if asked not in self._answers:
+            self._answers[asked] = _from_transformers(asked, self._transformers)
+        return self._answers[asked]
 
 
 def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
@@ -80,15 +89,14 @@ def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
             found = msgspec.convert(source["model"], _Described)
         else:
             found = msgspec.convert(source, _DescribedBefore).now()
-        return found.names("zexport_source.json")
+        # Patterns are transformers' alone: a checkpoint's might take for ever to match.
+        return replace(found, ignored=()).names("zexport_source.json")
     except ValueError:
         return None
 
 
-def _from_transformers(
-    config: ConfigFile, transformers: NamesClient
-) -> list[ModelNames] | NamesUnknown:
-    answer = transformers.describe(config.serialized())
+def _from_transformers(config: bytes, transformers: NamesClient) -> list[ModelNames] | NamesUnknown:
+    answer = transformers.describe(config)
     candidates = answer.get("candidates")
     if not isinstance(candidates, list):
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))

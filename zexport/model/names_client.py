@@ -44,7 +44,6 @@ class NamesClient:
     def __init__(self) -> None:
         self.version = _installed_version()
         self._process: _NamesProcess | None = None
-        self._failures: dict[bytes, JsonObject] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -61,21 +60,15 @@ class NamesClient:
         if self.version is None:
             return {"error": "transformers is not installed"}
         cached = _cache_file(config, self.version)
-        answer = self._failures.get(config) or _read_cache(cached)
-        if answer is None:
-            answer = self._ask(config)
-            if config not in self._failures:
-                _write_cache(cached, answer)
-        return answer
-
-    def _ask(self, config: bytes) -> JsonObject:
-        """The answer of the process; without one, why, which is kept for as long as the client."""
+        if (known := _read_cache(cached)) is not None:
+            return known
         self._process = self._process or _NamesProcess()
         answer = self._process.ask(config)
         if answer is None:
             answer = {"error": f"transformers failed: {self._process.last_words()}"}
-            self._failures[config] = answer
             self._end()
+        else:
+            _write_cache(cached, answer)
         return answer
 
     def _end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from zexport.store.json import Json, JsonObject, read_json_object
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _README = "README.md"
+_CARD_NBYTES_MAX = 64 << 10
 _SOURCE_SIDECAR = "zexport_source.json"
 _COPIED_NBYTES_MAX = 1 << 30
 _OWN_FOLDERS = Boundary(())
@@ -37,7 +39,8 @@ class Sidecars:
         source: content of the sidecar that `zexport train` writes, if any.
         copied: the other files to copy, by their name in the output.
         missing: what is nowhere, in words.
-        base: the folder that was given for what the checkpoint lacks.
+        base: the folder that was given for what the checkpoint lacks, links followed.
+        base_card: the metadata of its model card.
     """
 
     config: ConfigFile | None
@@ -45,6 +48,7 @@ class Sidecars:
     copied: Mapping[str, Path]
     missing: tuple[str, ...]
     base: Path | None
+    base_card: str = ""
 
 
 def find_sidecars(
@@ -81,7 +85,25 @@ def find_sidecars(
     missing = tuple(
         word for word, found in (("config.json", config), ("a tokenizer", tokenizer)) if not found
     )
-    return Sidecars(config, _read_source_sidecar(root, boundary), copied, missing, base)
+    return Sidecars(
+        config,
+        _read_source_sidecar(root, boundary),
+        copied,
+        missing,
+        base=None if base is None else base.resolve(),
+        base_card="" if base is None else read_card(base),
+    )
+
+
+def read_card(folder: Path) -> str:
+    """The metadata of a folder's model card: the lines between its first two ``---``."""
+    path = folder / _README
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        text = file.read(_CARD_NBYTES_MAX).decode(errors="replace")
+    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text.lstrip("\ufeff"), re.DOTALL)
+    return found[1] if found else ""
 
 
 def _first_of(found: Iterable[Files]) -> Files:

@@ -154,8 +154,8 @@ class ExportPlan:
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
-        reference: where DeepSpeed's own converter is to give the tensors; ``None`` where the bytes
-            come from ``sources``.
+    nbytes_compared: int = 0
+    reference: Reference | None = None
     """
 
     out_dir: Path
@@ -167,6 +167,7 @@ class ExportPlan:
     overwrite: bool
     jobs: int
     chunk_nbytes: int
+    nbytes_compared: int = 0
     reference: Reference | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
     gathered: tuple[CastReplica, ...] = ()

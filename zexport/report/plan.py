@@ -33,7 +33,8 @@ def plan_json(plan: ExportPlan) -> JsonObject:
     """The plan as one JSON object; bytes and seconds are whole-job figures.
 
     Keys: ``schema``, ``out_dir``, ``files`` (``name``, ``nbytes``, ``tensors``), ``side_files``,
-    ``sources`` (``path``, ``nbytes``), ``tensors``, ``nbytes_to_read``, ``nbytes_to_write``,
+    ``sources`` (``path``, ``nbytes``), ``tensors``, ``nbytes_to_read``, ``nbytes_compared`` (where
+    planning itself had to read tensors), ``nbytes_to_write``,
     ``memory_nbytes``, ``seconds_at_1_gb_per_s``, ``jobs``, ``overwrite``, ``findings``,
     ``warnings``, and those of the plan's provenance: ``checkpoint``, ``options``, ``loadable``,
     ``tied``, ``from_base``, ``accounting``, ``heads``, ``mended``.
@@ -54,6 +55,7 @@ def plan_json(plan: ExportPlan) -> JsonObject:
         "tensors": sum(len(shard.tensors) for shard in plan.shards),
         "nbytes_to_read": _nbytes_to_read(plan),
         "nbytes_to_write": _nbytes_to_write(plan),
+        **({"nbytes_compared": plan.nbytes_compared} if plan.nbytes_compared else {}),
         "memory_nbytes": memory_nbytes(plan),
         "seconds_at_1_gb_per_s": _seconds(plan),
         "jobs": plan.jobs,
@@ -75,6 +77,7 @@ def print_plan(console: Console, plan: ExportPlan) -> None:
         (
             ("Tensors", f"{tensors:,}"),
             ("Reads", f"{size(_nbytes_to_read(plan))} of {plural(len(plan.sources), 'file')}"),
+            ("Compared", _compared(plan)),
             ("Writes", size(_nbytes_to_write(plan))),
             ("Memory", f"up to {size(memory_nbytes(plan))} ({plural(plan.jobs, 'worker')})"),
             ("Time", f"about {duration(_seconds(plan))} if the disk does 1 GB/s"),
@@ -84,6 +87,13 @@ def print_plan(console: Console, plan: ExportPlan) -> None:
     print_table(console, ("File", ">Size", ">Tensors"), _file_rows(plan), "Files")
     print_list(console, "Findings", finding_lines(plan.findings), "bold yellow")
     print_list(console, "Warnings", plan.warnings, "bold yellow")
+
+
+def _compared(plan: ExportPlan) -> str:
+    """What this dry run itself has read of tensors, and why; empty where that is nothing."""
+    if not plan.nbytes_compared:
+        return ""
+    return f"read {size(plan.nbytes_compared)} to compare weights that the plan depends on"
 
 
 def _file_rows(plan: ExportPlan) -> Iterable[tuple[str, str, str]]:

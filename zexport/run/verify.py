@@ -10,7 +10,6 @@ from pathlib import Path
 from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.plan.plan import ExportPlan, qualified
-from zexport.plan.shards import FILES_APART
 from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
 from zexport.run.manifest import (
     MANIFEST_NAME,
@@ -23,6 +22,7 @@ from zexport.run.progress import Phase, Progress
 from zexport.run.remade import source_problems
 from zexport.run.verify_report import Problem, VerifyReport
 from zexport.store.files import read_regular
+from zexport.targets.hf import FILES_APART
 
 _INDEX_NBYTES_MAX = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"

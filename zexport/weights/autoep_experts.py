@@ -11,52 +11,52 @@ from dataclasses import replace
 from itertools import chain
 
 from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.errors import DamagedCheckpointError
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
+from zexport.weights.named import Weights
 
+_EXPERTS = ".experts."
 _DIMENSIONS = 3  # expert, output, input
 
 
-def fuse_experts(inventory: Inventory) -> Inventory:
-    """The inventory under the names and in the shapes of the Hugging Face model.
+def are_split(stored: Weights) -> bool:
+    """Whether there are layers whose experts AutoEP has split."""
+    return any(name.endswith(f"{_EXPERTS}w1") for name in stored.tensors)
+
+
+def fuse_experts(stored: Weights) -> Weights:
+    """The weights under the names and in the shapes of the Hugging Face model.
 
     A layer is one of AutoEP's where ``experts.w1``, ``w2`` and ``w3`` lie side by side; everything
     else stays as it is. The router's second name, if it has one, becomes its only one.
-
-    Raises:
-        DamagedCheckpointError: the three weights of a layer do not fit each other.
     """
-    tensors = {tensor.name: tensor for tensor in inventory.tensors}
-    layers = [name.removesuffix(".experts.w1") for name in tensors if name.endswith(".experts.w1")]
+    tensors = stored.tensors
     renamed: dict[str, str] = {}
     fused: dict[str, tuple[StoredTensor, ...]] = {}
-    for layer in layers:
-        parts = [tensors.get(f"{layer}.experts.{weight}") for weight in ("w1", "w2", "w3")]
+    for layer in _layers(stored, "w1"):
+        parts = [tensors.get(f"{layer}{_EXPERTS}{weight}") for weight in ("w1", "w2", "w3")]
         w1, w2, w3 = parts
         if w1 is None or w2 is None or w3 is None:
             continue
-        fused[w1.name] = (_gate_up(layer, w1, w3), replace(w2, name=f"{layer}.experts.down_proj"))
+        down = replace(w2, name=f"{layer}{_EXPERTS}down_proj")
+        fused[w1.name] = (_gate_up(layer, w1, w3), down)
         fused[w2.name] = fused[w3.name] = ()
-        renamed |= _router_names(layer, tensors, inventory.aliases)
+        renamed |= _router_names(layer, tensors, stored.aliases)
     moved = chain.from_iterable(
-        fused.get(tensor.name, (replace(tensor, name=renamed.get(tensor.name, tensor.name)),))
-        for tensor in inventory.tensors
+        fused.get(name, (replace(tensor, name=renamed.get(name, name)),))
+        for name, tensor in tensors.items()
     )
-    return replace(
-        inventory,
-        tensors=tuple(moved),
-        aliases={
-            alias: renamed.get(name, name)
-            for alias, name in inventory.aliases.items()
-            if name not in renamed
-        },
-    )
+    aliases = {
+        alias: renamed.get(name, name)
+        for alias, name in stored.aliases.items()
+        if name not in renamed
+    }
+    return Weights({tensor.name: tensor for tensor in moved}, aliases, stored.left_out)
 
 
-def with_original_names(inventory: Inventory, original: Mapping[str, Shape]) -> Inventory:
-    """The fused inventory with the names that AutoEP changed beside the experts brought back.
+def with_original_names(stored: Weights, original: Mapping[str, Shape]) -> Weights:
+    """The fused weights with the names that AutoEP changed beside the experts brought back.
 
     AutoEP sets the other children of a layer under names of its own (``shared_experts`` for
     ``shared_expert``) and writes down none of the old ones, so the model itself must tell: a child
@@ -64,28 +64,27 @@ def with_original_names(inventory: Inventory, original: Mapping[str, Shape]) -> 
     has the same weights in the same shapes; a tensor likewise.
 
     Args:
-        inventory: what ``fuse_experts`` gave.
+        stored: what ``fuse_experts`` gave.
         original: the model's names and shapes before AutoEP.
     """
     renamed: dict[str, str] = {}
-    for layer in _layers(inventory):
-        own = {t.name: t.shape for t in inventory.tensors if t.name.startswith(f"{layer}.")}
+    for layer in _layers(stored, "gate_up_proj"):
+        own = {n: t.shape for n, t in stored.tensors.items() if n.startswith(f"{layer}.")}
         for key in (_child, _last):
             found = {n: shape for n, shape in own.items() if renamed.get(n, n) not in original}
             taken = {renamed.get(name, name) for name in own}
             wanted = {n: s for n, s in original.items() if n.startswith(f"{layer}.")}
             free = {name: shape for name, shape in wanted.items() if name not in taken}
             renamed |= _paired(found, free, len(layer) + 1, key)
-    return replace(
-        inventory,
-        tensors=tuple(replace(t, name=renamed.get(t.name, t.name)) for t in inventory.tensors),
-        aliases={alias: renamed.get(name, name) for alias, name in inventory.aliases.items()},
-    )
+    moved = (replace(t, name=renamed.get(n, n)) for n, t in stored.tensors.items())
+    aliases = {alias: renamed.get(name, name) for alias, name in stored.aliases.items()}
+    return Weights({tensor.name: tensor for tensor in moved}, aliases, stored.left_out)
 
 
-def _layers(inventory: Inventory) -> list[str]:
-    end = ".experts.gate_up_proj"
-    return [t.name.removesuffix(end) for t in inventory.tensors if t.name.endswith(end)]
+def _layers(stored: Weights, weight: str) -> list[str]:
+    """The names of the layers with experts that have this weight."""
+    end = f"{_EXPERTS}{weight}"
+    return [name.removesuffix(end) for name in stored.tensors if name.endswith(end)]
 
 
 def _child(name: str) -> tuple[str, str]:
@@ -165,4 +164,4 @@ def _gate_up(layer: str, gate: StoredTensor, up: StoredTensor) -> StoredTensor:
             Tile((0, rows, 0), up.shape, up.source, 0, strides),
         )
         source = Mosaic(shape, gate.dtype.itemsize, tiles)
-    return StoredTensor(f"{layer}.experts.gate_up_proj", shape, gate.dtype, gate.role, source)
+    return StoredTensor(f"{layer}{_EXPERTS}gate_up_proj", shape, gate.dtype, gate.role, source)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import NamesMismatchError
 from zexport.model.config import ConfigFile
-from zexport.model.fit import ModelNames, best_fit
+from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit
 from zexport.model.heads import head_names, shared_prefix, without_value_heads
 from zexport.model.mending import mend_sizes
-from zexport.model.names import NamesUnknown, learn_classes, learn_names
-from zexport.model.names_client import NamesClient
+from zexport.model.names import Learner
 from zexport.model.peft_names import PEFT_PREFIX
-from zexport.model.sidecars import Sidecars
 from zexport.options import ExportOptions, NameLayout
-from zexport.plan.shards import HEAD_FILE, files_apart
-from zexport.printable import some
 from zexport.ranges.dtypes import Shape
-from zexport.weights.named import NamedTensors
+from zexport.weights.named import Weights
 
 Stored = Mapping[str, Shape | None]
 """Names to shapes; ``None`` where the values are in no file."""
@@ -40,94 +36,75 @@ Source: peft 0.21, ``utils/peft_types.py`` (``TaskType``); transformers 5.23,
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Model:
     """What model a checkpoint is.
 
     Attributes:
-        sidecars: what lies around it, with its config mended where the weights tell otherwise.
-        names: the model's, where they are known.
-        trunk: the tensors of the model.
+        config: the one found, mended where the weights tell otherwise.
+        fit: the model held against ``weights``, where it is known.
+        weights: those of the model.
         heads: those of heads that it does not know, by name.
     """
 
-    sidecars: Sidecars
-    names: ModelNames | NamesUnknown
-    trunk: NamedTensors
-    heads: Mapping[str, StoredTensor]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know of the heads."""
-        if not isinstance(self.names, ModelNames):
-            return ()
-        what = {HEAD_FILE: "a head of its own, which lies in"}
-        return tuple(
-            f"{self.names.architecture} does not know {some(tuple(names))}: "
-            f"{what.get(file, 'weights beside it, which nothing loads by itself, in')} {file}"
-            for file, names in files_apart(self.heads).items()
-        )
+    config: ConfigFile | None
+    fit: Fit | NamesUnknown
+    weights: Weights
+    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def identify(
-    checkpoint: ZeroCheckpoint,
-    sidecars: Sidecars,
-    stored: NamedTensors,
+    stored: Weights,
+    config: ConfigFile | None,
+    learner: Learner,
     options: ExportOptions,
-    transformers: NamesClient,
     *,
+    may_lack_weights: bool,
     task: str = "",
-) -> Identity:
-    """The model of a checkpoint, and what is its config's and what is not.
+) -> Model:
+    """The model that weights are of, and what is its config's and what is not.
 
     Args:
-        checkpoint: what was opened.
-        sidecars: what lies around it.
-        stored: its tensors, or those of the model that its adapter was merged into.
+        stored: the checkpoint's, or those of the model that its adapter was merged into.
+        config: what lies beside them.
+        learner: to be asked for names.
         options: which names the output has, and what is left out.
-        transformers: to be asked for names.
+        may_lack_weights: whether the save may have left frozen ones out.
         task: what that adapter was trained for, as peft calls it; empty where that is not known.
-
-    Raises:
-        NamesMismatchError: several classes fit, and it would be a guess which.
     """
     known = stored.known_shapes
-    if options.layout is not NameLayout.MEMORY:
+    if config is not None and options.layout is not NameLayout.MEMORY:
         buffers = stored.buffers
         weights = {name: shape for name, shape in known.items() if name not in buffers}
-        may_lack = checkpoint.may_lack_weights
-        sidecars = _with_fitting_class(
-            sidecars, weights, transformers, task=task, may_lack_weights=may_lack
+        config = _of_fitting_class(
+            config, weights, learner, task=task, may_lack_weights=may_lack_weights
         )
-    sidecars = _with_mended_sizes(sidecars, stored.shapes, transformers)
-    names = learn_names(sidecars, known, transformers)
-    if not isinstance(names, ModelNames) or options.layout is NameLayout.MEMORY:
-        return Identity(sidecars, names, stored, {})
-    heads = head_names(names, known) & stored.tensors.keys()
-    if heads & {*stored.aliases, *stored.aliases.values()}:
-        heads = frozenset()  # a head that is tied to the model does not stand apart
-    trunk = {name: tensor for name, tensor in stored.tensors.items() if name not in heads}
+    if config is not None:
+        config = _with_mended_sizes(config, stored.shapes, learner)
+    fit = learner.fit(config, known)
+    if not isinstance(fit, Fit) or options.layout is NameLayout.MEMORY:
+        return Model(config, fit, stored)
+    heads = head_names(fit, known) & stored.tensors.keys()
+    if not heads or heads & {*stored.aliases, *stored.aliases.values()}:
+        return Model(config, fit, stored)  # a head that is tied to the model stands not apart
     prefix = shared_prefix(known)
-    return Identity(
-        sidecars,
-        names,
-        replace(stored, tensors=trunk),
-        {
-            name.removeprefix(prefix): stored.tensors[name]
-            for name in sorted(heads)
-            if not (options.exclude_frozen and stored.tensors[name].role is Role.FROZEN)
-        },
-    )
+    trunk = replace(stored, tensors={n: t for n, t in stored.tensors.items() if n not in heads})
+    apart = {
+        name.removeprefix(prefix): stored.tensors[name]
+        for name in sorted(heads)
+        if not (options.exclude_frozen and stored.tensors[name].role is Role.FROZEN)
+    }
+    return Model(config, best_fit(fit.model, trunk.known_shapes), trunk, apart)
 
 
-def _with_fitting_class(
-    sidecars: Sidecars,
+def _of_fitting_class(
+    config: ConfigFile,
     stored: Stored,
-    transformers: NamesClient,
+    learner: Learner,
     *,
     task: str,
     may_lack_weights: bool,
-) -> Sidecars:
-    """With another class of the same model type, where the one of the config has other weights.
+) -> ConfigFile:
+    """The config of another class of the same model type, where its own has other weights.
 
     So the config of a base model serves a reward model that was made of it. The other class must
     fit in every name, value heads aside; what sizes it has is asked only where several fit. Where
@@ -135,44 +112,37 @@ def _with_fitting_class(
     task decides.
 
     Args:
-        sidecars: with the config.
+        config: as it was found.
         stored: the weights, without buffers: older versions saved some that no class has today.
-        transformers: to be asked for the classes.
+        learner: to be asked for the classes.
         task: what an adapter was trained for, as peft calls it.
         may_lack_weights: whether the save may have left frozen ones out.
-
-    Raises:
-        NamesMismatchError: several fit, and it would be a guess which.
     """
-    names = learn_names(sidecars, stored, transformers)
+    names = learner.names(config, stored)
     trunk = without_value_heads(stored)
-    if sidecars.config is None or not isinstance(names, ModelNames):
-        return sidecars
+    if not isinstance(names, ModelNames):
+        return config
     if any(f".{PEFT_PREFIX}" in f".{name}" for name in stored):
-        return sidecars
+        return config
     lacking = _lacking(names, trunk)
     if lacking is not None and (may_lack_weights or not lacking):
-        return sidecars
+        return config
     others = {
         other.architecture: found
-        for other in learn_classes(sidecars, transformers)
+        for other in learner.other_classes(config)
         if (found := _lacking(other, trunk)) is not None
         and (may_lack_weights or not found)
         and not _lacks_its_head(other, found)
     }
-    fitting = {
-        architecture: replace(sidecars, config=sidecars.config.with_architecture(architecture))
+    fitting = [
+        config.with_architecture(architecture)
         for architecture in _for_task(task, _possible(others, trunk))
-    }
+    ]
     if len(fitting) > 1:
-        fitting = {
-            architecture: one
-            for architecture, one in fitting.items()
-            if _has_shapes(one, trunk, transformers)
-        }
+        fitting = [one for one in fitting if _has_shapes(one, trunk, learner)]
     if len(fitting) > 1:
-        raise _undecided(sidecars.config, map(str, fitting))
-    return next(iter(fitting.values()), sidecars)
+        raise _undecided(config, (one.architectures[0] for one in fitting))
+    return next(iter(fitting), config)
 
 
 def _possible(lacking: Mapping[str | None, frozenset[str]], stored: Stored) -> list[str | None]:
@@ -204,12 +174,11 @@ def _for_task(task: str, classes: list[str | None]) -> list[str | None]:
     return [name for name in classes if endings and (name or "").endswith(endings)] or classes
 
 
-def _has_shapes(sidecars: Sidecars, stored: Stored, transformers: NamesClient) -> bool:
+def _has_shapes(config: ConfigFile, stored: Stored, learner: Learner) -> bool:
     """Whether a config's class has the shapes that are stored, once its sizes are mended."""
     shapes = {name: shape for name, shape in stored.items() if shape is not None}
-    mended = _with_mended_sizes(sidecars, shapes, transformers)
-    names = learn_names(mended, stored, transformers)
-    return isinstance(names, ModelNames) and not best_fit(names, stored).difference.reshaped
+    fit = learner.fit(_with_mended_sizes(config, shapes, learner), stored)
+    return isinstance(fit, Fit) and not fit.difference.reshaped
 
 
 def _undecided(config: ConfigFile, classes: Iterable[str]) -> NamesMismatchError:
@@ -231,17 +200,14 @@ def _lacking(names: ModelNames, stored: Stored) -> frozenset[str] | None:
 
 
 def _with_mended_sizes(
-    sidecars: Sidecars, stored: Mapping[str, Shape], transformers: NamesClient
-) -> Sidecars:
-    """With the config's vocabulary and classes as the checkpoint's weights have them."""
+    config: ConfigFile, stored: Mapping[str, Shape], learner: Learner
+) -> ConfigFile:
+    """The config with the vocabulary and classes that the checkpoint's weights have."""
 
     def shapes_for(config: ConfigFile) -> Mapping[str, Shape] | None:
-        names = learn_names(replace(sidecars, config=config), dict(stored), transformers)
-        if not isinstance(names, ModelNames):
+        fit = learner.fit(config, dict(stored))
+        if not isinstance(fit, Fit):
             return None
-        fit = best_fit(names, dict(stored))
         return {fit.prefix + name: shape for name, shape in fit.names.shapes.items()}
 
-    if sidecars.config is None:
-        return sidecars
-    return replace(sidecars, config=mend_sizes(sidecars.config, stored, shapes_for))
+    return mend_sizes(config, stored, shapes_for)

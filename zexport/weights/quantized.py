@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import UnsupportedError
-from zexport.model.fit import ModelNames
-from zexport.model.names import NamesUnknown
+from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
+from zexport.weights.base import Base
 
 _AFTER_WEIGHT = re.compile(
     r"(?P<weight>.+?)(?:_scale|_scales|_scale_inv|_global_scale|_zero_point|_packed|_shape|_g_idx"
@@ -31,9 +30,8 @@ _NUMBERS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.C64})
 
 def check_plain(
     taken: Iterable[StoredTensor],
-    base: Iterable[str],
+    base: Base,
     names: ModelNames | NamesUnknown,
-    path: Path | None,
     absent: Iterable[str] = (),
 ) -> None:
     """Nothing, where the weights taken from a base are numbers as they stand.
@@ -43,16 +41,17 @@ def check_plain(
 
     Args:
         taken: those weights, under their names in the base.
-        base: all names in the base.
+        base: that base.
         names: the model; what it has itself is no packer's.
-        path: the base, for messages.
         absent: weights that are wanted as well, and that the base does not have by their names.
 
     Raises:
         UnsupportedError: some are packed, or have scales in the base that would be left behind.
     """
     is_known = isinstance(names, ModelNames)
-    scales = _scales(base, names.all_names if isinstance(names, ModelNames) else frozenset())
+    scales = _scales(
+        base.tensors, names.all_names if isinstance(names, ModelNames) else frozenset()
+    )
     packed: dict[str, str] = {}
     for tensor in taken:
         name, dtype = tensor.name, tensor.dtype
@@ -64,8 +63,8 @@ def check_plain(
     if packed:
         raise UnsupportedError(
             "the base model's weights are quantized, and some would be taken without their scales",
-            path=path,
-            found=some([f"{name} ({what})" for name, what in packed.items()]),
+            path=base.path,
+            found=some(tuple(f"{name} ({what})" for name, what in packed.items())),
             expected="a floating-point type, with no scales beside it",
             hint="Give the model before its quantization with --base, or leave these weights out "
             "with --exclude-frozen",

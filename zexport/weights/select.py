@@ -3,83 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
-from zexport.model.fit import ModelNames, absent, difference
+from zexport.model.fit import ModelNames, NamesUnknown, absent, difference
 from zexport.model.heads import is_value_head
 from zexport.model.hub_layout import HubLayout
-from zexport.model.names import NamesUnknown
 from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
+from zexport.weights.base import Base
 from zexport.weights.hub_form import lay_out
-from zexport.weights.named import NamedTensors, Settled, check_complete
+from zexport.weights.hub_names import Selection, check_complete
+from zexport.weights.named import Weights
 from zexport.weights.quantized import check_plain
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors of the output.
-
-    Attributes:
-        tensors: output name to the stored tensor it is.
-        tied: names that are left to the model to tie, to the output name they are tied to.
-        loadable: whether transformers would load it with no missing and no unexpected key;
-            ``False`` where that is not so or not known.
-        architecture: the model class that it loads as, where ``loadable`` and known.
-        from_base: names that the base model filled in.
-        is_untied: whether weights that the model declares to be one are two, so that its config
-            must no longer tie them.
-        warnings: what the user should know.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    tied: Mapping[str, str]
-    loadable: bool
-    architecture: str | None
-    from_base: tuple[str, ...]
-    is_untied: bool
-    warnings: tuple[str, ...]
-
-
 def select_tensors(
-    checkpoint: ZeroCheckpoint,
-    settled: Settled,
-    base: Mapping[str, StoredTensor],
-    options: ExportOptions,
+    checkpoint: ZeroCheckpoint, settled: Selection, base: Base, options: ExportOptions
 ) -> Selection:
     """Make the checkpoint's tensors those of the model's files.
 
     Args:
         checkpoint: what was opened.
-        settled: its tensors under the model's names, and how the model is saved.
-        base: tensors of the base model, by name; they fill in frozen weights that were left out.
+        settled: its weights under the model's names, and how the model is saved.
+        base: the base model, whose tensors fill in frozen weights that were left out.
         options: what is excluded.
-
-    Raises:
-        FrozenLeftOutError: weights are missing, there is no base that has them, and leaving them
-            out was not asked for.
-        NamesMismatchError: weights are missing that no save leaves out.
-        UnsupportedError: a tensor of the model's files has only some of its parts, or one of the
-            base's is quantized.
     """
     own = {
         name: tensor
-        for name, tensor in settled.stored.tensors.items()
+        for name, tensor in settled.weights.tensors.items()
         if not (options.exclude_frozen and tensor.role is Role.FROZEN)
     }
     wanted = _wanted(checkpoint, settled, base, options)
-    found = _from_base(settled, wanted, own, base)
+    found = _from_base(settled, wanted, own, base.tensors)
     filled = {name: tensor for name, tensor in found.items() if tensor is not None}
     if len(filled) < len(found):
         nowhere = tuple(name for name, tensor in found.items() if tensor is None)
-        check_plain((), base, settled.names, options.base, absent=nowhere)
-        raise _frozen_left_out(checkpoint, nowhere, options)
-    aliases = {a: n for a, n in settled.stored.aliases.items() if n in own or n in wanted}
-    merged_over = (tensor for tensor in own.values() if base.get(tensor.name) is tensor)
-    check_plain((*filled.values(), *merged_over), base, settled.names, options.base)
+        check_plain((), base, settled.names, absent=nowhere)
+        raise _frozen_left_out(checkpoint, nowhere, base)
+    aliases = {a: n for a, n in settled.weights.aliases.items() if n in own or n in wanted}
+    merged_over = (tensor for tensor in own.values() if base.tensors.get(tensor.name) is tensor)
+    check_plain((*filled.values(), *merged_over), base, settled.names)
     differences = _differences(own, wanted, aliases, settled)
     names, tied = settled.names, aliases
     if settled.layout is not None and isinstance(names, ModelNames):
@@ -88,22 +54,19 @@ def select_tensors(
         own, tied = _tie_as_declared(own, aliases, names)
         own, tied = _as_saved(own, tied, names, settled.layout)
     from_base = f"{len(filled)} weights come from the base model" if filled else ""
-    loadable = not differences and (settled.layout is not None or _is_saved_so(settled, aliases))
     written = own | filled
     if settled.untied:
         written, tied = _under_all_names(written, tied, settled)
-    return Selection(
-        tensors=written,
-        tied=tied,
-        loadable=loadable,
-        architecture=names.architecture if loadable and isinstance(names, ModelNames) else None,
+    return replace(
+        settled,
+        weights=Weights(written, tied),
         from_base=tuple(filled),
-        is_untied=bool(settled.untied),
-        warnings=tuple(filter(None, (from_base, *settled.notes, _obstacle(settled, differences)))),
+        loadable=not differences and (settled.layout is not None or _is_saved_so(settled, aliases)),
+        notes=tuple(filter(None, (from_base, *settled.notes, _obstacle(settled, differences)))),
     )
 
 
-def _obstacle(settled: Settled, differences: str) -> str:
+def _obstacle(settled: Selection, differences: str) -> str:
     """Why transformers may not load the output; empty if it will, or if that was not asked."""
     if not settled.is_for_hub or not differences:
         return ""
@@ -112,7 +75,7 @@ def _obstacle(settled: Settled, differences: str) -> str:
     return f"the folder will not load as it is: {differences}"
 
 
-def _is_saved_so(settled: Settled, aliases: Mapping[str, str]) -> bool:
+def _is_saved_so(settled: Selection, aliases: Mapping[str, str]) -> bool:
     """Whether names as they are stored are those of the hub, and every tie is the model's."""
     names = settled.names
     return (
@@ -126,7 +89,7 @@ def _differences(
     own: Mapping[str, StoredTensor],
     wanted: Mapping[str, Shape],
     aliases: Mapping[str, str],
-    settled: Settled,
+    settled: Selection,
 ) -> str:
     """How the tensors differ from the model's, or why that is not known; empty if they do not."""
     if not isinstance(settled.names, ModelNames):
@@ -147,31 +110,31 @@ def _differences(
 
 def _wanted(
     checkpoint: ZeroCheckpoint,
-    settled: Settled,
-    base: Mapping[str, StoredTensor],
+    settled: Selection,
+    base: Base,
     options: ExportOptions,
 ) -> dict[str, Shape]:
     """Weights that the checkpoint left out, by the name they go by in it."""
     if options.exclude_frozen:
         return {}
-    stored, names = settled.stored, settled.names
+    stored, names, given = settled.weights, settled.names, base.tensors
     shapes = stored.shapes
     if isinstance(names, ModelNames) and (
         settled.layout is not None or not _unknown(names, stored)
     ):
         return _missing_weights(checkpoint, names, shapes)
     if checkpoint.frozen_left_out:
-        more = {n: t.shape for n, t in base.items() if n not in shapes}
-        if not more or not stored.tensors.keys() <= base.keys():
-            raise _frozen_left_out(checkpoint, ("names that only a config would tell",), options)
+        more = {n: t.shape for n, t in given.items() if n not in shapes}
+        if not more or not stored.tensors.keys() <= given.keys():
+            raise _frozen_left_out(checkpoint, ("names that only a config would tell",), base)
         return more
-    others = _unknown(names, stored) - base.keys()
-    if others and any(n in base for n in stored.left_out):
+    others = _unknown(names, stored) - given.keys()
+    if others and any(n in given for n in stored.left_out):
         raise _other_names(checkpoint, stored.left_out, tuple(sorted(others)))
-    return {n: base[n].shape if n in base else () for n in stored.left_out}
+    return {n: given[n].shape if n in given else () for n in stored.left_out}
 
 
-def _unknown(names: ModelNames | NamesUnknown, stored: NamedTensors) -> set[str]:
+def _unknown(names: ModelNames | NamesUnknown, stored: Weights) -> set[str]:
     """The weights that a model does not have, value heads and what it passes over aside."""
     others = {n for n in stored.shapes.keys() - stored.buffers if not is_value_head(n)}
     if isinstance(names, NamesUnknown):
@@ -196,7 +159,7 @@ def _missing_weights(
 
 
 def _from_base(
-    settled: Settled,
+    settled: Selection,
     wanted: Mapping[str, Shape],
     own: Mapping[str, StoredTensor],
     base: Mapping[str, StoredTensor],
@@ -221,7 +184,7 @@ def _from_base(
     }
 
 
-def _kept_in_fp32(name: str, settled: Settled) -> frozenset[DType]:
+def _kept_in_fp32(name: str, settled: Selection) -> frozenset[DType]:
     """The element types under which a tensor of the model's files stays in float32."""
     if settled.layout is None or not isinstance(settled.names, ModelNames):
         return frozenset()
@@ -231,7 +194,7 @@ def _kept_in_fp32(name: str, settled: Settled) -> frozenset[DType]:
 
 
 def _under_memory_names(
-    base: Mapping[str, StoredTensor], settled: Settled
+    base: Mapping[str, StoredTensor], settled: Selection
 ) -> dict[str, StoredTensor]:
     """The base's tensors that are in its files as they are in memory, under the names there."""
     names = settled.names
@@ -261,7 +224,7 @@ def _as_saved(
 
 
 def _under_all_names(
-    tensors: Mapping[str, StoredTensor], tied: Mapping[str, str], settled: Settled
+    tensors: Mapping[str, StoredTensor], tied: Mapping[str, str], settled: Selection
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Tensors also under the names of ties that hold, where the config must no longer tie any.
 
@@ -279,10 +242,10 @@ def _under_all_names(
 
 
 def _frozen_left_out(
-    checkpoint: ZeroCheckpoint, names: tuple[str, ...], options: ExportOptions
+    checkpoint: ZeroCheckpoint, names: tuple[str, ...], base: Base
 ) -> FrozenLeftOutError:
-    where = "and the base does not have them either" if options.base else "and no base was given"
-    if options.base and not any(options.base.glob("*.safetensors")):
+    where = "and the base does not have them either" if base.path else "and no base was given"
+    if base.path and not base.has_files:
         where = "and the base has no safetensors files, which alone are read"
     return FrozenLeftOutError(
         f"weights were left out when the checkpoint was saved, {where}",

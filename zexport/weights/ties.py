@@ -3,93 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.model.fit import ModelNames
-from zexport.model.names import NamesUnknown
+from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.ranges.equality import Equality
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.weights.named import NamedTensors, Settled
+from zexport.weights.base import Base
+from zexport.weights.hub_names import Selection
+from zexport.weights.named import Weights
 
 
-def settle_ties(
-    settled: Settled, given: Mapping[str, StoredTensor], files: Iterable[ReadableFile]
-) -> Settled:
-    """The same, with declared ties decided by the stored values.
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """What the values of weights say of the ties that a model declares.
 
-    Two tensors of equal bytes become one and an alias of it. Of two that differ, both stay, and the
-    tie is none of the model's any more. Reading ends at the first difference, and proves nothing:
-    what damage sets apart stays, and is proven when it is exported.
-
-    Args:
-        settled: the checkpoint's tensors under the model's names.
-        given: the base model's tensors that may fill in what was left out, by name.
-        files: all files that may be read.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    Attributes:
+        equal: names that are stored as well as those they are tied to, with the same bytes.
+        differing: names that are stored, or in the base, with other values than those.
+        nbytes_read: bytes of tensors that were read to tell.
     """
-    names, stored = settled.names, settled.stored
-    if not isinstance(names, ModelNames):
-        return settled
-    twice = {} if settled.layout is None else _stored_twice(names, stored)
-    with SourceReader(files) as reader:
-        equality = Equality(reader)
-        same = _equal(twice, stored, equality)
-        apart = _apart_in_base(names, stored, given, equality)
-    differing = (twice.keys() - same.keys()) | apart
-    notes = tuple(
-        f"{alias} differs from {names.tied[alias]}, to which {names.architecture} ties it: both "
-        "are written, and config.json no longer ties them (tie_word_embeddings)"
-        for alias in sorted(differing)
-    )
-    return replace(
-        settled,
-        stored=_as_aliases(stored, same),
-        names=_without_ties(names, differing),
-        untied=frozenset(differing),
-        notes=(*settled.notes, *notes),
-    )
+
+    equal: frozenset[str] = frozenset()
+    differing: frozenset[str] = frozenset()
+    nbytes_read: int = 0
 
 
-def without_broken_ties(
-    names: ModelNames,
-    stored: NamedTensors,
+def compare_ties(
+    names: ModelNames | NamesUnknown,
+    stored: Weights,
     given: Mapping[str, StoredTensor],
     files: Iterable[ReadableFile],
-) -> ModelNames:
-    """The model without the declared ties that stored values, or its base's, contradict.
+    *,
+    stored_twice: bool = True,
+) -> Ties:
+    """Read what a model ties and a checkpoint, or its base, holds twice, and compare it.
 
-    transformers unties what a model folder holds twice, and differently (5.23,
-    ``modeling_utils.py``, ``tie_weights``).
+    Reading ends at the first difference, and proves nothing: what damage sets apart stays, and is
+    proven when it is exported.
 
     Args:
         names: the model.
-        stored: its tensors that the checkpoint holds.
-        given: those of the base model's folder, by name.
+        stored: its weights that the checkpoint holds.
+        given: those of the base model that may fill in what was left out, by name.
         files: all files that may be read.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+        stored_twice: whether what the checkpoint itself holds twice is compared.
     """
-    twice = _stored_twice(names, stored)
+    if isinstance(names, NamesUnknown) or not names.tied:
+        return Ties()
+    twice = {a: s for a, s in names.tied.items() if {a, s} <= stored.tensors.keys()}
+    twice = twice if stored_twice else {}
     with SourceReader(files) as reader:
         equality = Equality(reader)
-        differing = twice.keys() - _equal(twice, stored, equality).keys()
-        return _without_ties(names, differing | _apart_in_base(names, stored, given, equality))
+        equal = frozenset(
+            alias
+            for alias, source in twice.items()
+            if _are_equal(stored.tensors[alias], stored.tensors[source], equality)
+        )
+        apart = _apart_in_base(names, stored, given, equality)
+        return Ties(equal, frozenset(twice.keys() - equal) | apart, reader.nbytes_read)
 
 
-def under_tied_sources(
-    names: ModelNames | NamesUnknown, given: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+def settle_ties(selection: Selection, ties: Ties) -> Selection:
+    """The same, with declared ties decided by the stored values.
+
+    Two tensors of equal bytes become one and an alias of it. Of two that differ, both stay, and the
+    tie is none of the model's any more.
+    """
+    names, stored = selection.names, selection.weights
+    if isinstance(names, NamesUnknown):
+        return selection
+    same = {alias: names.tied[alias] for alias in names.tied if alias in ties.equal}
+    notes = tuple(
+        f"{alias} differs from {names.tied[alias]}, to which {names.architecture} ties it: both "
+        "are written, and config.json no longer ties them (tie_word_embeddings)"
+        for alias in sorted(ties.differing)
+    )
+    return replace(
+        selection,
+        weights=_as_aliases(stored, same) if same else stored,
+        names=without_ties(names, ties.differing),
+        untied=ties.differing,
+        notes=(*selection.notes, *notes),
+    )
+
+
+def without_ties(names: ModelNames, differing: Set[str]) -> ModelNames:
+    """The model without the declared ties that values contradict.
+
+    transformers unties what a model folder holds twice, and differently (5.23,
+    ``modeling_utils.py``, ``tie_weights``).
+    """
+    return replace(names, tied={a: s for a, s in names.tied.items() if a not in differing})
+
+
+def under_tied_sources(names: ModelNames | NamesUnknown, base: Base) -> Base:
     """A base model's weights, where it has a tied one under its alias alone under its source.
 
     So leave it savers that write shared tensors once, under whichever name comes first.
     """
-    renamed = dict(given)
     if isinstance(names, NamesUnknown):
-        return renamed
+        return base
+    renamed = dict(base.tensors)
     spellings = _spellings(names)
     for alias, source in names.tied.items():
         if _find(source, renamed, spellings) is not None:
@@ -99,28 +114,12 @@ def under_tied_sources(
                 name = spelling.get(source, source)
                 renamed[name] = replace(tensor, name=name)
                 break
-    return renamed
-
-
-def _stored_twice(names: ModelNames, stored: NamedTensors) -> dict[str, str]:
-    return {a: s for a, s in names.tied.items() if {a, s} <= stored.tensors.keys()}
-
-
-def _equal(twice: Mapping[str, str], stored: NamedTensors, equality: Equality) -> dict[str, str]:
-    return {
-        alias: source
-        for alias, source in twice.items()
-        if _are_equal(stored.tensors[alias], stored.tensors[source], equality)
-    }
-
-
-def _without_ties(names: ModelNames, aliases: Set[str]) -> ModelNames:
-    return replace(names, tied={a: s for a, s in names.tied.items() if a not in aliases})
+    return replace(base, tensors=renamed)
 
 
 def _apart_in_base(
     names: ModelNames,
-    stored: NamedTensors,
+    stored: Weights,
     given: Mapping[str, StoredTensor],
     equality: Equality,
 ) -> frozenset[str]:
@@ -152,11 +151,11 @@ def _find(
     return next(filter(None, (given.get(spelling.get(name, name)) for spelling in spellings)), None)
 
 
-def _as_aliases(stored: NamedTensors, same: dict[str, str]) -> NamedTensors:
+def _as_aliases(stored: Weights, same: Mapping[str, str]) -> Weights:
     """The same with some tensors as mere aliases of others that equal them."""
     aliases = {alias: same.get(name, name) for alias, name in stored.aliases.items()}
     tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in same}
-    return replace(stored, tensors=tensors, aliases=aliases | same)
+    return replace(stored, tensors=tensors, aliases={**aliases, **same})
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor, equality: Equality) -> bool:

@@ -26,6 +26,7 @@ from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
 from zexport.weights.autoep_experts import fuse_experts, with_original_names
+from zexport.weights.named import Weights
 
 _FIXTURES = Path(__file__).parents[3] / "fixtures"
 _FOLDERS = [_FIXTURES, *(Path(own) for own in [os.environ.get("ZEXPORT_CASES")] if own)]
@@ -56,8 +57,15 @@ def read_into(source: ByteSource, start: int, buffer: memoryview) -> None:
     buffer[:] = read(source)[start : start + len(buffer)]
 
 
-def facts(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {t.name: (t.dtype.torch_name, t.shape, read(t.source)) for t in inventory.tensors}
+def facts(inventory: Inventory | Weights) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = inventory.tensors
+    tensors = found if isinstance(found, tuple) else found.values()
+    return {t.name: (t.dtype.torch_name, t.shape, read(t.source)) for t in tensors}
+
+
+def weights_of(inventory: Inventory) -> Weights:
+    tensors = {tensor.name: tensor for tensor in inventory.tensors}
+    return Weights(tensors, inventory.aliases, inventory.left_out)
 
 
 def facts_of(
@@ -99,7 +107,7 @@ def test_a_real_checkpoint_gives_the_live_weights_bit_for_bit(case: Path) -> Non
 )
 def test_fused_experts_are_those_of_the_hugging_face_model(case: Path) -> None:
     truth = load_file(case / "truth.hf.safetensors")
-    fused = fuse_experts(inventory_of(locate(case / "ckpt", None).tag_dir))
+    fused = fuse_experts(weights_of(inventory_of(locate(case / "ckpt", None).tag_dir)))
     named = with_original_names(fused, {name: tuple(one.shape) for name, one in truth.items()})
     assert facts(named) == facts_of(truth)
     assert named.aliases == {}
@@ -138,15 +146,15 @@ _EXPERTS_OF_LAYER = {"m.experts.gate_up_proj": (2, 4, 3), "m.experts.down_proj":
 def test_children_that_autoep_renamed_get_the_models_names_back(
     stored: dict[str, tuple[int, ...]], original: dict[str, tuple[int, ...]]
 ) -> None:
-    named = with_original_names(layer_of(stored), {**_EXPERTS_OF_LAYER, **original})
-    assert [t.name for t in named.tensors] == [*_EXPERTS_OF_LAYER, *original]
+    named = with_original_names(weights_of(layer_of(stored)), {**_EXPERTS_OF_LAYER, **original})
+    assert list(named.tensors) == [*_EXPERTS_OF_LAYER, *original]
 
 
 def test_a_child_that_may_be_either_of_two_keeps_its_name() -> None:
     stored = {"m.shared_experts.up": (3, 3)}
     original = {"m.one.up": (3, 3), "m.other.up": (3, 3), **_EXPERTS_OF_LAYER}
-    named = with_original_names(layer_of(stored), original)
-    assert "m.shared_experts.up" in {t.name for t in named.tensors}
+    named = with_original_names(weights_of(layer_of(stored)), original)
+    assert "m.shared_experts.up" in named.tensors
 
 
 # --- ZeRO-0: masters without names, in a file for each expert-parallel rank ---
@@ -696,9 +704,9 @@ def test_a_later_form_of_autoep_is_refused(tmp_path: Path, key: str) -> None:
 
 
 def test_fusing_leaves_other_models_as_they_are(tmp_path: Path) -> None:
-    inventory = inventory_of(save_moe(MoeRun(), tmp_path))
-    assert fuse_experts(inventory) == inventory
-    assert {tensor.dtype for tensor in inventory.tensors} == {DType.F32}
+    weights = weights_of(inventory_of(save_moe(MoeRun(), tmp_path)))
+    assert fuse_experts(weights) == weights
+    assert {tensor.dtype for tensor in weights.tensors.values()} == {DType.F32}
 
 
 def test_fused_experts_hold_gate_above_up_in_every_expert(tmp_path: Path) -> None:
@@ -710,7 +718,7 @@ def test_fused_experts_hold_gate_above_up_in_every_expert(tmp_path: Path) -> Non
         expected[f"m.{layer}.gate.weight"] = whole[f"m.{layer}.router.gate.weight"]
         expected[f"m.{layer}.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)
         expected[f"m.{layer}.experts.down_proj"] = w2
-    fused = fuse_experts(inventory_of(save_moe(run, tmp_path)))
+    fused = fuse_experts(weights_of(inventory_of(save_moe(run, tmp_path))))
     assert facts(fused) == facts_of(expected)
     assert fused.aliases == {}
 

@@ -1,0 +1,260 @@
+"""Collecting: all that an export reads before it is planned, and what transformers answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
+from zexport.adapters.layers import BaseModel
+from zexport.adapters.merging import (
+    as_in_training,
+    merge_adapter,
+    only_adapter,
+    shapes_of_base,
+    weights_of_base,
+    with_saved,
+)
+from zexport.adapters.saved_beside import SavedBeside, saved_beside
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.opening import raise_problems
+from zexport.errors import ZexportError
+from zexport.findings import Finding
+from zexport.formats.safetensors_file import SafetensorsHeader
+from zexport.model.added_tokens import last_added_token
+from zexport.model.config import ConfigFile
+from zexport.model.fit import Fit, ModelNames, NamesUnknown
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
+from zexport.model.side_files import tokenizer_files
+from zexport.model.sidecars import Sidecars, find_sidecars
+from zexport.model.spoilt_files import spoilt_files
+from zexport.options import AdapterMode, ExportOptions, NameLayout
+from zexport.plan.memory import share_memory
+from zexport.plan.plan import SourceFile
+from zexport.plan.shards import DTYPES
+from zexport.ranges.copies import CastReplica
+from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
+from zexport.weights.base import Base, base_of, read_base, source_files, under_names_of
+from zexport.weights.gathered import gathered_copies, may_be_gathered
+from zexport.weights.hub_names import in_form, is_adapted
+from zexport.weights.model_class import identify
+from zexport.weights.named import Weights
+from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """All that a plan is decided from; deciding reads nothing more.
+
+    Attributes:
+        checkpoint: what was opened.
+        options: what was asked for.
+        weights: the model's, heads aside, under the checkpoint's names after every rename; those of
+            the base model where an adapter is merged into it, which is worked in already.
+        sidecars: the files around it, with the config mended where the weights tell otherwise.
+        base: the base model's weights, under the model's names for them.
+        files: all files that may be read.
+        findings: what was found in the checkpoint that was allowed.
+        mode: what becomes of the adapters; ``None`` where there are none.
+        adapters: those that are meant.
+        saved: what peft saved of the base model beside them, by the adapter's name.
+        fit: the model held against ``weights``, where it is known.
+        heads: tensors of heads that the model does not know, by name.
+        ties: how the ties stand that the model declares.
+        gathered: second copies beside the checkpoint.
+        spoilt: names of files to be copied that are not whole JSON.
+        last_token: the last token that was added to the tokenizer.
+        last_base_token: the same of the base's.
+        notes: what the user should know of how the weights were made of what is stored.
+        nbytes_compared: bytes of tensors that were read, since the plan depends on them.
+    """
+
+    checkpoint: ZeroCheckpoint
+    options: ExportOptions
+    weights: Weights
+    sidecars: Sidecars
+    base: Base = field(default_factory=Base)
+    files: tuple[SourceFile, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    mode: AdapterMode | None = None
+    adapters: tuple[Adapter, ...] = ()
+    saved: Mapping[str, SavedBeside] = field(default_factory=dict)
+    fit: Fit | NamesUnknown = NamesUnknown("it was not asked for")  # noqa: RUF009 - frozen
+    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
+    ties: Ties = field(default_factory=Ties)
+    gathered: tuple[CastReplica, ...] = ()
+    spoilt: tuple[str, ...] = ()
+    last_token: int | None = None
+    last_base_token: int | None = None
+    notes: tuple[str, ...] = ()
+    nbytes_compared: int = 0
+
+    def __repr__(self) -> str:
+        """What it is about; whole, it would be as long as the checkpoint."""
+        mode = "a model" if self.mode is None else f"adapters to {self.mode.value}"
+        return f"Collected({self.checkpoint.location.tag_dir}: {self.weights}, {mode})"
+
+
+def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> Collected:
+    """Read all that the plan of an export depends on."""
+    options = options or ExportOptions()
+    findings = raise_problems(checkpoint, options.allow)
+    share_memory(options)
+    location = checkpoint.location
+    sidecars = find_sidecars(location.root, options.base, location.boundary)
+    beside = _beside(checkpoint)
+    with NamesClient() as transformers:
+        learner = Learner(sidecars.source, transformers)
+        weights = _with_hub_experts(Weights.of(checkpoint), sidecars.config, learner, options)
+        headers = read_base(options.base, follow_symlinks=location.boundary.follow)
+        found = Collected(
+            checkpoint,
+            options,
+            weights.renamed(options.renames),
+            sidecars,
+            base=base_of(options.base, headers),
+            files=(*map(SourceFile.of, checkpoint.torch_files), *source_files((*headers, *beside))),
+            findings=findings,
+            gathered=gathered_copies(checkpoint, beside),
+            last_token=last_added_token(sidecars.copied),
+        )
+        found = _with_adapters(found)
+        if found.mode is AdapterMode.KEEP:
+            return found
+        task = ""
+        if found.mode is AdapterMode.MERGE:
+            adapter = only_adapter(found.adapters, options)
+            found, task = _merged(found, adapter, learner), adapter.config.task
+        return _with_model(found, learner, task)
+
+
+def _with_hub_experts(
+    stored: Weights, config: ConfigFile | None, learner: Learner, options: ExportOptions
+) -> Weights:
+    """The weights with AutoEP's experts as the Hugging Face model has them, if it is one."""
+    if options.layout is NameLayout.MEMORY or not are_split(stored):
+        return stored
+    fused = fuse_experts(stored)
+    names = learner.names(config, dict(fused.shapes))
+    if not isinstance(names, ModelNames):
+        return stored
+    fused = with_original_names(fused, names.shapes)
+    is_known = fused.renamed(options.renames).shapes.keys() <= names.shapes.keys()
+    return fused if is_known else stored
+
+
+def _with_adapters(found: Collected) -> Collected:
+    """The same with what is to become of adapters, and what peft saved beside them."""
+    checkpoint, options = found.checkpoint, found.options
+    mode = adapter_mode(checkpoint, found.weights, options)
+    has_config = found.sidecars.config or found.sidecars.source
+    if options.layout is NameLayout.HUB and (mode or has_config):
+        weights, parts = found.weights.without_inner_wrappers()
+        told = (f"{part!r}, which a wrapper put into names, was left out of them" for part in parts)
+        found = replace(found, weights=weights, notes=tuple(told))
+    if mode is None:
+        return found
+    adapters = choose_adapters(checkpoint, found.weights, options)
+    saved = saved_beside(checkpoint, found.weights, adapters, options.check)
+    return replace(
+        found,
+        mode=mode,
+        adapters=adapters,
+        saved=saved,
+        files=(*found.files, *source_files(one.header for one in saved.values())),
+        nbytes_compared=sum(one.nbytes_read for one in saved.values()),
+    )
+
+
+def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
+    """The same, as if the base model itself had been trained, and no adapter."""
+    checkpoint, options, config = found.checkpoint, found.options, found.sidecars.config
+    dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
+    names = learner.names(config, shapes_of_base(found.weights, found.base))
+    base = as_in_training(found.base, names, found.weights, adapter, dtype)
+    ties = compare_ties(names, weights_of_base(found.weights), base.tensors, found.files)
+    known = without_ties(names, ties.differing) if isinstance(names, ModelNames) else None
+    model_type = "" if config is None else str(config.content.get("model_type") or "")
+    stored, told = with_saved(found.weights, found.saved.get(adapter.name), base.tensors, options)
+    merged = merge_adapter(checkpoint, stored, adapter, BaseModel({}, base, known, {}, model_type))
+    lacking = base.tensors.keys() - merged.shapes.keys()
+    rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
+    note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
+    copied = {name: path for name, path in found.sidecars.copied.items() if name != "README.md"}
+    return replace(
+        found,
+        checkpoint=replace(
+            checkpoint,
+            frozen_left_out=bool(lacking) if base.tensors else checkpoint.frozen_left_out,
+        ),
+        weights=merged,
+        sidecars=replace(found.sidecars, copied=copied),
+        base=base,
+        notes=(*found.notes, note, *told),
+        nbytes_compared=found.nbytes_compared + ties.nbytes_read,
+    )
+
+
+def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
+    """The same with the model that the weights are of, and what its ties and files tell."""
+    checkpoint, options = found.checkpoint, found.options
+    model = identify(
+        found.weights,
+        found.sidecars.config,
+        learner,
+        options,
+        may_lack_weights=checkpoint.may_lack_weights,
+        task=task,
+    )
+    names = model.fit.model if isinstance(model.fit, Fit) else model.fit
+    base = under_tied_sources(names, under_names_of(names, found.base))
+    found = replace(
+        found,
+        weights=model.weights,
+        sidecars=replace(found.sidecars, config=model.config),
+        base=base,
+        fit=model.fit,
+        heads=model.heads,
+    )
+    ties = _compared_ties(found)
+    return replace(
+        found,
+        ties=ties,
+        spoilt=tuple(spoilt_files(found.sidecars.copied)),
+        last_base_token=_last_base_token(found),
+        nbytes_compared=found.nbytes_compared + ties.nbytes_read,
+    )
+
+
+def _compared_ties(found: Collected) -> Ties:
+    """What the values say of the ties; only what names of the hub make of them is compared."""
+    checkpoint, options = found.checkpoint, found.options
+    is_for_hub = options.layout is NameLayout.HUB
+    if is_for_hub and is_adapted(found.weights):
+        return Ties()
+    names, stored = in_form(found.weights, found.fit, options)
+    fills_in = checkpoint.may_lack_weights and not options.exclude_frozen
+    given = found.base.tensors if fills_in else {}
+    return compare_ties(names, stored, given, found.files, stored_twice=is_for_hub)
+
+
+def _last_base_token(found: Collected) -> int | None:
+    """The last token that was added to the base's own tokenizer, where an embedding is merged."""
+    base = found.options.base
+    if found.mode is not AdapterMode.MERGE or base is None:
+        return None
+    return last_added_token(tokenizer_files([base]))
+
+
+def _beside(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
+    """Headers of the weight files beside the checkpoint; none that cannot be read, or is a link."""
+    if not may_be_gathered(checkpoint):
+        return ()
+    try:
+        headers = read_base(
+            checkpoint.location.root, follow_symlinks=checkpoint.location.boundary.follow
+        )
+    except ZexportError:
+        return ()  # nothing depends on them; `zexport inspect` tells what is wrong
+    return () if any(header.path.is_symlink() for header in headers) else headers

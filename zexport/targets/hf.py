@@ -1,0 +1,186 @@
+"""A folder that is a Hugging Face model, as ``save_pretrained`` of transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zexport.adapters.merging import check_embedding
+from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.collect import Collected
+from zexport.model.added_tokens import tokens_beyond
+from zexport.model.card import model_card
+from zexport.model.config import ConfigFile
+from zexport.model.fit import Fit
+from zexport.model.heads import is_value_head
+from zexport.options import AdapterMode, ExportDType
+from zexport.plan.plan import FilePlan, SideFile
+from zexport.plan.shards import DTYPES, INDEX_FILE, SINGLE_FILE, plan_file
+from zexport.printable import some
+from zexport.ranges.dtypes import DType
+from zexport.weights.hub_names import Selection, check_shapes, settle_names
+from zexport.weights.select import select_tensors
+from zexport.weights.ties import settle_ties
+
+HEAD_FILE = "value_head.safetensors"
+OTHER_FILE = "other_weights.safetensors"
+FILES_APART = (HEAD_FILE, OTHER_FILE)
+"""Where weights lie that the model's class does not know: beside the model and not in its index.
+
+The first name is the one that LLaMA-Factory writes and looks for (``extras/constants.py``), so
+nothing but a value head gets it. Neither begins as the files do that llama.cpp's converter takes
+for the model's.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model's folder: its tensors by the names it has for them, and the files beside them."""
+
+    collected: Collected
+
+    def select(self) -> Selection:
+        """The weights under the names of the model's files, whole."""
+        found = self.collected
+        checkpoint, options = found.checkpoint, found.options
+        tag_dir = checkpoint.location.tag_dir
+        findings = check_shapes(found.fit, found.weights, options, tag_dir)
+        if found.mode is AdapterMode.MERGE and options.base and not options.exclude_frozen:
+            config = found.sidecars.config
+            base_is_beyond = tokens_beyond(config, found.last_base_token) is not None
+            beyond = tokens_beyond(config, found.last_token)
+            check_embedding(found.weights, beyond, base_is_beyond=base_is_beyond, tag_dir=tag_dir)
+        settled = settle_names(found.weights, found.fit, found.base.shapes, options, tag_dir)
+        settled = settle_ties(settled, found.ties)
+        selection = select_tensors(checkpoint, settled, found.base, options)
+        config = _for_written(found.sidecars.config, selection)
+        return replace(
+            selection,
+            heads=found.heads,
+            config=config,
+            findings=findings,
+            notes=(*self._warnings(config), *selection.notes),
+        )
+
+    def files(self, selection: Selection) -> tuple[FilePlan, ...]:
+        """The files of the model, and those of the weights that it does not know."""
+        shards = plan_shards(
+            selection.weights.tensors, self._target, self.collected.options.max_shard_nbytes
+        )
+        return (*shards, *_plan_heads(selection.heads, self._target))
+
+    def side_files(self, selection: Selection, files: Sequence[FilePlan]) -> Iterator[SideFile]:
+        """What is copied, and what is new: card, config, index.
+
+        There is an index wherever there is a head: without one, vLLM and SGLang read every
+        safetensors file of a folder as the model's.
+        """
+        sidecars = replace(self.collected.sidecars, config=selection.config)
+        for name, path in sorted(sidecars.copied.items()):
+            yield SideFile(name, origin=path)
+        target, architecture = self._target, selection.architecture
+        if "README.md" not in sidecars.copied:
+            apart = files_apart(selection.heads)
+            checkpoint = self.collected.checkpoint
+            yield SideFile(
+                "README.md", model_card(checkpoint, target, sidecars, architecture, apart)
+            )
+        if sidecars.config is not None:
+            tie_word_embeddings = False if selection.untied else None
+            content = sidecars.config.edited(
+                target, architecture, tie_word_embeddings=tie_word_embeddings
+            )
+            yield SideFile("config.json", content)
+        shards = [file for file in files if file.filename not in FILES_APART]
+        if selection.heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
+            yield SideFile(INDEX_FILE, _index_file(shards, selection.weights.tensors))
+
+    @property
+    def _target(self) -> DType:
+        """The element type of the output's parameters."""
+        options, checkpoint = self.collected.options, self.collected.checkpoint
+        if options.dtype is ExportDType.AUTO:
+            return checkpoint.module_dtype or DType.F32
+        return DTYPES[options.dtype]
+
+    def _warnings(self, config: ConfigFile | None) -> Iterator[str]:
+        """What is missing beside the weights, is not as it was found, or stands apart."""
+        found = self.collected
+        if found.sidecars.missing:
+            yield (
+                f"without {' and '.join(found.sidecars.missing)}: nothing of that kind lies with "
+                "the checkpoint; give a model folder with --base"
+            )
+        if config is not None:
+            yield from (f"config.json is mended: {note}" for note in config.mended)
+        for name in found.spoilt:
+            yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"
+        if (beyond := tokens_beyond(config, found.last_token)) is not None:
+            yield (
+                f"the tokenizer has {beyond}: the last ones cannot be embedded; give the tokenizer "
+                "that the model was trained with"
+            )
+        what = {HEAD_FILE: "a head of its own, which lies in"}
+        for file, names in files_apart(found.heads).items():
+            known = found.fit.model.architecture if isinstance(found.fit, Fit) else None
+            where = what.get(file, "weights beside it, which nothing loads by itself, in")
+            yield f"{known} does not know {some(names)}: {where} {file}"
+
+
+def _for_written(config: ConfigFile | None, selection: Selection) -> ConfigFile | None:
+    """A config that tells of no packing, unless packed weights are what is written."""
+    weights = (t for t in selection.weights.tensors.values() if t.role is not Role.BUFFER)
+    if config is None or not all(tensor.dtype.is_floating for tensor in weights):
+        return config
+    return config.without_quantization()
+
+
+def plan_shards(
+    tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
+) -> tuple[FilePlan, ...]:
+    """The files of a model, split as huggingface_hub splits a state dict."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
+
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
+    split = split_state_dict_into_shards_factory(
+        {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()},
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_nbytes,
+    )
+    return tuple(
+        plan_file(filename, {name: tensors[name] for name in names}, dtypes)
+        for filename, names in split.filename_to_tensors.items()
+    )
+
+
+def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
+    """File to those of the weights in it that the model's class does not know."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        files.setdefault(HEAD_FILE if is_value_head(name) else OTHER_FILE, []).append(name)
+    return files
+
+
+def _plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[FilePlan, ...]:
+    """The files of the weights that the model does not know, if there are any."""
+    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
+    return tuple(
+        plan_file(file, {name: tensors[name] for name in names}, dtypes)
+        for file, names in files_apart(tensors).items()
+    )
+
+
+def _index_file(shards: Sequence[FilePlan], tensors: Mapping[str, StoredTensor]) -> bytes:
+    """The index as transformers 5 writes it: sorted, two spaces, a newline at the end."""
+    planned = [(tensor, shard) for shard in shards for tensor in shard.tensors]
+    parameters = [t for t, _ in planned if tensors[t.name].role is not Role.BUFFER]
+    content = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel for tensor in parameters),
+            "total_size": sum(tensor.nbytes for tensor, _ in planned),
+        },
+        "weight_map": {tensor.name: shard.filename for tensor, shard in planned},
+    }
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

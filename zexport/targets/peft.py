@@ -1,0 +1,179 @@
+"""A folder that is a peft adapter, or several, as peft's ``save_pretrained`` writes it.
+
+Embeddings that an adapter updates are saved whole beside it, wherever they are: after a vocabulary
+was resized they are the only copy of the new rows. Source: peft 0.21, ``utils/save_and_load.py``
+(``get_peft_model_state_dict``, ``save_embedding_layers``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zexport.adapters.config import ADAPTER_CONFIG, EMBEDDINGS, AdapterConfig
+from zexport.adapters.find import Adapter, check_whole, not_just_tensors
+from zexport.adapters.saved_beside import ADAPTER_FILE
+from zexport.checkpoint.contents import StoredTensor
+from zexport.collect import Collected
+from zexport.model.added_tokens import tokens_beyond
+from zexport.model.fit import NamesUnknown
+from zexport.model.peft_names import PEFT_PREFIX, inner_name, read_name
+from zexport.plan.plan import FilePlan, SideFile, qualified
+from zexport.plan.shards import DTYPES, plan_file
+from zexport.weights.hub_names import Selection
+from zexport.weights.named import Weights
+from zexport.weights.quantized import check_plain
+
+_FACTORS = (".lora_embedding_A", ".lora_A.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapters:
+    """Adapters kept as they are, each in the folder that peft gives it."""
+
+    collected: Collected
+
+    def select(self) -> Selection:
+        """What peft saves of the adapters, by the names in their files."""
+        found = self.collected
+        tensors: dict[str, StoredTensor] = {}
+        from_base, notes = list[str](), list[str]()
+        for adapter in found.adapters:
+            kept, told = self._kept(adapter)
+            lacking = _lacking_embeddings(adapter.config, kept)
+            given = found.base.tensors
+            filled = {name: given[inner] for name, inner in lacking.items() if inner in given}
+            check_plain(filled.values(), found.base, NamesUnknown("not asked"))
+            module_dtype = found.checkpoint.cast_dtype
+            kept |= {n: replace(t, module_dtype=module_dtype) for n, t in filled.items()}
+            notes += told
+            notes += [
+                f"without {name}, which peft saves too: give --base"
+                for name in lacking
+                if name not in filled
+            ]
+            notes += self._without_rows(kept)
+            from_base += [qualified(_file_of(adapter), name) for name in filled]
+            tensors |= {qualified(_file_of(adapter), name): one for name, one in kept.items()}
+        words = "adapter" if len(found.adapters) == 1 else "adapters"
+        names = ", ".join(repr(adapter.name) for adapter in found.adapters)
+        what = f"this is the {words} {names} for peft, not a model; --adapter merge makes one"
+        return Selection(
+            Weights(tensors, {}),
+            NamesUnknown("not asked"),
+            from_base=tuple(from_base),
+            loadable=True,
+            notes=(what, *notes),
+        )
+
+    def files(self, selection: Selection) -> tuple[FilePlan, ...]:
+        """One file for each adapter.
+
+        Each tensor has the element type that was asked for, or its own in the module: peft saves
+        what the module holds, which under ZeRO-3 may differ from tensor to tensor.
+        """
+        target = DTYPES.get(self.collected.options.dtype)
+        folders = [adapter.folder for adapter in self.collected.adapters if adapter.folder]
+        by_folder: dict[str, dict[str, StoredTensor]] = {}
+        for name, tensor in selection.weights.tensors.items():
+            folder = next((one for one in folders if name.startswith(one)), "")
+            by_folder.setdefault(folder, {})[name.removeprefix(folder)] = tensor
+        return tuple(
+            plan_file(
+                _file_of(adapter),
+                kept := by_folder.get(adapter.folder, {}),
+                {
+                    name: tensor.output_dtype(target or tensor.module_dtype or tensor.dtype)
+                    for name, tensor in kept.items()
+                },
+            )
+            for adapter in self.collected.adapters
+        )
+
+    def side_files(self, selection: Selection, files: Sequence[FilePlan]) -> Iterator[SideFile]:
+        """The adapters' configurations, and what is not the model's own."""
+        del selection, files  # every adapter has the same
+        for adapter in self.collected.adapters:
+            name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
+            if config.content.get("inference_mode") is True:
+                yield SideFile(name, origin=config.path)
+            else:
+                content = {**config.content, "inference_mode": True}  # peft loads it untrained
+                yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
+        for name, path in sorted(self.collected.sidecars.copied.items()):
+            if name != "generation_config.json" and path.suffix != ".py":
+                yield SideFile(name, origin=path)
+
+    def _kept(self, adapter: Adapter) -> tuple[dict[str, StoredTensor], list[str]]:
+        """What peft saves of an adapter, by the names it has in the file, and what to say of it."""
+        if not adapter.config.is_kept_by_name:
+            raise not_just_tensors(adapter.config)
+        stored, saved = self.collected.weights, self.collected.saved.get(adapter.name)
+        every = stored.every_tensor
+        kept = {
+            part.on_disk: tensor
+            for name, tensor in every.items()
+            if (part := read_name(name)).adapter == adapter.name
+        }
+        check_whole(self.collected.checkpoint, stored, adapter, kept)
+        kept |= dict(_kept_of_base(every, adapter.config))
+        if saved is None:
+            return kept, []
+        kept |= {**saved.held, **saved.lacking} if saved.is_of_step else {}
+        return kept, [saved.note] if saved.note else []
+
+    def _without_rows(self, kept: Mapping[str, StoredTensor]) -> Iterator[str]:
+        """What to say where tokens were added, and the embedding of their rows is not kept."""
+        beyond = tokens_beyond(self.collected.sidecars.config, self.collected.last_token)
+        whole = [t.shape for name, t in kept.items() if not read_name(name).adapter]
+        if beyond is not None and not any(shape and shape[0] > beyond.last for shape in whole):
+            yield (
+                f"without the embedding, which was resized if it was trained with "
+                f"{beyond.last + 1} tokens, and not {beyond.rows}: no file has it; save it with "
+                "modules_to_save"
+            )
+
+
+def _file_of(adapter: Adapter) -> str:
+    return f"{adapter.folder}{ADAPTER_FILE}"
+
+
+def _kept_of_base(
+    every: Mapping[str, StoredTensor], config: AdapterConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Weights of the base model that peft saves too: trained biases, and targeted embeddings."""
+    for name, tensor in every.items():
+        if read_name(name).adapter:
+            continue
+        inner = inner_name(name)
+        *_, wrapper, last = ("", *inner.split("."))
+        is_bias = last == "bias" and (
+            config.bias == "all" or (config.bias.endswith("_only") and wrapper == "base_layer")
+        )
+        is_embedding = config.is_embedding_targeted and any(
+            f".{module}.base_layer." in f".{inner}" for module in EMBEDDINGS
+        )
+        if is_bias or is_embedding:
+            yield PEFT_PREFIX + inner, tensor
+
+
+def _lacking_embeddings(config: AdapterConfig, kept: Iterable[str]) -> dict[str, str]:
+    """Embeddings that peft would have saved too: name in its file to name in the base model.
+
+    Args:
+        config: the adapter's.
+        kept: the names that its file has so far.
+    """
+    names = set(kept)
+    if not config.is_embedding_targeted:
+        return {}
+    modules = {name.removesuffix(end) for name in names for end in _FACTORS if name.endswith(end)}
+    wanted = {
+        f"{module}.base_layer.weight"
+        for module in modules
+        if module.rpartition(".")[2] in EMBEDDINGS
+    }
+    return {
+        name: read_name(name.removeprefix(PEFT_PREFIX)).of_base for name in sorted(wanted - names)
+    }
