@@ -26,6 +26,7 @@ _RUNS_MAX = 1024
 """Ranges of one tensor that are told apart; a tensor that is not stored densely has millions."""
 
 _BATCH_NUMEL = 1 << 18
+_CHUNK_NBYTES = 1 << 20
 
 Span: TypeAlias = tuple[int, int]
 """Elements from, to (half-open)."""
@@ -110,6 +111,21 @@ class Comparison:
             self.first = start + int((distances != 0).argmax())
         self.count += int((distances != 0).sum())
         self.largest = max(self.largest, int(distances.max()))
+
+
+def are_equal(read: Read, one: ByteSource, other: ByteSource) -> bool:
+    """Whether both have the same bytes; reading ends where they differ."""
+    if one.nbytes != other.nbytes:
+        return False
+    size = min(_CHUNK_NBYTES, one.nbytes)
+    first, second = (memoryview(bytearray(size)) for _ in range(2))
+    for start in range(0, one.nbytes, _CHUNK_NBYTES):
+        count = min(size, one.nbytes - start)
+        read(one, start, first[:count])
+        read(other, start, second[:count])
+        if first[:count] != second[:count]:
+            return False
+    return True
 
 
 def compare_casts(

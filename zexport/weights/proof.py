@@ -19,8 +19,7 @@ from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Comparison, Replica, compare_casts
-from zexport.ranges.equality import Equality
+from zexport.ranges.copies import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.ranges.extents import paths_of
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.reader import ReadableFile, SourceReader
@@ -98,7 +97,11 @@ class WeightReader(SourceReader):
             read = self.read_into if full else samples.read_into
             differences = compare_casts(named, read, full=full)
             gathered = compare_casts(self._gathered, samples.read_into, full=full)
-        unequal = self._unequal()
+        unequal = [
+            one
+            for one in self._replicas
+            if isinstance(one, Replica) and not are_equal(self.read_into, one.kept, one.other)
+        ]
         problems = [_not_the_masters(differences, named)] if differences else []
         problems += [_diverged(unequal)] if unequal else []
         refused = [problem for problem in problems if problem.finding not in self._allow]
@@ -118,14 +121,6 @@ class WeightReader(SourceReader):
         if not self._is_compared:
             raise AssertionError("weights were read and their copies not compared")
         return super().finish(seen)
-
-    def _unequal(self) -> list[Replica]:
-        equality = Equality(self)
-        return [
-            one
-            for one in self._replicas
-            if isinstance(one, Replica) and not equality.holds(one.kept, one.other)
-        ]
 
 
 class ProvenWeights:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.ranges.equality import Equality
+from zexport.ranges.copies import are_equal
+from zexport.ranges.gather import Read
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.weights.base import Base
 from zexport.weights.hub_names import Selection
@@ -54,13 +55,12 @@ def compare_ties(
     twice = {a: s for a, s in names.tied.items() if {a, s} <= stored.tensors.keys()}
     twice = twice if stored_twice else {}
     with SourceReader(files) as reader:
-        equality = Equality(reader)
         equal = frozenset(
             alias
             for alias, source in twice.items()
-            if _are_equal(stored.tensors[alias], stored.tensors[source], equality)
+            if _are_equal(stored.tensors[alias], stored.tensors[source], reader.read_into)
         )
-        apart = _apart_in_base(names, stored, given, equality)
+        apart = _apart_in_base(names, stored, given, reader.read_into)
         return Ties(equal, frozenset(twice.keys() - equal) | apart, reader.nbytes_read)
 
 
@@ -121,7 +121,7 @@ def _apart_in_base(
     names: ModelNames,
     stored: Weights,
     given: Mapping[str, StoredTensor],
-    equality: Equality,
+    read: Read,
 ) -> frozenset[str]:
     """Aliases that the base model has with other values than those they are declared tied to.
 
@@ -136,7 +136,7 @@ def _apart_in_base(
             continue
         one, other = (_find(name, given, spellings) for name in (alias, source))
         if len(known) < len({alias, source}) and one is not None and other is not None:
-            apart |= set() if _are_equal(one, other, equality) else {alias}
+            apart |= set() if _are_equal(one, other, read) else {alias}
     return frozenset(apart)
 
 
@@ -158,9 +158,8 @@ def _as_aliases(stored: Weights, same: Mapping[str, str]) -> Weights:
     return replace(stored, tensors=tensors, aliases={**aliases, **same})
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor, equality: Equality) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor, read: Read) -> bool:
     if one.source is None or other.source is None:
         return False
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and equality.holds(
-        one.source, other.source
-    )
+    is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return is_alike and are_equal(read, one.source, other.source)
