@@ -26,7 +26,7 @@ from tests.support.model_parallel import (
 )
 from tests.support.oracles import differences
 from zexport.checkpoint.contents import Role
-from zexport.checkpoint.layouts.stage_masters import order_slices
+from zexport.checkpoint.layouts.pipeline_masters import order_slices
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

@@ -20,7 +20,7 @@ from tests.support.checkpoints import deepspeed_names, edit
 from tests.support.real_cases import facts
 from zexport.checkpoint.contents import Role
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.matching import match_in_order
+from zexport.checkpoint.layouts.master_matching import match_in_order
 from zexport.checkpoint.layouts.unnamed_masters import is_tiled
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
 from zexport.checkpoint.opening import open_checkpoint

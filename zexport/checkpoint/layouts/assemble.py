@@ -110,8 +110,8 @@ def _universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Assembled:
 def _pipeline(
     tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Assembled:
-    from zexport.checkpoint.layouts.layer_files import read_layers  # noqa: PLC0415
     from zexport.checkpoint.layouts.pipeline import join_stages  # noqa: PLC0415
+    from zexport.checkpoint.layouts.pipeline_files import read_layers  # noqa: PLC0415
 
     layers = read_layers(file for file in files if file.kind is RankFileKind.PIPELINE_LAYER)
     weights = [tensor for layer in layers for tensor in layer.tensors.values()]

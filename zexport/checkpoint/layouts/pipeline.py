@@ -10,19 +10,19 @@ from pathlib import Path
 from zexport.checkpoint.cells import check_cells
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory, rounded_copy
-from zexport.checkpoint.layouts.layer_files import (
+from zexport.checkpoint.layouts.pipeline_files import (
     TIED,
     LayerFile,
     check_holds_trained,
     layer_of,
 )
-from zexport.checkpoint.layouts.stage_masters import (
+from zexport.checkpoint.layouts.pipeline_masters import (
     StageMasters,
     model_of,
     take_masters,
     tie_unnamed,
 )
-from zexport.checkpoint.layouts.stepped_weights import check_weights_are_there
+from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
@@ -61,7 +61,7 @@ def join_stages(
     Args:
         tag_dir: the tag folder.
         cells: the rank states of every model-parallel index.
-        layers: the layer files, of ``layer_files.read_layers``.
+        layers: the layer files, of ``pipeline_files.read_layers``.
     """
     grid = _grid(tag_dir, cells, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from zexport.checkpoint.layouts.matching import Master, Masters, Run, Weight, match
+from zexport.checkpoint.layouts.master_matching import Master, Masters, Run, Weight, match
 from zexport.checkpoint.states import optimizer_in
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError

@@ -3,7 +3,7 @@
 Which values are exported:
 
 1. fp32 masters, where the optimizer holds some, under the names that shape and order allow
-   (``matching``): by shape alone where that leaves one possibility, else by shape and
+   (``master_matching``): by shape alone where that leaves one possibility, else by shape and
    by samples of the values, rounded. Where the order does not fit at all, a master is still the
    weight's that it alone is like; one that is like none, while weights of its shape are left over,
    is a contradiction.
@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
-from zexport.checkpoint.layouts.matching import Master, Masters, Weight
+from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError

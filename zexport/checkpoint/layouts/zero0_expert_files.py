@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers
 from zexport.checkpoint.layouts.expert_states import parse_native
-from zexport.checkpoint.layouts.matching import Master, Masters, Weight
+from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import form_of, unnamed_masters
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.states import ModelStates, optimizer_in

@@ -17,7 +17,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers, in_expert_order
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
-from zexport.checkpoint.layouts.matching import Master, Masters, Weight
+from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.placement import uniform
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import (

@@ -13,8 +13,8 @@ from zexport.checkpoint.layouts.data_parallel import (
     take_inventory,
     with_untrained,
 )
-from zexport.checkpoint.layouts.layer_files import TIED, LayerFile, layer_of
-from zexport.checkpoint.layouts.matching import Weight
+from zexport.checkpoint.layouts.master_matching import Weight
+from zexport.checkpoint.layouts.pipeline_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import stored_weights
 from zexport.checkpoint.rank_files import name_ranks

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.layouts.layer_files import LayerFile
+from zexport.checkpoint.layouts.pipeline_files import LayerFile
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.pickles import TensorRef
