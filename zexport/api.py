@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
-from zexport.compare.diff import DiffReport, diff_weights
 from zexport.decide import decide
 from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
 from zexport.options import CheckMode, ExportOptions
@@ -23,6 +23,9 @@ from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.run.verify_report import VerifyReport
 from zexport.store.boundary import Boundary
+
+if TYPE_CHECKING:
+    from zexport.compare.diff import DiffReport
 
 OnProgress = Callable[[Progress], None]
 
@@ -172,6 +175,8 @@ def diff_models(
         UnsupportedError: an element type that zexport does not know.
     """
     jobs = ExportOptions().jobs if jobs is None else jobs
+    from zexport.compare.diff import diff_weights  # noqa: PLC0415 - an export compares no models
+
     return diff_weights(Path(a), Path(b), jobs=jobs, progress=progress)
 
 

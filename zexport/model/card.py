@@ -12,6 +12,7 @@ from zexport.printable import printable
 from zexport.ranges.dtypes import DType
 from zexport.version import __version__
 
+_TAGS = ("zexport", "deepspeed")
 _TASKS = (
     ("ForCausalLM", "text-generation"),
     ("ForMaskedLM", "fill-mask"),
@@ -26,6 +27,11 @@ _TASKS = (
     ("ForSpeechSeq2Seq", "automatic-speech-recognition"),
 )
 """Endings of class names that stand for one task of the hub and no other."""
+
+_PLAIN = re.compile(
+    r"(?!(?:yes|no|true|false|on|off|null)$)[a-z][\w./-]*", re.ASCII | re.IGNORECASE
+)
+"""Words that YAML has as they are."""
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -88,20 +94,23 @@ def model_card(
 
 
 def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
-    from huggingface_hub import ModelCardData  # noqa: PLC0415 - only an export needs it
-
     origin = _find_origin(sidecars)
     is_encoder = "modules.json" in sidecars.copied
-    data = ModelCardData(
-        base_model=origin.base_model,
-        library_name="sentence-transformers" if is_encoder else "transformers",
-        pipeline_tag="sentence-similarity" if is_encoder else _task(architecture or ""),
-        tags=["zexport", "deepspeed"],
-        license=origin.license,
-        license_name=origin.license_name,
-        license_link=origin.license_link,
-    )
-    return str(data.to_yaml()).strip()
+    known = {
+        "base_model": origin.base_model,
+        "library_name": "sentence-transformers" if is_encoder else "transformers",
+        "license": origin.license,
+        "license_name": origin.license_name,
+        "license_link": origin.license_link,
+        "pipeline_tag": "sentence-similarity" if is_encoder else _task(architecture or ""),
+    }
+    told = {key: value for key, value in known.items() if value is not None}
+    if all(map(_PLAIN.fullmatch, told.values())):
+        return "\n".join([*map(": ".join, told.items()), "tags:", *(f"- {tag}" for tag in _TAGS)])
+    from huggingface_hub import ModelCardData  # noqa: PLC0415 - with YAML, 50 ms
+
+    card = ModelCardData(tags=list(_TAGS), **told)  # type: ignore[arg-type]
+    return str(card.to_yaml()).strip()
 
 
 def _task(architecture: str) -> str | None:

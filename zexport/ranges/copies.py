@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from blake3 import blake3
 
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
@@ -165,7 +166,7 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
     """
     samples = _samples(0, source.nbytes // stored.itemsize, _FINGERPRINT_NUMEL)
     elements = _elements(read, [(source, span) for span in samples], stored)
-    return blake2b(_bits(elements, stored, seen_as).tobytes(), digest_size=16).digest()
+    return blake3(_bits(elements, stored, seen_as).tobytes()).digest()
 
 
 _Part: TypeAlias = tuple[Comparison, Span]

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zexport.compare.outcome import Outcome, TensorDiff
-from zexport.report.text import print_facts, print_line, print_table
+from zexport.report.text import Console, print_facts, print_line, print_table
 from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from zexport.compare.diff import DiffReport
     from zexport.compare.values import PairSums, Rounding
 

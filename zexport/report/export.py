@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zexport.printable import some
 from zexport.report.findings import finding_lines
 from zexport.report.text import (
+    Console,
     duration,
     plural,
     print_facts,
@@ -18,8 +19,6 @@ from zexport.report.text import (
 from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport
     from zexport.run.verify_report import Problem, VerifyReport

@@ -12,6 +12,7 @@ from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
+    Console,
     plural,
     print_facts,
     print_line,
@@ -21,8 +22,6 @@ from zexport.report.text import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from zexport.inspect.adapters import AdapterSummary
     from zexport.inspect.statistics import TensorStatistics
     from zexport.inspect.tags import TagSummary

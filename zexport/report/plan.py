@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zexport.report.findings import finding_lines
 from zexport.report.text import (
+    Console,
     duration,
     plural,
     print_facts,
@@ -19,8 +20,6 @@ from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rich.console import Console
 
     from zexport.plan.plan import ExportPlan, FilePlan
 

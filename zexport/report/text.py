@@ -6,15 +6,26 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from zexport.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console as StyledConsole
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
+
+
+class PlainConsole:
+    """Standard output where it shows no styles: rich takes longer to begin than a small export."""
+
+    def print(self, text: str) -> None:
+        """Put out one line."""
+        print(text)  # noqa: T201 - the command line speaks
+
+
+Console: TypeAlias = "PlainConsole | StyledConsole"
 
 
 def size(nbytes: int) -> str:
@@ -42,7 +53,10 @@ def plural(count: int, noun: str) -> str:
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
     """One line, neither wrapped nor cut."""
-    from rich.text import Text  # noqa: PLC0415 - JSON output does without rich
+    if isinstance(console, PlainConsole):
+        console.print(printable(text))
+        return
+    from rich.text import Text  # noqa: PLC0415 - without a terminal, nothing needs rich
 
     console.print(Text(printable(text), style=style), soft_wrap=True)
 
@@ -85,15 +99,22 @@ def _print_columns(
     console: Console, sides: str, rows: Sequence[Sequence[str]], heads_style: str = ""
 ) -> None:
     """Rows with their columns under one another; rich's own table would fold or cut long cells."""
-    from rich.cells import cell_len  # noqa: PLC0415 - JSON output does without rich
-
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     style = heads_style
     for row in rows:
         cells = []
         for cell, side, width in zip(row, sides, widths, strict=True):
-            blanks = " " * (width - cell_len(cell))
+            blanks = " " * (width - _width(cell))
             cells.append(blanks + cell if side == ">" else cell + blanks)
         print_line(console, f"  {'  '.join(cells)}".rstrip(), style)
         style = ""
+
+
+def _width(cell: str) -> int:
+    """Columns of a terminal that a text takes."""
+    if cell.isascii():
+        return len(cell)
+    from rich.cells import cell_len  # noqa: PLC0415 - few names need it
+
+    return cell_len(cell)

@@ -139,20 +139,37 @@ def _for_written(config: ConfigFile | None, selection: Selection) -> ConfigFile 
 def plan_shards(
     tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
 ) -> tuple[FilePlan, ...]:
-    """The files of a model, split as huggingface_hub splits a state dict."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # noqa: PLC0415 - 30 ms
-
+    """The files of a model, named as on the hub."""
     dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
-    split = split_state_dict_into_shards_factory(
-        {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()},
-        get_storage_size=lambda size: size,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_nbytes,
-    )
+    nbytes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
+    split = _split(nbytes, max_shard_nbytes)
+    count = len(split)
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return tuple(
-        plan_file(filename, {name: tensors[name] for name in names}, dtypes)
-        for filename, names in split.filename_to_tensors.items()
+        plan_file(file, {name: tensors[name] for name in names}, dtypes)
+        for file, names in zip([SINGLE_FILE] if count == 1 else files, split, strict=True)
     )
+
+
+def _split(nbytes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """The names of each shard, as huggingface_hub splits a state dict (its import takes 30 ms).
+
+    Source: huggingface_hub 1.0, ``serialization/_base.py``: in the order given, and what is beyond
+    the limit by itself goes into a shard of its own, before the one that is being filled.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    used = 0
+    for name, size in nbytes.items():
+        if size > limit:
+            shards.append([name])
+            continue
+        if used + size > limit:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
+        used += size
+    return [*shards, current] if current else shards
 
 
 def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
