@@ -131,6 +131,23 @@ def test_an_expert_of_another_step_is_known_when_any_lazy_tensor_is_made(tmp_pat
         next(iter(lazy.values())).contiguous()
 
 
+def test_masters_without_names_are_compared_whole_when_a_lazy_tensor_is_made(
+    tmp_path: Path,
+) -> None:
+    root = copied("z0_w2_bf16", tmp_path)
+
+    def change(state: dict[str, Any]) -> None:
+        weight = state["module"]["lm_head.weight"].clone()
+        weight.view(-1)[1000] += 0.5
+        state["module"]["lm_head.weight"] = weight
+
+    rewrite(file_of(root, "mp_rank_00_model_states.pt"), change)
+    lazy = compat.get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
+    with pytest.raises(ValueError, match="does not belong to the module's weight"):
+        lazy["lm_head.weight"].contiguous()
+    assert lazy["model.embed_tokens.weight"].contiguous().isfinite().all()
+
+
 def test_statistics_of_doubled_masters_come_with_the_refusal(tmp_path: Path) -> None:
     root = _with_doubled_masters("z2_w2_bf16_groups", tmp_path)
     told = _refusal(root, tmp_path / "model")
