@@ -150,11 +150,7 @@ class AdapterConfig:
         return rank if isinstance(rank, int) else None
 
     def scaling(self, key: str, rank: int) -> float:
-        """What the product of the factors of one module or parameter is multiplied by.
-
-        Raises:
-            DamagedCheckpointError: the file does not say.
-        """
+        """What the product of the factors of one module or parameter is multiplied by."""
         alpha = self._by_pattern("alpha_pattern", key, self.content.get("lora_alpha"))
         if not isinstance(alpha, int | float) or isinstance(alpha, bool):
             raise DamagedCheckpointError(
@@ -187,10 +183,6 @@ def find_adapter_config(
     """The configuration of the adapter of this name, from the first folder that has it.
 
     An adapter that is not the default one has its own folder within.
-
-    Raises:
-        DamagedCheckpointError: it is not JSON.
-        UnsafeError: it is a link that leads out of its folder, and out of ``boundary``.
     """
     for folder in folders:
         own = folder if adapter == DEFAULT_ADAPTER else folder / adapter

@@ -47,9 +47,6 @@ def adapter_mode(
 
     Names as they are in memory are nothing to work on: then a peft model is like any other. So is
     one of which nothing says what its adapters are, unless the options say what to make of them.
-
-    Raises:
-        UsageError: the options ask for what cannot be.
     """
     if not is_peft(stored, adapter_folders(checkpoint, options)):
         if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
@@ -78,11 +75,7 @@ def adapter_mode(
 def _check_kept_by_name(
     checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> None:
-    """Nothing, unless it is a peft model of a method that names its tensors in no known way.
-
-    Raises:
-        UnsupportedError: it is.
-    """
+    """Nothing, unless it is a peft model of a method that names its tensors in no known way."""
     folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
     config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
     if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
@@ -127,11 +120,7 @@ def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that ``--adapter-config`` means: the file's, or the one it names.
-
-    Raises:
-        NotACheckpointError: there is no such file.
-    """
+    """The folder that ``--adapter-config`` means: the file's, or the one it names."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir() or (path.is_file() and path.name == ADAPTER_CONFIG):
         return folder
@@ -141,11 +130,7 @@ def _folder_of(path: Path) -> Path:
 
 
 def adapters_in(stored: Weights) -> tuple[str, ...]:
-    """The names of a checkpoint's adapters, which are those of folders too.
-
-    Raises:
-        UnsafeError: one leads elsewhere than to a folder of its own.
-    """
+    """The names of a checkpoint's adapters, which are those of folders too."""
     names = adapters_of([*stored.tensors, *stored.aliases])
     for name in names:
         if "/" in name or "\\" in name or "\0" in name:
@@ -161,12 +146,7 @@ def adapters_in(stored: Weights) -> tuple[str, ...]:
 def choose_adapters(
     checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> tuple[Adapter, ...]:
-    """The adapters that the options mean: the one they name, else all.
-
-    Raises:
-        UsageError: there is none of the name given.
-        NotACheckpointError: the configuration of one is nowhere.
-    """
+    """The adapters that the options mean: the one they name, else all."""
     names = adapters_in(stored)
     if options.adapter_name is not None:
         if options.adapter_name not in names:
@@ -201,9 +181,6 @@ def check_whole(
 
     Frozen parts of an adapter are left out with all that is frozen; of two factors that one is
     there tells that the other was.
-
-    Raises:
-        FrozenLeftOutError: some of it is in no file.
     """
     lost = [name for name in stored.left_out if read_name(name).adapter == adapter.name]
     for name in kept:

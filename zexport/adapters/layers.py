@@ -77,11 +77,7 @@ class BaseModel:
 
 
 def check_method(adapter: Adapter) -> None:
-    """Nothing, where the adapter's method is one whose update is known.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
+    """Nothing, where the adapter's method is one whose update is known."""
     config = adapter.config
     found = [] if config.peft_type == "LORA" else [config.peft_type or "no peft_type"]
     found += config.variants()
@@ -90,12 +86,7 @@ def check_method(adapter: Adapter) -> None:
 
 
 def find_updates(adapter: Adapter, base: BaseModel, own: Tensors) -> Iterator[Update]:
-    """Every weight that the adapter updates, module by module.
-
-    Raises:
-        UnsupportedError: a module has tensors of a method that is not known, or does not tell which
-            of its parameters they are for.
-    """
+    """Every weight that the adapter updates, module by module."""
     wrappers: dict[str, dict[int, dict[str, StoredTensor]]] = {}
     for name, tensor in own.items():
         part = read_name(name)

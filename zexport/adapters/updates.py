@@ -99,12 +99,7 @@ def find_orientation(
 def update_weight(
     update: Update, weight: StoredTensor, config: AdapterConfig, orientation: Orientation
 ) -> StoredTensor:
-    """The weight with the update worked in, in float32.
-
-    Raises:
-        DamagedCheckpointError: shapes or ranks do not fit.
-        UnsupportedError: the weight is quantized, or how it is stored cannot be told.
-    """
+    """The weight with the update worked in, in float32."""
     a, b = update.factors
     outputs, inputs = update.factor_shape()
     is_stack = update.is_stack(weight)
@@ -142,11 +137,7 @@ def update_weight(
 def update_bias(
     update: Update, before: StoredTensor, addend: StoredTensor, config: AdapterConfig
 ) -> StoredTensor:
-    """The bias with the update's own worked in, in float32.
-
-    Raises:
-        DamagedCheckpointError: shapes or ranks do not fit.
-    """
+    """The bias with the update's own worked in, in float32."""
     if before.shape != addend.shape:
         raise _unlike(update, config, "the shape of its bias", list(addend.shape))
     scaling = config.scaling(update.key, _check_ranks(update, 1, config))

@@ -42,9 +42,6 @@ def code_files(folder: Path, modules: Iterable[str]) -> dict[str, Path]:
     """The files of ``modules`` in ``folder`` and of all that they import relatively, by name.
 
     What is not there, and what lies outside the folder, is left out.
-
-    Raises:
-        DamagedCheckpointError: a file is too large to be a module, or there are too many.
     """
     found: dict[str, Path] = {}
     waiting = sorted(f"{module}.py" for module in modules)

@@ -110,11 +110,7 @@ class StoredLayout:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def unfolded(self, shapes: Mapping[str, Shape]) -> HubLayout:
-        """The layout of a model whose tensors in memory have these shapes.
-
-        Raises:
-            ValueError: it is not of such a model, or contradicts itself.
-        """
+        """The layout of a model whose tensors in memory have these shapes."""
         sources = _Sources(self.sources, shapes)
         for part in self.parts:
             sources.add(sources.tensor(part))

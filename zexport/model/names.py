@@ -121,11 +121,7 @@ class _Described:
     ignored: tuple[str, ...] = ()
 
     def names(self, provenance: str) -> ModelNames:
-        """The names that it tells.
-
-        Raises:
-            ValueError: it contradicts itself.
-        """
+        """The names that it tells."""
         if not (self.tied.keys() | set(self.tied.values())) <= self.shapes.keys():
             raise ValueError("a tie of names that the model does not have")
         return ModelNames(

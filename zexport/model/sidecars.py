@@ -61,11 +61,6 @@ def find_sidecars(
     kept where it lies in ``root`` itself, and licences are those of ``root``, else of ``base``:
     what lies above a checkpoint may be about anything. A link leads to somewhere in the folder that
     it lies in, or within ``boundary``.
-
-    Raises:
-        DamagedCheckpointError: a config or sidecar is not JSON, or a file is absurdly large.
-        NotACheckpointError: ``base`` is no folder.
-        UnsafeError: a link leads outside.
     """
     if base is not None and not base.is_dir():
         raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")

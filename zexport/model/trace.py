@@ -79,11 +79,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The result of an operator, without data, its place recorded.
-
-        Raises:
-            UntraceableError: it is not one that only rearranges.
-        """
+        """The result of an operator, without data, its place recorded."""
         packet, kwargs = func.overloadpacket, kwargs or {}
         if packet in _VIEWS:
             return func(*args, **kwargs)

@@ -33,11 +33,7 @@ def _calculation_nbytes(shards: Iterable[FilePlan], jobs: int) -> int:
 
 
 def share_memory(options: ExportOptions, shards: Iterable[FilePlan] = ()) -> tuple[int, int]:
-    """Worker threads and bytes of a chunk that stay within ``--max-memory``.
-
-    Raises:
-        MemoryLimitError: not even one worker with the smallest chunk does.
-    """
+    """Worker threads and bytes of a chunk that stay within ``--max-memory``."""
     jobs = max(1, options.jobs)
     if options.max_memory_nbytes is None:
         return jobs, _CHUNK_NBYTES_MAX

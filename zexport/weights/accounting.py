@@ -49,9 +49,6 @@ def account(checkpoint: ZeroCheckpoint, exported: Iterable[StoredTensor]) -> Acc
     other, from the shapes of tensors. That no element is used twice within the parts is what the
     layouts see to: parameters of a group lie one after another, and the tiles of a split tensor
     cover it once.
-
-    Raises:
-        UnsupportedError: the parts do not make up the whole.
     """
     flats = _Places(checkpoint.flats)
     trained = {id(t.source): t for t in checkpoint.tensors if flats.count(t.source, t.role)}

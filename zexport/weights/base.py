@@ -43,12 +43,7 @@ class Base:
 
 
 def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
-    """Headers of a base model's weight files: those that its index names, else the single one.
-
-    Raises:
-        DamagedCheckpointError: a file breaks its format.
-        UnsafeError: the index names something else than a file beside it, or a link to elsewhere.
-    """
+    """Headers of a base model's weight files: those that its index names, else the single one."""
     if base is None:
         return ()
     boundary = Boundary.of(base, follow=follow_symlinks)

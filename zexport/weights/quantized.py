@@ -44,9 +44,6 @@ def check_plain(
         base: that base.
         names: the model; what it has itself is no packer's.
         absent: weights that are wanted as well, and that the base does not have by their names.
-
-    Raises:
-        UnsupportedError: some are packed, or have scales in the base that would be left behind.
     """
     is_known = isinstance(names, ModelNames)
     scales = _scales(
