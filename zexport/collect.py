@@ -26,8 +26,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
-from zexport.model.side_files import tokenizer_files
-from zexport.model.sidecars import Sidecars, find_sidecars
+from zexport.model.sidecars import Sidecars, find_sidecars, tokenizer_files
 from zexport.model.spoilt_files import spoilt_files
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.memory import share_memory

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport.api import plan_export
@@ -29,6 +30,7 @@ from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Extent
+from zexport.report.plan import plan_json, print_plan
 from zexport.store.boundary import Boundary
 from zexport.weights.base import Base
 from zexport.weights.named import Weights
@@ -130,6 +132,30 @@ def test_a_config_and_a_tokenizer_are_read_before(
     assert "tokens up to number 7" in told
     assert "vocab.json is copied as it is" in told
     assert {"README.md", "config.json"} <= {file.filename for file in decided.side_files}
+
+
+def test_a_dry_run_tells_what_it_had_to_compare(tmp_path: Path) -> None:
+    model = Model([{"emb.weight": values((6, 4), 1), "head.weight": values((6, 4), 1)}])
+    root = save(model, Run(stage=3), tmp_path / "run")
+    shapes = {name: [6, 4] for name in ("emb.weight", "head.weight")}
+    described = {
+        "architecture": "Small",
+        "shapes": shapes,
+        "buffers": [],
+        "tied": TIED,
+        "unsaved": [],
+        "keep_fp32": {},
+        "layouts": [
+            {"label": "", "sources": ["emb.weight"], "parts": [], "tensors": {"emb.weight": 0}}
+        ],
+    }
+    (root / "zexport_source.json").write_text(json.dumps({"model": described}))
+    plan = plan_export(open_checkpoint(root), OUT)
+    assert _names(plan) == ["emb.weight"]
+    assert plan.nbytes_compared == plan_json(plan)["nbytes_compared"] == 2 * 6 * 4 * 4
+    console = Console(record=True, width=200)
+    print_plan(console, plan)
+    assert "read 192 B to compare" in console.export_text()
 
 
 # --- made up ---

@@ -154,8 +154,9 @@ class ExportPlan:
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
-    nbytes_compared: int = 0
     reference: Reference | None = None
+        nbytes_compared: bytes of tensors that planning itself has read, since the plan depends on
+            whether they are equal.
     """
 
     out_dir: Path
@@ -167,13 +168,13 @@ class ExportPlan:
     overwrite: bool
     jobs: int
     chunk_nbytes: int
-    nbytes_compared: int = 0
     reference: Reference | None = None
     replicas: tuple[Replica | CastReplica, ...] = ()
     gathered: tuple[CastReplica, ...] = ()
     check: CheckMode = CheckMode.SAMPLED
     allow: frozenset[FindingKind] = frozenset()
     findings: tuple[Finding, ...] = ()
+    nbytes_compared: int = 0
 
     @property
     def source_names(self) -> dict[Path, str]:
