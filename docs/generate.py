@@ -1,4 +1,4 @@
-"""Write what is made from the code: commands, rooms, tables of keys, the README's support table.
+"""Write what is made from the code: schemas, commands, rooms, tables of keys, the support table.
 
 ``--check`` only says what is stale.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from docs.forms import schemas
 from docs.support import SUPPORT
 from zexport.cli.main import cli
 from zexport.findings import FindingKind
@@ -40,11 +41,16 @@ def pages() -> dict[Path, str]:
     """What every page that is made, wholly or in part, should be."""
     interfaces = DOCS / "interfaces.md"
     text = interfaces.read_text(encoding="utf-8")
+    made = schemas()
     for path in SCHEMAS:
-        table = "\n".join(_table(json.loads(path.read_text(encoding="utf-8")))) + "\n"
-        text = _replaced(text, path.stem, table)
+        schema = made.get(path.stem) or json.loads(path.read_text(encoding="utf-8"))
+        text = _replaced(text, path.stem, "\n".join(_table(schema)) + "\n")
     readme, errors = DOCS.parent / "README.md", DOCS / "errors.md"
     return {
+        **{
+            DOCS / "schemas" / f"{name}.json": json.dumps(schema, indent=2) + "\n"
+            for name, schema in made.items()
+        },
         errors: _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
@@ -198,7 +204,8 @@ def _type(schema: Any, node: Any) -> str:
     for word in ("items", "additionalProperties"):
         if word in node:
             noun, _, rest = _type(schema, _resolved(schema, node[word])).partition(" ")
-            words[0] += f" of {noun}s {rest}".rstrip()
+            plural = f"{noun} {rest}" if noun.startswith("`") else f"{noun}s {rest}"
+            words[0] += f" of {plural}".rstrip()
     return " or ".join(words)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
@@ -12,12 +13,13 @@ from zexport.options import AdapterMode, Engine
 from zexport.plan.memory import share_memory
 from zexport.plan.plan import ExportPlan, Reference, SourceFile
 from zexport.ranges.extents import paths_of
-from zexport.store.json import JsonObject
+from zexport.store.json import JsonObject, values_of
 from zexport.targets.hf import HubModel
 from zexport.targets.peft import PeftAdapters
 from zexport.targets.target import Target
 from zexport.weights.accounting import account
 from zexport.weights.hub_names import Selection
+from zexport.weights.provenance import CheckpointRecord, Provenance
 
 
 def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
@@ -77,29 +79,18 @@ def _sources(found: Collected, written: Iterable[StoredTensor]) -> tuple[SourceF
 def _provenance(found: Collected, selection: Selection) -> JsonObject:
     """What the manifest says of the checkpoint and the options; nothing that varies by run."""
     checkpoint, options, config = found.checkpoint, found.options, selection.config
-    dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
-    module_dtype, master_dtype = (dtype.torch_name if dtype else None for dtype in dtypes)
-    decided = {
-        "hub_layout": selection.label,
-        "adapter": (found.mode or options.adapter).value,
-    }
-    return {
-        "checkpoint": {
-            "tag": checkpoint.location.tag,
-            "layout": checkpoint.layout,
-            "stage": checkpoint.stage,
-            "world_size": checkpoint.world_size,
-            "global_steps": checkpoint.global_steps,
-            "deepspeed_version": checkpoint.ds_version,
-            "module_dtype": module_dtype,
-            "master_dtype": master_dtype,
-            "warnings": list(checkpoint.warnings),
-        },
-        "options": {**options.recorded(), **decided},
-        "loadable": selection.loadable,
-        "tied": dict(sorted(selection.weights.aliases.items())),
-        "from_base": list(selection.from_base),
-        "heads": list(selection.heads),
-        "mended": list(config.mended) if config is not None else [],
-        "accounting": account(checkpoint, selection.written).to_json(),
-    }
+    decided = replace(
+        options, hub_layout=selection.label, adapter=found.mode or options.adapter
+    ).recorded()
+    return values_of(
+        Provenance(
+            checkpoint=CheckpointRecord.of(checkpoint),
+            options=decided,
+            loadable=selection.loadable,
+            tied=selection.weights.aliases,
+            from_base=tuple(selection.from_base),
+            heads=tuple(selection.heads),
+            mended=tuple(config.mended) if config is not None else (),
+            accounting=account(checkpoint, selection.written),
+        )
+    )

@@ -69,9 +69,9 @@ class Finding:
     """Something remarkable, which did not prevent the export.
 
     Attributes:
-        kind: what it is.
-        tensor: the tensor's name in the output, or in the checkpoint where it was compared before
-            names were given; empty where it is not about one tensor.
+        kind: what it is; see errors.md.
+        tensor: the tensor's name in the output, or in the checkpoint where it has none there; empty
+            where it is not about one tensor.
         count: how many of its elements, as far as they were looked at; without a tensor, 0.
         detail: what was found, in words without paths; empty where the kind says all.
         accepted: whether it would have been refused, or warned of, and was allowed by name.

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from zexport.findings import FindingKind
-from zexport.store.json import JsonObject, values_of
 
 
 class ExportDType(Enum):
@@ -71,8 +70,8 @@ class RecordedOptions:
             where names are as stored.
         engine: who rebuilds the weights.
         exclude_frozen: leave out frozen weights, whether they are there or not.
-        max_shard_nbytes: largest size of a safetensors file's data.
-        renames: (pattern, replacement) pairs, applied in order to every name of the checkpoint,
+        max_shard_nbytes: largest size of a safetensors file's data, in bytes.
+        renames: pairs of pattern and replacement, applied in order to every name of the checkpoint,
             before it is compared with the model's names.
         check: how much is compared of weights that the checkpoint holds twice.
         allow: kinds of findings that are told and do not end the export.
@@ -114,10 +113,10 @@ class ExportOptions(RecordedOptions):
     max_memory_nbytes: int | None = None
     overwrite: bool = False
 
-    def recorded(self) -> JsonObject:
-        """Those choices that change what is written, as a manifest keeps them."""
-        every = values_of(self) | {"allow": [kind.value for kind in sorted(self.allow)]}
-        return {one.name: every[one.name] for one in fields(RecordedOptions)}
+    def recorded(self) -> RecordedOptions:
+        """Those choices that change what is written."""
+        kept = {one.name: getattr(self, one.name) for one in fields(RecordedOptions)}
+        return RecordedOptions(**kept)
 
     @classmethod
     def from_recorded(cls, recorded: object, *, base: Path | None) -> ExportOptions:

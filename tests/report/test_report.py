@@ -23,11 +23,13 @@ from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout
 from zexport.plan.plan import ExportPlan
-from zexport.report.export import export_json, print_export, print_verify, verify_json
-from zexport.report.failure import error_json
-from zexport.report.plan import plan_json, print_plan
+from zexport.plan.summary import side_nbytes, summarize
+from zexport.report.export import print_export, print_verify
+from zexport.report.failure import Failure, Told
+from zexport.report.plan import print_plan
 from zexport.report.text import duration, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
+from zexport.store.json import form_of
 
 NUMBER = {"type": "integer", "minimum": 0}
 PLAN_SCHEMA = {
@@ -83,6 +85,12 @@ def printed(show: Any, value: object) -> str:
     return out.getvalue()
 
 
+def plan_for_people(plan: ExportPlan) -> str:
+    out = io.StringIO()
+    print_plan(Console(file=out, width=80), summarize(plan), side_nbytes(plan))
+    return out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
@@ -123,7 +131,7 @@ def test_words_follow_their_number() -> None:
 
 
 def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
-    found: Any = json.loads(json.dumps(plan_json(plan), allow_nan=False))
+    found: Any = json.loads(json.dumps(form_of(summarize(plan), plan.provenance), allow_nan=False))
     jsonschema.validate(found, PLAN_SCHEMA)
     assert found["nbytes_to_write"] == sum(file["nbytes"] for file in found["files"])
     assert found["nbytes_to_read"] == (6 + 2 + 3) * 4
@@ -133,7 +141,7 @@ def test_a_plan_in_json_adds_up(plan: ExportPlan) -> None:
 
 
 def test_a_plan_for_people_names_every_file_and_warning(plan: ExportPlan) -> None:
-    shown = printed(print_plan, plan)
+    shown = plan_for_people(plan)
     assert "model.safetensors" in shown
     assert "README.md" in shown
     assert "zexport_manifest.json" in shown
@@ -148,7 +156,7 @@ def test_the_shards_of_a_plan_are_listed_up_to_a_limit(tmp_path: Path) -> None:
     root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
     options = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=400)
     plan = plan_export(open_checkpoint(root), tmp_path / "out", options)
-    shown = printed(print_plan, plan)
+    shown = plan_for_people(plan)
     assert shown.count("-of-00030.safetensors") == 20
     assert "and 10 more" in shown
 
@@ -162,7 +170,7 @@ def done(plan: ExportPlan) -> ExportReport:
 def test_an_export_in_json_says_what_was_done_and_what_came_out(
     plan: ExportPlan, done: ExportReport
 ) -> None:
-    found: Any = json.loads(json.dumps(export_json(done, plan), allow_nan=False))
+    found: Any = json.loads(json.dumps(form_of(done, plan.provenance), allow_nan=False))
     assert found["schema"] == 1
     assert (found["tensors"], found["verified"], found["loadable"]) == (3, "readback", False)
     nan = {"kind": "nan", "tensor": "b", "count": 1, "detail": "", "accepted": False}
@@ -190,12 +198,12 @@ def test_a_verification_names_the_file_and_the_tensor_at_fault(done: ExportRepor
     assert "model.safetensors" in shown
     assert all(problem.tensor in shown for problem in found.problems)
     assert "whole" not in shown
-    assert verify_json(found)["ok"] is False
+    assert found.to_json()["ok"] is False
 
 
 def test_an_error_in_json_has_every_fact_and_the_sentence() -> None:
     error = DamagedCheckpointError("is empty", path=Path("a.pt"), found="0 bytes", hint="Copy it")
-    assert error_json(error) == {
+    assert form_of(Failure(Told.of(error))) == {
         "schema": 1,
         "error": {
             "code": 3,
@@ -205,7 +213,7 @@ def test_an_error_in_json_has_every_fact_and_the_sentence() -> None:
             "hint": "Copy it",
         },
     }
-    assert error_json(UsageError("no"))["error"]["path"] is None  # type: ignore[index,call-overload]
+    assert Told.of(UsageError("no")).path is None
 
 
 # --- progress ---

@@ -24,12 +24,12 @@ from zexport.compare.outcome import Outcome
 from zexport.errors import UsageError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.inspect.statistics import measure
-from zexport.options import ExportOptions
+from zexport.options import ExportDType, ExportOptions
+from zexport.plan.summary import summarize
 from zexport.report.diff import diff_json
-from zexport.report.export import export_json, verify_json
-from zexport.report.failure import error_json
+from zexport.report.failure import Failure, Told
 from zexport.report.inspect import inspection_json
-from zexport.report.plan import plan_json
+from zexport.store.json import form_of
 from zexport.train.summary import TrainSummary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -65,14 +65,14 @@ def test_plan_export_manifest_and_verification_of_every_case_or_why_there_is_non
     checkpoint = open_checkpoint(case / "ckpt")
     if checkpoint.problems:
         for problem in checkpoint.problems:
-            check("error", error_json(problem))
+            check("error", form_of(Failure(Told.of(problem))))
         return
     plan = plan_export(checkpoint, tmp_path / "model", ExportOptions())
-    check("plan", plan_json(plan))
+    check("plan", form_of(summarize(plan), plan.provenance))
     done = run_export(plan)
-    check("export", export_json(done, plan))
+    check("export", form_of(done, plan.provenance))
     check("manifest", json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes()))
-    check("verify", verify_json(verify_export(tmp_path / "model")))
+    check("verify", verify_export(tmp_path / "model").to_json())
 
 
 @each_case
@@ -128,9 +128,9 @@ def test_an_export_of_remarkable_values(tmp_path: Path) -> None:
         "z": torch.zeros(3),
     }
     root = save(Model([tensors]), Run(stage=2), tmp_path / "checkpoint")
-    options = ExportOptions.from_recorded(ExportOptions().recorded() | {"dtype": "fp16"}, base=None)
+    options = ExportOptions(dtype=ExportDType.FP16)
     plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
-    told = check("export", export_json(run_export(plan), plan))
+    told = check("export", form_of(run_export(plan), plan.provenance))
     kinds = {finding["kind"] for finding in told["findings"]}
     assert kinds == {"nan", "inf", "fp16-overflow", "all-zero"}
     manifest = json.loads((tmp_path / "model" / "zexport_manifest.json").read_bytes())
@@ -141,7 +141,7 @@ def test_an_export_with_renames_and_ties(tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=3), tmp_path / "checkpoint")
     options = replace(ExportOptions(), renames=(("^emb", "embed"),))
     plan = plan_export(open_checkpoint(root), tmp_path / "model", options)
-    told = check("plan", plan_json(plan))
+    told = check("plan", form_of(summarize(plan), plan.provenance))
     assert told["tied"] == {"head.weight": "embed.weight"}
     assert told["options"]["renames"] == [["^emb", "embed"]]
 
@@ -151,7 +151,7 @@ def test_a_verification_that_found_something(tmp_path: Path) -> None:
     run_export(plan)
     (tmp_path / "model" / "config.json").unlink()
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
-    told = check("verify", verify_json(verify_export(tmp_path / "model", against=PLAIN)))
+    told = check("verify", verify_export(tmp_path / "model", against=PLAIN).to_json())
     assert (told["ok"], told["against_checkpoint"]) == (False, True)
 
 
@@ -189,7 +189,7 @@ def test_every_error(tmp_path: Path) -> None:
     assert UsageError in kinds
     for kind in kinds:
         for error in (kind("is wrong"), kind("is wrong", path=tmp_path, found=1, hint="Mend it")):
-            assert check("error", error_json(error))["error"]["kind"] == kind.kind
+            assert check("error", form_of(Failure(Told.of(error))))["error"]["kind"] == kind.kind
 
 
 def _kinds(root: type[ZexportError]) -> list[type[ZexportError]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_padding_that_the_layout_does_not_know_is_refused() -> None:
 def test_the_manifest_and_the_report_have_the_account(tmp_path: Path) -> None:
     checkpoint = _checkpoint("z3_w4_bf16_odd")
     plan = zexport.plan_export(checkpoint, tmp_path / "out")
-    assert plan.provenance["accounting"] == account(checkpoint, checkpoint.tensors).to_json()
+    assert plan.provenance["accounting"] == asdict(account(checkpoint, checkpoint.tensors))
 
 
 @pytest.mark.parametrize("run", [Run(stage=1), Run(stage=2), Run(stage=3, world_size=2)], ids=str)

@@ -142,8 +142,9 @@ def consolidate(
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.report.export import export_json, print_export
+    from zexport.report.export import print_export
     from zexport.run.execute import VerifyMode
+    from zexport.store.json import form_of
 
     options = ExportOptions(
         dtype=ExportDType(dtype),
@@ -169,16 +170,19 @@ def consolidate(
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         done = run_export(plan, verify=mode, progress=on_progress)
     if json:
-        click.echo(dumps(export_json(done, plan), indent=2))
+        click.echo(dumps(form_of(done, plan.provenance), indent=2))
     elif not quiet:
         print_export(console(), done)
 
 
 def _show(plan: ExportPlan, *, json: bool) -> None:
     from zexport.cli.console import console
-    from zexport.report.plan import plan_json, print_plan
+    from zexport.plan.summary import side_nbytes, summarize
+    from zexport.report.plan import print_plan
+    from zexport.store.json import form_of
 
+    summary = summarize(plan)
     if json:
-        click.echo(dumps(plan_json(plan), indent=2))
+        click.echo(dumps(form_of(summary, plan.provenance), indent=2))
     else:
-        print_plan(console(), plan)
+        print_plan(console(), summary, side_nbytes(plan))

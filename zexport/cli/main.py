@@ -128,10 +128,11 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
     """Say what is wrong, once for people and once for programs; the exit code."""
     click.echo(" ".join([f"Error: {error.sentence()}", *getattr(error, "__notes__", [])]), err=True)
     if as_json:
-        from zexport.report.failure import error_json
+        from zexport.report.failure import Failure, Told
+        from zexport.store.json import form_of
 
         with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
-            click.echo(json.dumps(error_json(error), indent=2))
+            click.echo(json.dumps(form_of(Failure(Told.of(error))), indent=2))
     return error.exit_code
 
 

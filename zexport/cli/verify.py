@@ -46,7 +46,7 @@ def verify(
     from zexport.api import verify_export
     from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
-    from zexport.report.export import print_verify, verify_json
+    from zexport.report.export import print_verify
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         found = verify_export(
@@ -58,7 +58,7 @@ def verify(
             progress=on_progress,
         )
     if json:
-        click.echo(dumps(verify_json(found), indent=2))
+        click.echo(dumps(found.to_json(), indent=2))
     else:
         print_verify(console(), found)
     if not found.ok:

@@ -1,4 +1,4 @@
-"""What an export did and what a verification found, as text and as JSON."""
+"""What an export did and what a verification found, in words."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from zexport.report.text import (
     print_table,
     size,
 )
-from zexport.store.json import JsonObject
 
 if TYPE_CHECKING:
-    from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport
     from zexport.run.verify_report import Problem, VerifyReport
 
@@ -29,15 +27,6 @@ _VERIFIED = {
     "disk": "every file was read again from the disk and compared",
     "none": "the files were not read again",
 }
-
-
-def export_json(report: ExportReport, plan: ExportPlan) -> JsonObject:
-    """The report as one JSON object: what was done, and what the plan said of the output.
-
-    Keys: those of ``ExportReport.to_json``, and from the plan ``checkpoint``, ``options``,
-    ``loadable``, ``tied``, ``from_base``, ``accounting``, ``heads`` and ``mended``.
-    """
-    return report.to_json() | dict(plan.provenance)
 
 
 def print_export(console: Console, report: ExportReport) -> None:
@@ -63,11 +52,6 @@ def print_export(console: Console, report: ExportReport) -> None:
         "bold yellow",
     )
     print_list(console, "Warnings", report.warnings, "bold yellow")
-
-
-def verify_json(report: VerifyReport) -> JsonObject:
-    """The report as one JSON object; see ``VerifyReport.to_json``."""
-    return report.to_json()
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:

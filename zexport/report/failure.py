@@ -1,24 +1,45 @@
-"""An error as JSON: the facts that a program acts on, beside the sentence for its log."""
+"""An error as facts that a program acts on, beside the sentence for its log."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from zexport.errors import ZexportError
-from zexport.store.json import JsonObject
-
-_SCHEMA = 1
+from zexport.store.json import Natural
 
 
-def error_json(error: ZexportError) -> JsonObject:
-    """What ``--json`` prints for a failure: ``{"schema", "error": {...}}``."""
-    return {"schema": _SCHEMA, "error": problem_json(error)}
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One error, or one problem among others.
+
+    Attributes:
+        code: exit code of the command.
+        kind: a stable word for programs; docs/errors.md has all of them.
+        path: the file or folder at fault.
+        message: the sentence for people: path, what is wrong, what was found and expected, what to
+            do.
+        hint: what to do; empty where there is nothing to advise.
+    """
+
+    code: Natural
+    kind: str
+    path: Path | None
+    message: str
+    hint: str
+
+    @classmethod
+    def of(cls, error: ZexportError) -> Told:
+        """What is told of an error."""
+        return cls(error.exit_code, error.kind, error.path, error.sentence(), error.hint)
 
 
-def problem_json(error: ZexportError) -> JsonObject:
-    """One problem: its exit code, its kind, where it is, what it is, and what to do."""
-    return {
-        "code": error.exit_code,
-        "kind": error.kind,
-        "path": None if error.path is None else str(error.path),
-        "message": error.sentence(),
-        "hint": error.hint,
-    }
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a command failed.
+
+    Attributes:
+        error: what is wrong.
+    """
+
+    error: Told

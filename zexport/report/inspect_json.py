@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
-from zexport.report.failure import problem_json
-from zexport.store.json import Json, JsonObject
+from zexport.report.failure import Told
+from zexport.store.json import Json, JsonObject, values_of
 
 if TYPE_CHECKING:
     from zexport.inspect.adapters import AdapterSummary
@@ -53,7 +53,7 @@ def inspection_json(
         },
         "tags": [_tag(tag) for tag in inspection.tags],
         "checkpoint": content,
-        "problems": [problem_json(problem) for problem in inspection.problems],
+        "problems": [values_of(Told.of(problem)) for problem in inspection.problems],
     }
 
 

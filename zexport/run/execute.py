@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zexport.findings import Finding
@@ -18,7 +18,7 @@ from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.workplace import Workplace
-from zexport.store.json import Json
+from zexport.store.json import JsonObject, Natural, form_of
 from zexport.weights.proof import WeightReader
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "run_plan",
 ]
 
-REPORT_SCHEMA = 1
-
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
@@ -41,42 +39,30 @@ class ExportReport:
     Attributes:
         out_dir: the folder that now exists.
         files: its files, sorted, the manifest among them.
-        tensors: how many tensors it holds.
-        nbytes_read: bytes read from the checkpoint.
+        tensors: tensors written.
+        nbytes_read: bytes read from the checkpoint's tensors.
         nbytes_written: bytes of all its files.
         seconds: how long it took.
-        findings: what was remarkable about the values.
-        warnings: the plan's, and what could not be cleared away after a replacement.
-        verified: how it was read again.
+        findings: what was remarkable, and exported all the same.
+        warnings: what should be known; the export stands.
+        verified: how the folder was read again before it got its name.
         resumed: the shards that a stopped export had finished, read again and taken over.
     """
 
     out_dir: Path
     files: tuple[str, ...]
-    tensors: int
-    nbytes_read: int
-    nbytes_written: int
+    tensors: Natural
+    nbytes_read: Natural
+    nbytes_written: Natural
     seconds: float
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
     verified: VerifyMode
     resumed: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Json]:
+    def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""
-        return {
-            "schema": REPORT_SCHEMA,
-            "out_dir": str(self.out_dir),
-            "files": list(self.files),
-            "tensors": self.tensors,
-            "nbytes_read": self.nbytes_read,
-            "nbytes_written": self.nbytes_written,
-            "seconds": self.seconds,
-            "findings": [asdict(finding) for finding in self.findings],
-            "warnings": list(self.warnings),
-            "verified": self.verified.value,
-            "resumed": list(self.resumed),
-        }
+        return form_of(self)
 
 
 def run_plan(

@@ -25,7 +25,14 @@ _NBYTES_MAX = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the output; ``blake3`` is the digest of its bytes as they lie in the shard."""
+    """One tensor of the output.
+
+    Attributes:
+        dtype: safetensors' name of the element type.
+        shape: its shape.
+        shard: the file that holds it.
+        blake3: digest of its bytes as they lie in the file.
+    """
 
     dtype: DType
     shape: tuple[Natural, ...]
@@ -37,8 +44,10 @@ class TensorEntry:
 class FileEntry:
     """One file of the output.
 
-    ``blake3`` is the digest of its bytes; that of a shard is made of its header and its tensors'
-    digests (``zexport.ranges.digests.digest_shard``), which stand for every byte of it.
+    Attributes:
+        nbytes: its size.
+        blake3: digest of its bytes; that of a shard is made of its header and of its tensors'
+            digests, which stand for every byte of it.
     """
 
     nbytes: Natural
@@ -53,9 +62,8 @@ class SourceEntry:
         path: its path below the checkpoint, or its name if it lies elsewhere.
         nbytes: its size.
         mtime_ns: when it was last modified, in nanoseconds since 1970.
-        blake3: digest of what was read of it to be exported
-            (``zexport.ranges.ledger.FileLedger.digest``); ``None`` for a file whose values
-            were only compared with others.
+        blake3: digest of what was read of it to be exported; ``None`` for a file whose
+            values were only compared with others.
     """
 
     path: str
@@ -72,9 +80,9 @@ class Manifest:
 
     Attributes:
         zexport_version: of the zexport that wrote it.
-        sources: the files that were read.
+        sources: the files that were read, sorted.
         tensors: by name.
-        files: by name, everything in the folder but the manifest.
+        files: by name: every file of the folder but the manifest.
         findings: what was remarkable, and exported all the same.
         provenance: what the plan says of the checkpoint and the options; in the file, these keys
             stand beside the others.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from zexport.store.json import Json
-
-REPORT_SCHEMA = 1
+from zexport.store.json import JsonObject, Natural, form_of
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One contradiction; ``file`` or ``tensor`` is empty where it has none.
+    """One contradiction.
 
     Attributes:
-        file: name of the file within the output folder.
-        tensor: name of the tensor in the output.
+        file: name of the file within the output folder; empty where it has none.
+        tensor: name of the tensor in the output; empty where it has none.
         problem: what is wrong, without a full stop.
     """
 
@@ -31,31 +29,23 @@ class VerifyReport:
 
     Attributes:
         out_dir: the folder.
+        ok: whether nothing is wrong.
         files: files whose bytes were compared.
         tensors: tensors whose bytes were compared.
         against_checkpoint: whether every tensor was also made again from the checkpoint.
-        problems: all of them.
+        problems: everything that is wrong.
     """
 
     out_dir: Path
-    files: int
-    tensors: int
+    ok: bool = field(init=False)
+    files: Natural
+    tensors: Natural
     against_checkpoint: bool
     problems: tuple[Problem, ...]
 
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ok", not self.problems)
 
-    def to_json(self) -> dict[str, Json]:
+    def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""
-        return {
-            "schema": REPORT_SCHEMA,
-            "out_dir": str(self.out_dir),
-            "ok": self.ok,
-            "files": self.files,
-            "tensors": self.tensors,
-            "against_checkpoint": self.against_checkpoint,
-            "problems": [asdict(problem) for problem in self.problems],
-        }
+        return form_of(self)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -13,8 +14,13 @@ from zexport.store.files import read_regular
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
+SCHEMA = 1
+"""Number of the forms in which results are printed; it grows when a key changes or goes."""
+
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number that is not negative."""
+
+_T = TypeVar("_T")
 
 _NBYTES_MAX = 64 << 20
 _MEMORY_NBYTES_MAX = 128 << 20
@@ -26,8 +32,28 @@ _CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
 
 
 def values_of(value: object) -> JsonObject:
-    """What a dataclass is in JSON: its fields by name, enums by their values, paths as text."""
-    return cast("JsonObject", msgspec.to_builtins(value, enc_hook=str))
+    """What a dataclass is in JSON: its fields by name, enums by their values, paths as text.
+
+    Tables and sets are sorted.
+    """
+    return cast("JsonObject", msgspec.to_builtins(value, enc_hook=str, order="deterministic"))
+
+
+def form_of(*results: object) -> JsonObject:
+    """What a command prints of results: the form's number, and their fields beside each other."""
+    form: JsonObject = {"schema": SCHEMA}
+    for result in results:
+        form |= dict(result) if isinstance(result, Mapping) else values_of(result)
+    return form
+
+
+def decoded(text: str, kind: type[_T]) -> _T:
+    """The value of a type whose JSON ``form_of`` and ``values_of`` give.
+
+    Raises:
+        ValueError: the text is not that of one.
+    """
+    return msgspec.json.decode(text, type=kind, dec_hook=_made)
 
 
 def read_json_object(path: Path) -> JsonObject:
@@ -71,6 +97,10 @@ def _parsed(content: bytes) -> object:
     if nbytes > _MEMORY_NBYTES_MAX:
         raise ValueError(f"its values may take {nbytes >> 20} MiB of memory")
     return json.loads(content)
+
+
+def _made(kind: type[Any], value: object) -> object:
+    return kind(value)
 
 
 def _is_not(path: Path, kind: str, found: object) -> DamagedCheckpointError:

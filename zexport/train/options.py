@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zexport.errors import UsageError
+from zexport.store.json import SCHEMA, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
 
 OPTIONS_FILE = "zexport_train.json"
 """Rank 0 writes the options here, in plain JSON, so that a resume can be judged without torch."""
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ class TrainOptions:
 
     def to_json(self) -> str:
         """The options as a JSON object that :meth:`from_json` reads back equal."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, default=str) + "\n"
+        return json.dumps(form_of(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
@@ -66,16 +65,9 @@ class TrainOptions:
         Raises:
             ValueError: the text is not such an object.
         """
-        stored = json.loads(text)
-        if not isinstance(stored, dict) or stored.pop("schema", None) != SCHEMA:
+        if decoded(text, dict[str, Any]).get("schema") != SCHEMA:
             raise ValueError(f"not an options object of schema {SCHEMA}")
-        for name in _PATHS & stored.keys():
-            stored[name] = None if stored[name] is None else Path(stored[name])
-        stored["freeze"] = tuple(stored.get("freeze", ()))
-        try:
-            return cls(**stored)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+        return decoded(text, cls)
 
     @property
     def partitioned(self) -> bool:
@@ -87,8 +79,6 @@ class TrainOptions:
         """Whether a save writes the whole weights from rank 0."""
         return self.save in ("gathered", "both")
 
-
-_PATHS = {"out", "model", "tokenizer", "data"}
 
 FREE_ON_RESUME = frozenset(
     {"out", "steps", "save_every", "keep", "save", "resume", "timeout"},

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError, ZexportError
+from zexport.store.json import decoded, values_of
 
 MARK = "zexport train: "
 """Begins a line that rank 0 means for the user; the launcher prints to the same place."""
@@ -56,12 +57,12 @@ class Failure:
 
     def to_json(self) -> str:
         """A JSON object with the fields."""
-        return json.dumps(asdict(self))
+        return json.dumps(values_of(self))
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
         """The failure that :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
+        return decoded(text, cls)
 
     def error(self) -> ZexportError:
         """The error again."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-SCHEMA = 1
+from zexport.store.json import Natural, decoded, form_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,36 +15,38 @@ class TrainSummary:
     """The result of a run.
 
     Attributes:
+        out: the run's folder.
         tag: the last checkpoint on disk; empty if none could be saved.
         steps: the step the training ended with.
-        first_loss, last_loss: mean over the ranks, of the first and the last step of this run.
-        checkpoints: the tags on disk now, oldest first.
-        save_error: why the last save failed; empty if it did not.
+        first_loss: mean over the ranks, of the first step of this run.
+        last_loss: the same of the last step.
+        checkpoints: the tags on disk, oldest first.
+        world_size: ranks.
+        stage: ZeRO stage.
+        partitioned: every rank's part was saved, so that the run can be resumed.
+        save_error: why the last save failed; empty if it did not, as always where it is printed: a
+            run whose last save failed ends with an error.
     """
 
     out: Path
     tag: str
-    steps: int
+    steps: Natural
     first_loss: float
     last_loss: float
     checkpoints: tuple[str, ...]
-    world_size: int
-    stage: int
+    world_size: Natural
+    stage: Natural
     partitioned: bool = True
     save_error: str = ""
 
     def to_json(self) -> str:
         """One JSON object on one line, with a ``schema`` number."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, default=str)
+        return json.dumps(form_of(self))
 
     @classmethod
     def from_json(cls, text: str) -> TrainSummary:
         """The summary that :meth:`to_json` wrote."""
-        stored = json.loads(text)
-        del stored["schema"]
-        stored["out"] = Path(stored["out"])
-        stored["checkpoints"] = tuple(stored["checkpoints"])
-        return cls(**stored)
+        return decoded(text, cls)
 
     def to_text(self) -> str:
         """Three lines: how the loss went, what was saved, and what to type next."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UnsupportedError
 from zexport.ranges.extents import ByteSource
-from zexport.store.json import JsonObject
+from zexport.store.json import Natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,19 @@ class Accounting:
         used: those of a tensor that is exported.
         padding: those that belong to no parameter, by the layout's arithmetic.
         replica: second copies, which are compared with what is exported.
-        left_out: those of a tensor that is left out on purpose, such as one that was asked not to
-            be exported.
+        left_out: those of a tensor that is left out on purpose.
     """
 
-    total: int
-    used: int
-    padding: int
-    replica: int
-    left_out: int
+    total: Natural
+    used: Natural
+    padding: Natural
+    replica: Natural
+    left_out: Natural
 
     @property
     def is_exact(self) -> bool:
         """Whether the parts make up the whole."""
         return self.total == self.used + self.padding + self.replica + self.left_out
-
-    def to_json(self) -> JsonObject:
-        """The counts by name."""
-        return asdict(self)
 
 
 def account(checkpoint: ZeroCheckpoint, exported: Iterable[StoredTensor]) -> Accounting:
