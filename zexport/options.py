@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class CheckMode(Enum):
     """Every element."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RecordedOptions:
     """The choices that change what is written, as a manifest keeps them.
 
@@ -82,6 +82,7 @@ class RecordedOptions:
     """
 
     dtype: ExportDType = ExportDType.FP32
+    _: KW_ONLY
     layout: NameLayout = NameLayout.HUB
     hub_layout: str | None = None
     engine: Engine = Engine.NATIVE

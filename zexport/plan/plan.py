@@ -154,15 +154,10 @@ class ExportPlan:
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
-<<<<<<< HEAD
-    reference: Reference | None = None
         nbytes_compared: bytes of tensors that planning itself has read, since the plan depends on
             whether they are equal.
-=======
-        nbytes_compared: bytes of tensors that planning itself had to read, to compare them.
         reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where
             the bytes come from ``sources``.
->>>>>>> c01105a (Make schemas of results from their types and docstrings)
     """
 
     out_dir: Path
