@@ -142,3 +142,53 @@ def test_a_model_file_where_an_optimizer_file_should_be_is_refused(zero2: Path) 
 def test_bf16_optimizer_is_known_by_having_no_stage(tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=1, bf16_optimizer=True), tmp_path / "ckpt")
     assert _optimizer_states(root).stage is None
+
+
+def test_every_state_of_the_optimizer_is_known_by_its_group(zero2: Path) -> None:
+    first, second = _optimizer_states(zero2).group_states
+    assert first.tensors.keys() == second.tensors.keys() == {"exp_avg", "exp_avg_sq"}
+    assert [state.tensors["exp_avg"].numel for state in (first, second)] == [62, 2]
+    assert first.scalars.keys() == {"step"}
+
+
+@pytest.mark.parametrize(
+    ("base", "tensors", "scalars", "settings"),
+    [
+        ({"state": {}, "param_groups": [{"lr": 1.0, "params": [0]}]}, set(), set(), {"lr": 1.0}),
+        (
+            {"state": {0: {"sum": torch.zeros(3)}}, "param_groups": [{"step": 7, "params": [0]}]},
+            {"sum"},
+            set(),
+            {"step": 7},
+        ),
+        (
+            [{"exp_avg": torch.zeros(3), "step": torch.tensor(7.0), "RMS": 0.5}],
+            {"exp_avg"},
+            {"step", "RMS"},
+            {},
+        ),
+        (
+            {
+                "state": {
+                    0: {"quant": {"state1": torch.zeros(3, dtype=torch.uint8), "blocks": 256}}
+                },
+                "param_groups": [{"use_muon": True, "params": [0]}],
+            },
+            {"quant.state1"},
+            {"quant.blocks"},
+            {"use_muon": True},
+        ),
+        (None, set(), set(), {}),
+        ({"state": [], "param_groups": 3}, set(), set(), {}),
+    ],
+    ids=["no state", "a step per group", "elastic", "8-bit", "none", "something else"],
+)
+def test_the_states_of_any_optimizer_are_known(
+    base: object, tensors: set[str], scalars: set[str], settings: object, zero2: Path
+) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["optimizer_state_dict"]["base_optimizer_state"] = base
+
+    first = _optimizer_states(zero2, change).group_states[0]
+    assert (first.tensors.keys(), first.scalars.keys()) == (tensors, scalars)
+    assert first.settings == settings
