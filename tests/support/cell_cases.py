@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from tests.support.real_cases import Facts, facts
 from zexport.checkpoint.candidates import is_tag_dir
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.rank_files import list_rank_files
 from zexport.checkpoint.ranks import RankStates, read_ranks
 from zexport.ranges.extents import ByteSource

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import Tensors
+from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import RankStates, read_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -95,6 +95,44 @@ class FlatData:
     def numel(self) -> int:
         """Elements, padding included."""
         return self.source.nbytes // self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Every tensor of a checkpoint, and the names that are not tensors of their own.
+
+    Attributes:
+        tensors: each tensor once.
+        aliases: tied name to the name of the tensor that it is.
+        left_out: names of the module whose values are in no file.
+        replicas: second copies that must equal what is exported.
+        flats: the flat data that the trained ones lie in, each once.
+        notes: what the user should know of how values were chosen.
+        problems: contradictions that a user may allow.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    aliases: Mapping[str, str]
+    left_out: tuple[str, ...]
+    replicas: tuple[Replica | CastReplica, ...] = ()
+    notes: tuple[str, ...] = ()
+    flats: tuple[FlatData, ...] = ()
+    problems: tuple[ZexportError, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Inventory]) -> Inventory:
+        """All parts as one; what several say is said once, and a later tie goes before."""
+        known = {alias for part in parts for alias in part.aliases}
+        left_out = dict.fromkeys(name for part in parts for name in part.left_out)
+        return cls(
+            tensors=tuple(tensor for part in parts for tensor in part.tensors),
+            aliases={alias: name for part in parts for alias, name in part.aliases.items()},
+            left_out=tuple(name for name in left_out if name not in known),
+            replicas=tuple(replica for part in parts for replica in part.replicas),
+            notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            flats=tuple(flat for part in parts for flat in part.flats),
+            problems=tuple(problem for part in parts for problem in part.problems),
+        )
 
 
 @dataclass(frozen=True, slots=True)

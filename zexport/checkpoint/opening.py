@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zexport.checkpoint.cells import disagreements
-from zexport.checkpoint.contents import CheckpointFile, Parallelism, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
 from zexport.checkpoint.layouts.copied_files import copied_files
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.structure import (
     Structure,
     lacking_optimizer_files,

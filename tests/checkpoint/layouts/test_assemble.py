@@ -17,8 +17,7 @@ import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.model_parallel import truth, unequal, values
 from tests.support.oracles import differences
-from zexport.checkpoint.contents import Parallelism, ZeroCheckpoint
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory, Parallelism, ZeroCheckpoint
 from zexport.checkpoint.layouts.structure import Structure, recognise
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_file

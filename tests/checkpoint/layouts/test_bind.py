@@ -22,7 +22,11 @@ from zexport.errors import LayoutError
 from zexport.formats.torch_file import read_torch_file
 
 _STATES = (MASTERS, "exp_avg", "exp_avg_sq")
-_CASES = cases_named("z1_", "z2_", "z3_", "ds0_", "hf_", "accelerate_", "tp2_z")
+_CASES = [
+    case
+    for case in cases_named("z1_", "z2_", "z3_", "ds0_", "hf_", "accelerate_", "tp2_z")
+    if case.name not in {"z3_w2_bf16_tags", "hf_trainer_z3_outdir"}  # of several tags, or elsewhere
+]
 _OWN = "global_step2/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from tests.support.expert_checkpoints import MoeRun, expert_file, prefix, rewrite, save_moe, truth
 from tests.support.model_parallel import assembled, unequal
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.find import locate
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError

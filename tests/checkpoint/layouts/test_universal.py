@@ -15,8 +15,8 @@ import torch
 from tests.support.cell_cases import cases_named, facts_of, read_bytes, tag_of, truth_of
 from tests.support.checkpoints import edit
 from tests.support.model_parallel import assembled, unequal
+from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.assemble import Assembled
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.opening import open_checkpoint

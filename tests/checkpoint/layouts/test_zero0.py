@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tests.support.cell_cases import cases_named, facts_of, read_cells, tag_of, truth_of
 from tests.support.checkpoints import deepspeed_names, edit
 from tests.support.real_cases import facts
-from zexport.checkpoint.contents import Role
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory, Role
 from zexport.checkpoint.layouts.master_matching import match_in_order
 from zexport.checkpoint.layouts.unnamed_masters import is_tiled
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory

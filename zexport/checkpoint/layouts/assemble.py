@@ -6,12 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zexport.checkpoint.layouts.data_parallel import (
-    Inventory,
-    commonest_dtype,
-    module_dtype,
-    take_inventory,
-)
+from zexport.checkpoint.contents import Inventory
+from zexport.checkpoint.layouts.data_parallel import commonest_dtype, module_dtype, take_inventory
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model

@@ -34,10 +34,10 @@ def copied_files(ranks: RankStates) -> Iterator[ZexportError]:
     counts = {count for states in optimizer.values() for count in states.partition_counts}
     if model is None or len(counts) != 1 or not all(map(_is_anonymous, optimizer.values())):
         return
-    parameters = [*stripe_parameters(model.param_shapes, max(1, *counts))]
-    if not parameters:
+    parameters = stripe_parameters(model.param_shapes, max(1, *counts))
+    largest = max(parameters, key=lambda one: one.stripe_numel, default=None)
+    if largest is None:
         return
-    largest = max(parameters, key=lambda one: one.stripe_numel)
     first: dict[bytes, int] = {}
     for rank, states in sorted(optimizer.items()):
         sample = _sample(states, rank, largest)

@@ -4,62 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
-from zexport.checkpoint.contents import FlatData, Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind, check_one_type
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.tied_names import find_aliases, has_value
 from zexport.checkpoint.wrapped import check_spelling, with_parameter_names
-from zexport.errors import LayoutError, UnsupportedError, ZexportError
+from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 
 _WHOLE_NUMBERS = frozenset({DType.BOOL, DType.U8, DType.I8, DType.I16, DType.I32, DType.I64})
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """Every tensor of a checkpoint, and the names that are not tensors of their own.
-
-    Attributes:
-        tensors: each tensor once.
-        aliases: tied name to the name of the tensor that it is.
-        left_out: names of the module whose values are in no file.
-        replicas: second copies that must equal what is exported.
-        flats: the flat data that the trained ones lie in, each once.
-        notes: what the user should know of how values were chosen.
-        problems: contradictions that a user may allow.
-    """
-
-    tensors: tuple[StoredTensor, ...]
-    aliases: Mapping[str, str]
-    left_out: tuple[str, ...]
-    replicas: tuple[Replica | CastReplica, ...] = ()
-    notes: tuple[str, ...] = ()
-    flats: tuple[FlatData, ...] = ()
-    problems: tuple[ZexportError, ...] = ()
-
-    @classmethod
-    def joined(cls, parts: Sequence[Inventory]) -> Inventory:
-        """All parts as one; what several say is said once, and a later tie goes before."""
-        known = {alias for part in parts for alias in part.aliases}
-        left_out = dict.fromkeys(name for part in parts for name in part.left_out)
-        return cls(
-            tensors=tuple(tensor for part in parts for tensor in part.tensors),
-            aliases={alias: name for part in parts for alias, name in part.aliases.items()},
-            left_out=tuple(name for name in left_out if name not in known),
-            replicas=tuple(replica for part in parts for replica in part.replicas),
-            notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-            flats=tuple(flat for part in parts for flat in part.flats),
-            problems=tuple(problem for part in parts for problem in part.problems),
-        )
 
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.bind import Bound, check_one_type
 from zexport.checkpoint.layouts.data_parallel import (
-    Inventory,
     bind_trained,
     check_names,
     owners_of,

@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.cells import check_cells
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory, rounded_copy
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.layouts.data_parallel import rounded_copy
 from zexport.checkpoint.layouts.pipeline_files import (
     TIED,
     LayerFile,

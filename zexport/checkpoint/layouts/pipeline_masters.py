@@ -6,13 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from zexport.checkpoint.contents import StoredTensor
-from zexport.checkpoint.layouts.data_parallel import (
-    Inventory,
-    bind_trained,
-    take_inventory,
-    with_untrained,
-)
+from zexport.checkpoint.contents import Inventory, StoredTensor
+from zexport.checkpoint.layouts.data_parallel import bind_trained, take_inventory, with_untrained
 from zexport.checkpoint.layouts.master_matching import Weight
 from zexport.checkpoint.layouts.pipeline_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.unnamed_masters import find_masters

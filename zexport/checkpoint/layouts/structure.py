@@ -7,8 +7,7 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from zexport.checkpoint.contents import Parallelism, Role
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory, Parallelism, Role
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates

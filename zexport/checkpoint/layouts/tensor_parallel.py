@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from zexport.checkpoint.cells import check_cells, tag_dir_of
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
-from zexport.checkpoint.layouts.data_parallel import Inventory
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates

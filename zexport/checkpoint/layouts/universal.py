@@ -16,13 +16,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import (
-    Inventory,
-    bind_trained,
-    rounded_copy,
-    with_untrained,
-)
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.layouts.data_parallel import bind_trained, rounded_copy, with_untrained
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates

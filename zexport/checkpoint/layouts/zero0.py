@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.states import ModelStates

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import Inventory
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers, in_expert_order
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
