@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 
@@ -14,6 +13,9 @@ from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.ranges.dtypes import DType
+
+Fact = tuple[str, FindingKind | None, Mapping[int, object]]
+"""What is stated, what it is that it differs, and the value by number of whoever states it."""
 
 _STEP_BITS = 64
 _SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
@@ -38,7 +40,7 @@ def _other_facts(
     """Facts that every rank of one save states alike, and these do not."""
     versions = {r: s.ds_version for r, s in optimizer.items()}
     prefixes = {r: s.file.path.name.partition("zero_")[0] or "no" for r, s in optimizer.items()}
-    facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
+    facts: list[Fact] = [
         ("partition count", None, {r: s.partition_counts for r, s in optimizer.items()}),
         ("prefix of the file names, which tells of bf16", None, prefixes),
         ("ZeRO stage", None, {r: s.stage for r, s in optimizer.items()}),
@@ -48,14 +50,21 @@ def _other_facts(
         ("number of data-parallel ranks", None, {r: s.dp_world_size for r, s in model.items()}),
         ("DeepSpeed version", FindingKind.MIXED_VERSIONS, versions),
     ]
+    yield from differing(tag_dir, facts, name_ranks)
+
+
+def differing(
+    tag_dir: Path, facts: Iterable[Fact], named: Callable[[Iterable[int]], str]
+) -> Iterator[ZexportError]:
+    """Facts that are not the same wherever they are stated; ``named`` says where, in words."""
     for what, kind, by_rank in facts:
-        values = Counter(str(value) for value in by_rank.values() if value is not None)
+        values = dict.fromkeys(str(value) for value in by_rank.values() if value is not None)
         if len(values) > 1:
             yield DamagedCheckpointError(
                 f"mixes files of different saves: the {what} differs",
                 path=tag_dir,
                 found="; ".join(
-                    f"{value} on " + name_ranks(r for r, v in by_rank.items() if str(v) == value)
+                    f"{value} on {named(r for r, v in by_rank.items() if str(v) == value)}"
                     for value in values
                 ),
                 expected="one save",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from zexport.checkpoint.agreement import step_of
+from zexport.checkpoint.agreement import Fact, differing, step_of
 from zexport.checkpoint.rank_files import RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import MAX_DEGREE
@@ -65,7 +65,7 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
     """Facts that every model-parallel index of one save states alike, and these do not."""
     models = {i: cell.first_model for i, cell in sorted(cells.items()) if cell.first_model}
     steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
-    facts: list[tuple[str, FindingKind | None, Mapping[int, object]]] = [
+    facts: list[Fact] = [
         ("global step", FindingKind.MIXED_STEPS, {i: m.global_steps for i, m in models.items()}),
         ("optimizer step", FindingKind.MIXED_STEPS, steps),
         (
@@ -76,18 +76,4 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
         ("data-parallel world size", None, {i: cells[i].world_size for i in models}),
         ("ZeRO stage", None, {i: cells[i].is_zero3 for i in models}),
     ]
-    for fact, kind, found in facts:
-        values = {str(value) for value in found.values() if value is not None}
-        if len(values) > 1:
-            yield DamagedCheckpointError(
-                f"mixes files of different saves: the {fact} differs",
-                path=tag_dir,
-                found="; ".join(
-                    f"{value} on model-parallel ranks "
-                    + ranges_of(i for i, v in found.items() if str(v) == value)
-                    for value in sorted(values)
-                ),
-                expected="one save",
-                hint="Copy all rank files of one save again",
-                finding=kind,
-            )
+    return differing(tag_dir, facts, lambda found: f"model-parallel ranks {ranges_of(found)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zexport.checkpoint.agreement import disagreements
+from zexport.checkpoint.module_names import with_checkpointing_named
 from zexport.checkpoint.rank_files import (
     RankFile,
     RankFileKind,
@@ -23,7 +24,6 @@ from zexport.checkpoint.states import (
     read_model_states,
     read_optimizer_states,
 )
-from zexport.checkpoint.wrapped import with_checkpointing_named
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cell_cases import cases_named, facts_of, read_bytes, tag_of, truth_of
+from tests.support.cell_cases import cases_named, facts_of, read_bytes, read_cells, tag_of, truth_of
 from tests.support.checkpoints import edit
 from tests.support.model_parallel import assembled, unequal
 from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.assemble import Assembled
 from zexport.checkpoint.layouts.structure import Structure
+from zexport.checkpoint.layouts.universal import take_universal_inventory
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (
@@ -42,7 +43,8 @@ on_every_case = pytest.mark.parametrize(
 
 @on_every_case
 def test_every_value_is_the_live_one_or_listed_as_left_out(case: Path) -> None:
-    taken = take(tag_of(case))
+    tag = tag_of(case)
+    taken = take_universal_inventory(tag, read_cells(tag))
     truth = truth_of(case)
     told = [note.partition("lost the values of ")[2] for note in taken.inventory.notes]
     lost = {name for names in told for name in names.split(", ")}

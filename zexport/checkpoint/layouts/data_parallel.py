@@ -10,10 +10,14 @@ from math import prod
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind, check_one_type
+from zexport.checkpoint.module_names import (
+    check_spelling,
+    find_aliases,
+    has_value,
+    with_parameter_names,
+)
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.checkpoint.tied_names import find_aliases, has_value
-from zexport.checkpoint.wrapped import check_spelling, with_parameter_names
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile

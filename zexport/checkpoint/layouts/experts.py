@@ -39,9 +39,9 @@ from zexport.checkpoint.layouts.expert_states import (
 )
 from zexport.checkpoint.layouts.placement import uniform
 from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
+from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.wrapped import with_parameter_names
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import Chain
