@@ -23,6 +23,7 @@ from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.run.verify_report import VerifyReport
 from zexport.store.boundary import Boundary
+from zexport.store.folders import exists, is_folder
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
@@ -133,15 +134,15 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
         UnsafeError: it is an export in which a link leads outside.
     """
     try:
-        if not out_dir.is_dir():
+        if not is_folder(out_dir):
             raise VerificationError(
-                "is not a folder" if out_dir.exists() else "does not exist",
+                "is not a folder" if exists(out_dir) else "does not exist",
                 path=out_dir,
                 hint="Name a folder that zexport consolidate has written",
             )
         boundary = Boundary.of(out_dir, follow=follow_symlinks)
         boundary.check(out_dir / MANIFEST_NAME)
-        if (out_dir / MANIFEST_NAME).exists():
+        if exists(out_dir / MANIFEST_NAME):
             boundary.check_tree(out_dir)
     except OSError as cause:
         raise VerificationError(

@@ -33,6 +33,7 @@ from zexport.plan.memory import share_memory
 from zexport.plan.plan import SourceFile
 from zexport.plan.shards import DTYPES
 from zexport.ranges.copies import CastReplica
+from zexport.store.folders import is_link
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
 from zexport.weights.base import Base, base_of, read_base, source_files, under_names_of
 from zexport.weights.gathered import gathered_copies, may_be_gathered
@@ -256,4 +257,4 @@ def _beside(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
         )
     except ZexportError:
         return ()  # nothing depends on them; `zexport inspect` tells what is wrong
-    return () if any(header.path.is_symlink() for header in headers) else headers
+    return () if any(is_link(header.path) for header in headers) else headers

@@ -30,6 +30,7 @@ from zexport.errors import (
 )
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
+from zexport.store.folders import is_file
 from zexport.weights.proof import ProvenWeights, WeightReader
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _open(
     and where files of some ranks are missing; FileNotFoundError where the tag folder is, or all
     files of one kind are.
     """
-    is_named = tag is not None or (Path(checkpoint_dir) / "latest").is_file()
+    is_named = tag is not None or is_file(Path(checkpoint_dir) / "latest")
     with _as_builtin(FileNotFoundError if is_named else ValueError):
         checkpoint = open_checkpoint(Path(checkpoint_dir), tag=tag)
     kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}

@@ -87,6 +87,41 @@ def test_the_library_neither_prints_nor_ends_the_process() -> None:
     assert not [name for name in users if not re.search(own_process, name)]
 
 
+_OF_PATHS = re.compile(
+    r"absolute|chmod|cwd|exists|expanduser|r?glob|home|is_(dir|file|mount|symlink)|iterdir|l?stat"
+    r"|r?mkdir|rmdir|open|read_(bytes|text)|readlink|rename|resolve|samefile|symlink_to|touch|unlink"
+    r"|walk|write_(bytes|text)"
+)
+_OF_OS = re.compile(
+    r"(open|os\.(access|fstat|listdir|l?stat|makedirs|mkdir|open|preadv?|pwrite|re(move|name|place)"
+    r"|rmdir|scandir|statvfs|unlink|walk|path\.(exists|is\w+|getsize|realpath|lexists|abspath))"
+    r"|shutil\.\w+)"
+)
+
+
+def test_files_are_opened_listed_and_written_in_the_store_alone() -> None:
+    """All others name files, so that a file may lie elsewhere than on this machine's disk.
+
+    The command line and training use the user's own disk, DeepSpeed's own functions write as
+    DeepSpeed does, and a zip archive opens its records.
+    """
+    apart = r"(store|cli|train)/|compat\.py|model/names_process\.py"
+    found = {
+        path.relative_to(PACKAGE).as_posix(): calls
+        for path in MODULES
+        if not re.match(apart, path.relative_to(PACKAGE).as_posix())
+        if (calls := {call for call in called(path) if _is_of_files(call)})
+    }
+    assert found == {"formats/torch_zip.py": {"archive.open"}}
+    assert any(_is_of_files(call) for call in called(PACKAGE / "store" / "folders.py"))
+
+
+def _is_of_files(call: str) -> bool:
+    *before, name = call.split(".")
+    is_method = bool(before) and before[0] != "os" and _OF_PATHS.fullmatch(name)
+    return bool(is_method or _OF_OS.fullmatch(call))
+
+
 def test_errors_are_caught_by_name() -> None:
     """The one exception: whatever the model or DeepSpeed raises ends a training worker's run."""
     assert where(_catches_anything) == ["train/worker.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -193,12 +194,19 @@ def test_a_missing_file_is_the_checkpoints_fault(tmp_path: Path) -> None:
         _read(reader, Extent(path, 0, 1), 0, 1)
 
 
-def test_an_error_of_the_disk_is_the_checkpoints_fault(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_is_the_checkpoints_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preadv(*_: object) -> int:
+        raise OSError(errno.EREMOTEIO, "Remote I/O error")
+
+    (path := tmp_path / "rank.pt").write_bytes(b"x")
+    monkeypatch.setattr(os, "preadv", preadv)
     with (
-        SourceReader([source_file(tmp_path)]) as reader,
-        pytest.raises(CheckpointError, match="cannot be read at byte 0: Is a directory"),
+        SourceReader([source_file(path)]) as reader,
+        pytest.raises(CheckpointError, match="cannot be read at byte 0: Remote I/O error"),
     ):
-        _read(reader, Extent(tmp_path, 0, 1), 0, 1)
+        _read(reader, Extent(path, 0, 1), 0, 1)
 
 
 def test_a_file_that_changed_since_the_plan_is_refused(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import pytest
 
 from tests.support.plans import source_file
 from zexport.errors import CheckpointError, OutputError
-from zexport.ranges.digests import digest_file, drop_from_cache
+from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
 from zexport.store.disk import OutputFile, write_durably
+from zexport.store.files import InputFile
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
 from zexport.train.files import write_atomically
 
@@ -226,7 +227,8 @@ def test_what_is_read_again_from_the_disk_is_not_in_memory_before(tmp_path: Path
     path = tmp_path / "file"
     path.write_bytes(os.urandom(1 << 20))
     assert _pages_in_memory(path) == (1 << 20) // mmap.PAGESIZE
-    drop_from_cache(path)
+    with InputFile(path) as file:
+        file.forget()
     assert _pages_in_memory(path) == 0 or _is_in_memory_alone(tmp_path)
     digest_file(path)
     assert _pages_in_memory(path) == (1 << 20) // mmap.PAGESIZE
@@ -240,5 +242,6 @@ def test_a_file_is_on_the_disk_before_the_system_is_asked_to_forget_it(
     order: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: order.append("forget"))
-    drop_from_cache(tmp_path / "file")
+    with InputFile(tmp_path / "file") as file:
+        file.forget()
     assert order == ["fsync", "forget"]

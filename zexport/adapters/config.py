@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.boundary import Boundary
+from zexport.store.folders import is_file
 from zexport.store.json import Json, read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -188,7 +189,7 @@ def find_adapter_config(
         own = folder if adapter == DEFAULT_ADAPTER else folder / adapter
         for path in (own / ADAPTER_CONFIG, folder / ADAPTER_CONFIG):
             boundary.including(folder).check(path)
-            if path.is_file():
+            if is_file(path):
                 return AdapterConfig(path, read_json_object(path))
     return None
 

@@ -24,6 +24,7 @@ from zexport.model.peft_names import PEFT_PREFIX, adapters_of, read_name
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.store.boundary import Boundary
+from zexport.store.folders import is_file, is_folder
 from zexport.weights.named import Weights
 
 
@@ -104,7 +105,7 @@ def is_peft(stored: Weights, folders: Iterable[Path]) -> bool:
         return False
     if _is_prefixed(stored) or any(read_name(name).is_prompt for name in adapted):
         return True
-    return any((folder / ADAPTER_CONFIG).is_file() for folder in folders)
+    return any(is_file(folder / ADAPTER_CONFIG) for folder in folders)
 
 
 def _is_prefixed(stored: Weights) -> bool:
@@ -121,8 +122,8 @@ def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple
 
 def _folder_of(path: Path) -> Path:
     """The folder that ``--adapter-config`` means: the file's, or the one it names."""
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir() or (path.is_file() and path.name == ADAPTER_CONFIG):
+    folder = path if is_folder(path) else path.parent
+    if is_folder(path) or (is_file(path) and path.name == ADAPTER_CONFIG):
         return folder
     raise NotACheckpointError(
         f"is no {ADAPTER_CONFIG}", path=path, hint="Give --adapter-config the file that peft wrote"

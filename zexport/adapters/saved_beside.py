@@ -19,6 +19,7 @@ from zexport.options import CheckMode
 from zexport.ranges.copies import compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
+from zexport.store.folders import is_file
 from zexport.weights.gathered import copy_of
 from zexport.weights.named import Weights
 
@@ -105,7 +106,7 @@ def _read_file(checkpoint: ZeroCheckpoint, adapter: Adapter) -> SafetensorsHeade
     root = checkpoint.location.root
     path = root / adapter.folder / ADAPTER_FILE
     within = Boundary.of(root, follow=checkpoint.location.boundary.follow)
-    if not path.is_file() or not within.holds(path):
+    if not is_file(path) or not within.holds(path):
         return None
     try:
         return read_header(path)

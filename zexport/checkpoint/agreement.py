@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
@@ -13,6 +12,7 @@ from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.ranges.dtypes import DType
+from zexport.store.files import read_range
 
 Fact = tuple[str, FindingKind | None, Mapping[int, object]]
 """What is stated, what it is that it differs, and the value by number of whoever states it."""
@@ -132,9 +132,5 @@ def step_of(states: OptimizerStates) -> float | None:
         return None
     source = states.file.source(states.step)
     (extent,) = source.extents(0, source.nbytes)
-    descriptor = os.open(extent.path, os.O_RDONLY)
-    try:
-        raw = os.pread(descriptor, extent.nbytes, extent.offset)
-    finally:
-        os.close(descriptor)
+    raw = read_range(extent.path, extent.offset, extent.nbytes)
     return float(struct.unpack(_SCALAR_FORMATS[states.step.dtype], raw)[0])

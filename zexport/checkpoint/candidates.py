@@ -16,6 +16,7 @@ from zexport.checkpoint.states import read_model_states
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
+from zexport.store.folders import children, is_folder, matching
 
 READ_MAX = 16
 """So many checkpoints are looked into for their step; among the others, names decide."""
@@ -71,7 +72,7 @@ def list_ages(folder: Path) -> tuple[str, ...]:
 
 def list_run_checkpoints(folder: Path) -> tuple[str, ...]:
     """Names of the folders in a run's ``output_dir`` that hold tags, by the numbers in them."""
-    return _list_children(folder, lambda child: child.is_dir() and bool(list_tags(child)))
+    return _list_children(folder, lambda child: is_folder(child) and bool(list_tags(child)))
 
 
 def list_tags(folder: Path) -> tuple[str, ...]:
@@ -88,15 +89,15 @@ def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str
         except PermissionError:  # such as lost+found, where a disk holds the checkpoints
             return False
 
-    names = (child.name for child in folder.iterdir() if is_readable_and_wanted(child))
+    names = (child.name for child in children(folder) if is_readable_and_wanted(child))
     return tuple(sorted(names, key=_by_number))
 
 
 def is_tag_dir(path: Path) -> bool:
     """Whether ``path`` holds rank files directly, or the parameters of a universal checkpoint."""
-    return path.is_dir() and (
-        any(parse_rank_file(child) for child in path.iterdir())
-        or any((path / "zero").glob("*/fp32.pt"))
+    return is_folder(path) and (
+        any(parse_rank_file(child) for child in children(path))
+        or any(matching(path / "zero", "*/fp32.pt"))
     )
 
 

@@ -36,6 +36,7 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.store.boundary import Boundary
+from zexport.store.folders import absolute, exists, is_file, is_folder, matching
 
 _LATEST = ("latest", "latest_universal")
 _FINISHED = (
@@ -62,7 +63,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
             return _handed_over(path, tag, boundary)
-        has_tags = bool(list_tags(path)) or (path / _LATEST[0]).is_file()
+        has_tags = bool(list_tags(path)) or is_file(path / _LATEST[0])
         if not has_tags:
             _check_any(path)
         if tag is not None:
@@ -125,9 +126,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _folder(path: Path) -> Path:
-    path = path.absolute()  # not resolve(): messages should say what the user wrote
-    if not path.is_dir():
-        what = "is a file, not a checkpoint folder" if path.exists() else "does not exist"
+    path = absolute(path)  # not resolve(): messages should say what the user wrote
+    if not is_folder(path):
+        what = "is a file, not a checkpoint folder" if exists(path) else "does not exist"
         raise NotACheckpointError(what, path=path, hint="Give the folder that holds `latest`")
     return path
 
@@ -234,9 +235,9 @@ def _check_any(path: Path) -> None:
 
 def _finished(path: Path) -> Path | None:
     """A file with the weights of a finished model in a folder, or in ``checkpoint-N`` there."""
-    folders = (path, *sorted(path.glob("checkpoint-*")))
+    folders = (path, *matching(path, "checkpoint-*"))
     files = (folder / name for folder in folders for name in _FINISHED)
-    return next((file for file in files if file.is_file()), None)
+    return next((file for file in files if is_file(file)), None)
 
 
 def _check_one_run(path: Path) -> None:

@@ -10,6 +10,7 @@ from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
 from zexport.store.boundary import Boundary
 from zexport.store.files import read_regular
+from zexport.store.folders import is_file
 
 _LATEST_NBYTES_MAX = 4096
 
@@ -67,7 +68,7 @@ def read_latest(root: Path, name: str = "latest") -> str | None:
     A converted checkpoint's is called ``latest_universal`` (DeepSpeed, ``ds_to_universal.py``).
     """
     path = root / name
-    if not path.is_file():
+    if not is_file(path):
         return None
     raw = read_regular(path, _LATEST_NBYTES_MAX)
     try:
@@ -104,9 +105,9 @@ def location_of(root: Path, tag: str, chosen: TagChoice, boundary: Boundary) -> 
 
 
 def _framework(root: Path, tag: str) -> Framework:
-    if (root / "zexport_source.json").is_file():
+    if is_file(root / "zexport_source.json"):
         return Framework.ZEXPORT
-    if (root / "trainer_state.json").is_file():
+    if is_file(root / "trainer_state.json"):
         return Framework.HF_TRAINER
     if models_of_accelerate([tag]):
         return Framework.ACCELERATE

@@ -17,7 +17,8 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list
 from zexport.checkpoint.states import ModelStates, read_model_states
 from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
-from zexport.store.files import open_regular
+from zexport.store.files import open_regular, version
+from zexport.store.folders import is_same
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -77,9 +78,9 @@ def _lies_with_rank_0(copy: RankFile, found: Sequence[RankFile]) -> bool:
 def _same_bytes(one: Path, other: Path) -> bool:
     """Whether two files are equal; reads both to the first difference, a megabyte at a time."""
     try:
-        if one.samefile(other):
+        if is_same(one, other):
             return True
-        if one.stat().st_size != other.stat().st_size:
+        if version(one).nbytes != version(other).nbytes:
             return False
         return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
     except OSError as cause:

@@ -34,6 +34,8 @@ from zexport.errors import (
 from zexport.findings import Finding, FindingKind
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.ranges.extents import paths_of
+from zexport.store.files import version
+from zexport.store.folders import is_folder
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -237,7 +239,7 @@ def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) ->
         path=file.path,
         kind=file.kind,
         rank=file.rank,
-        nbytes=file.path.stat().st_size,
+        nbytes=version(file.path).nbytes,
         needed=file.path in read or file.kind is RankFileKind.OPTIMIZER or holds_names,
         unknown_globals=opened.unknown_globals if opened is not None else (),
     )
@@ -301,7 +303,7 @@ def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
     Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` in the tag folder).
     """
     swapped = tag_dir / "offloaded_tensors"
-    if not swapped.is_dir():
+    if not is_folder(swapped):
         return None
     return UnsupportedError(
         "keeps the optimizer's tensors in NVMe swap files, which this version does not read",

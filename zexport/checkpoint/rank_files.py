@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zexport.store.folders import children, is_file
+
 
 class RankFileKind(Enum):
     """What a file of a tag folder holds."""
@@ -111,8 +113,8 @@ def parse_rank_file(path: Path) -> RankFile | None:
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
     """The rank files directly in ``folder``, by kind and then by rank; strays are left out."""
-    parsed = (parse_rank_file(path) for path in folder.iterdir())
-    return tuple(in_order(file for file in parsed if file is not None and file.path.is_file()))
+    parsed = (parse_rank_file(path) for path in children(folder))
+    return tuple(in_order(file for file in parsed if file is not None and is_file(file.path)))
 
 
 def in_order(files: Iterable[RankFile]) -> list[RankFile]:

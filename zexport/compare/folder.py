@@ -16,6 +16,7 @@ from zexport.model.names_client import NamesClient
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import Extent
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import read_json_object
 
 _INDEX_PATTERN = "*.safetensors.index.json"
@@ -65,11 +66,11 @@ class ModelWeights:
             DamagedCheckpointError: the manifest or the config is not a JSON object.
         """
         manifest, config = self.path / MANIFEST_NAME, self.path / "config.json"
-        if manifest.is_file():
+        if is_file(manifest):
             tied = read_json_object(manifest).get("tied")
             if isinstance(tied, dict) and tied:
                 return {alias: str(source) for alias, source in tied.items()}
-        if not config.is_file():
+        if not is_file(config):
             return {}
         content = ConfigFile(config, read_json_object(config))
         shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
@@ -123,23 +124,23 @@ def _open_weights(path: Path) -> ModelWeights:
 
 def _weight_files(path: Path) -> dict[Path, set[str]]:
     """The files that hold the weights, and the names that an index promises of each."""
-    if path.is_file():
+    if is_file(path):
         return _indexed(path) if path.match(_INDEX_PATTERN) else {path: set()}
-    chosen = [path / name for name in _PREFERRED if (path / name).is_file()]
-    indexes = chosen[:1] or sorted(path.glob(_INDEX_PATTERN))
+    chosen = [path / name for name in _PREFERRED if is_file(path / name)]
+    indexes = chosen[:1] or matching(path, _INDEX_PATTERN)
     if len(indexes) == 1:
         return _weight_files(indexes[0])
-    files = sorted(path.glob(_WEIGHTS_PATTERN))
+    files = matching(path, _WEIGHTS_PATTERN)
     if not files:
         raise CheckpointError(_lack(path), path=path, hint=_NO_WEIGHTS_HINT)
     return {file: set() for file in files}
 
 
 def _lack(path: Path) -> str:
-    if path.is_dir():
-        next(path.iterdir(), None)  # which says so where the folder may not be read
+    if is_folder(path):
+        children(path)  # which says so where the folder may not be read
         return "holds no safetensors weights"
-    return "is neither a folder nor a regular file" if path.exists() else "does not exist"
+    return "is neither a folder nor a regular file" if exists(path) else "does not exist"
 
 
 def _indexed(path: Path) -> dict[Path, set[str]]:

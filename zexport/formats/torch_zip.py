@@ -6,7 +6,6 @@ asked for, since that costs one small read a record.
 
 from __future__ import annotations
 
-import os
 import struct
 import zipfile
 import zlib
@@ -20,7 +19,7 @@ from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedE
 from zexport.formats.inert import ExcessError
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
 from zexport.ranges.extents import Member
-from zexport.store.files import open_regular
+from zexport.store.files import open_regular, read_at
 
 COPY_AGAIN = "Copy the file again from where it was written"
 _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
@@ -101,7 +100,7 @@ class ZipRecords:
         """The stored records that are not empty, by ascending offset."""
         wanted = [key for key, entry in self._entries.items() if entry.is_stored and entry.nbytes]
         with opened(self._path) as file:
-            found = [self._member(file.fileno(), key) for key in wanted]
+            found = [self._member(file, key) for key in wanted]
         return tuple(sorted(found, key=lambda member: member.offset))
 
     def place(self, storage: StorageRef) -> int:
@@ -127,12 +126,12 @@ class ZipRecords:
                 "in its place",
             )
         with opened(self._path) as file:
-            return self._member(file.fileno(), storage.key).offset
+            return self._member(file, storage.key).offset
 
-    def _member(self, descriptor: int, key: str) -> Member:
+    def _member(self, file: FileIO, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
-            offset = _data_offset(descriptor, entry)
+            offset = _data_offset(file, entry)
             if offset is None:
                 problem = f"the record {entry.name} is not where the zip's directory puts it"
                 raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
@@ -140,10 +139,10 @@ class ZipRecords:
         return self._members[key]
 
 
-def _data_offset(descriptor: int, entry: _Entry) -> int | None:
+def _data_offset(file: FileIO, entry: _Entry) -> int | None:
     """The record's first data byte, or None if its own header contradicts the central directory."""
     name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
-    raw = os.pread(descriptor, _LOCAL_HEADER.size + len(name), begin)
+    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name))
     if len(raw) < _LOCAL_HEADER.size + len(name):
         return None
     signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)

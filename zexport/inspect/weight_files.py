@@ -15,6 +15,8 @@ from zexport.formats.pickles import Global, TensorRef
 from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
+from zexport.store.files import version
+from zexport.store.folders import is_file, matching
 
 _PATTERNS = (
     "model*.safetensors",
@@ -58,14 +60,14 @@ def list_weight_files(
     Raises:
         UnsafeError: a link leads outside.
     """
-    paths = {path for pattern in _PATTERNS for path in root.glob(pattern) if path.is_file()}
+    paths = {path for pattern in _PATTERNS for path in matching(root, pattern) if is_file(path)}
     for path in sorted(paths):
         boundary.check(path)
     return tuple(_read(path, empty) for path in sorted(paths))
 
 
 def _read(path: Path, empty: Container[str]) -> WeightFile:
-    nbytes = path.stat().st_size
+    nbytes = version(path).nbytes
     unknown: tuple[Global, ...] = ()
     try:
         if path.suffix == ".safetensors":

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.files import read_regular
+from zexport.store.files import read_regular, version
+from zexport.store.folders import is_file
 from zexport.store.json import Json
 
 _SOURCE_NBYTES_MAX = 4 << 20
@@ -48,7 +49,7 @@ def code_files(folder: Path, modules: Iterable[str]) -> dict[str, Path]:
     while waiting:
         name = waiting.pop()
         path = folder / name
-        if name in found or not path.is_file():
+        if name in found or not is_file(path):
             continue
         found[name] = path
         if len(found) > _FILES_MAX:
@@ -68,7 +69,7 @@ def _source_of(path: Path) -> bytes:
         raise DamagedCheckpointError(
             "is too large for a Python module",
             path=path,
-            found=f"{path.stat().st_size} bytes",
+            found=f"{version(path).nbytes} bytes",
             expected=f"{_SOURCE_NBYTES_MAX} or fewer",
             hint="Mend or remove the file",
         )

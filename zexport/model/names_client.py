@@ -23,6 +23,7 @@ from threading import Timer
 from typing import Self, cast
 
 from zexport.store.files import read_regular
+from zexport.store.folders import cache_folder, replace_content
 from zexport.store.json import Json, JsonObject
 
 _SCHEMA = 5
@@ -144,7 +145,7 @@ def _installed_version() -> str | None:
 def _cache_file(config: bytes, version: str) -> Path | None:
     """Where the answer is kept; ``None`` for a user who has no folder for that."""
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        home = cache_folder()
     except RuntimeError:
         return None
     key = hashlib.blake2b(config, digest_size=16).hexdigest()
@@ -166,14 +167,8 @@ def _write_cache(path: Path | None, answer: Mapping[str, Json]) -> None:
     if path is None:
         return
     content = json.dumps(answer).encode()
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(b"%b\n%b" % (_seal(content), content))
-        new.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        replace_content(path, b"%b\n%b" % (_seal(content), content))
 
 
 def _seal(content: bytes) -> bytes:

@@ -11,6 +11,8 @@ from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files, modules_named
 from zexport.store.boundary import Boundary
+from zexport.store.files import read_range, version
+from zexport.store.folders import children, is_file, is_folder, matching, real
 from zexport.store.json import Json, JsonObject, read_json_list, read_json_object
 
 _CONFIG = "config.json"
@@ -109,7 +111,7 @@ def find_sidecars(
     what lies above a checkpoint may be about anything. A link leads to somewhere in the folder that
     it lies in, or within ``boundary``.
     """
-    if base is not None and not base.is_dir():
+    if base is not None and not is_folder(base):
         raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")
     given = [] if base is None else [base]
     folders = [root, root.parent, *given]
@@ -132,7 +134,7 @@ def find_sidecars(
         _read_source_sidecar(root, boundary),
         copied,
         missing,
-        base=None if base is None else base.resolve(),
+        base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
     )
 
@@ -140,10 +142,9 @@ def find_sidecars(
 def read_card(folder: Path) -> str:
     """The metadata of a folder's model card: the lines between its first two ``---``."""
     path = folder / _README
-    if not path.is_file():
+    if not is_file(path):
         return ""
-    with path.open("rb") as file:
-        text = file.read(_CARD_NBYTES_MAX).decode(errors="replace")
+    text = read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace")
     found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text.lstrip("\ufeff"), re.DOTALL)
     return found[1] if found else ""
 
@@ -161,7 +162,7 @@ def _check_links(paths: Iterable[Path], folders: Sequence[Path], boundary: Bound
 
 def _check_sizes(files: Files) -> None:
     for path in files.values():
-        if (nbytes := path.stat().st_size) > _COPIED_NBYTES_MAX:
+        if (nbytes := version(path).nbytes) > _COPIED_NBYTES_MAX:
             raise DamagedCheckpointError(
                 "is too large for a file of its kind",
                 path=path,
@@ -174,7 +175,7 @@ def _check_sizes(files: Files) -> None:
 def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> ConfigFile | None:
     for folder in folders:
         path = folder / _CONFIG
-        if path.is_file():
+        if is_file(path):
             boundary.including(folder).check(path)
             content = _read_config(path, is_the_models=folder != root.parent)
             if "model_type" in content or "architectures" in content:
@@ -195,7 +196,7 @@ def _read_config(path: Path, *, is_the_models: bool) -> JsonObject:
 def _read_source_sidecar(root: Path, boundary: Boundary) -> Mapping[str, Json] | None:
     path = root / _SOURCE_SIDECAR
     boundary.including(root).check(path)
-    return read_json_object(path) if path.is_file() else None
+    return read_json_object(path) if is_file(path) else None
 
 
 def tokenizer_files(folders: Sequence[Path]) -> Files:
@@ -208,7 +209,7 @@ def tokenizer_files(folders: Sequence[Path]) -> Files:
     if folder is None:
         return {}
     found = _present(folder, (*_VOCABULARIES, *_TOKENIZER_MORE))
-    found |= {path.name: path for path in sorted(folder.glob("*.tiktoken")) if path.is_file()}
+    found |= {path.name: path for path in matching(folder, "*.tiktoken") if is_file(path)}
     return found | _chat_templates(folder) | _code_of(found, (_TOKENIZER_CONFIG,))
 
 
@@ -245,7 +246,7 @@ def _sentence_transformers_files(folders: Sequence[Path]) -> Files:
 def _steps(folder: Path) -> list[JsonObject]:
     """The entries of ``modules.json``; none where it is a file of another kind, or not there."""
     try:
-        content = read_json_list(folder / _MODULES) if (folder / _MODULES).is_file() else []
+        content = read_json_list(folder / _MODULES) if is_file(folder / _MODULES) else []
     except DamagedCheckpointError:
         return []
     steps = [step for step in content if isinstance(step, dict) and "type" in step]
@@ -272,21 +273,21 @@ def _config_code(folders: Sequence[Path], content: Mapping[str, Json]) -> Files:
 
 def _present(folder: Path, names: Iterable[str]) -> Files:
     """Those of the files that a folder has, by name."""
-    return {name: folder / name for name in names if (folder / name).is_file()}
+    return {name: folder / name for name in names if is_file(folder / name)}
 
 
 def _first_with(folders: Sequence[Path], names: Sequence[str]) -> Path | None:
-    return next((f for f in folders if any((f / name).is_file() for name in names)), None)
+    return next((f for f in folders if any(is_file(f / name) for name in names)), None)
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_file())
+    return sorted(path.name for path in children(folder) if is_file(path))
 
 
 def _chat_templates(folder: Path) -> Files:
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    more = matching(folder / "additional_chat_templates", "*.jinja")
     files = {str(PurePosixPath(path.parent.name, path.name)): path for path in more}
-    return _present(folder, _CHAT_TEMPLATES) | {n: p for n, p in files.items() if p.is_file()}
+    return _present(folder, _CHAT_TEMPLATES) | {n: p for n, p in files.items() if is_file(p)}
 
 
 def _code_of(found: Files, configs: Sequence[str]) -> Files:

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from zexport.findings import Finding
 from zexport.plan.memory import memory_nbytes
 from zexport.plan.plan import ExportPlan
+from zexport.store.files import version
 from zexport.store.json import Natural
 
 _BYTES_PER_SECOND = 1_000_000_000
@@ -109,6 +110,6 @@ def side_nbytes(plan: ExportPlan) -> dict[str, int]:
     return {
         side.filename: len(side.content or b"")
         if side.origin is None
-        else side.origin.stat().st_size
+        else version(side.origin).nbytes
         for side in plan.side_files
     }

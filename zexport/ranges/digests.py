@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from blake3 import blake3
 
-from zexport.store.files import open_descriptor
-from zexport.store.retries import read_some, steadily, synced
+from zexport.store.files import InputFile
 
 _CHUNK_NBYTES = 1 << 20
 """Few enough that the bytes are still in the processor's cache when they are digested."""
 
 
 def digest_file(path: Path) -> str:
-    """The BLAKE3 digest of a file, as 64 hexadecimal digits.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with _opened(path) as descriptor:
-        return _digest(path, descriptor, 0, os.fstat(descriptor).st_size, None)
+    """The BLAKE3 digest of a file, as 64 hexadecimal digits."""
+    with InputFile(path) as file:
+        return _digest(file, 0, file.version().nbytes, None)
 
 
 def digest_shard(header: bytes, tensor_digests: Iterable[str]) -> str:
@@ -50,46 +43,21 @@ def digest_ranges(
         path: the file.
         ranges: (offset, nbytes) of each.
         on_bytes: told the count of each run of bytes after it was taken in.
-
-    Raises:
-        OSError: the file cannot be read.
     """
-    with _opened(path) as descriptor:
-        return tuple(
-            _digest(path, descriptor, offset, nbytes, on_bytes) for offset, nbytes in ranges
-        )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = steadily(lambda: open_descriptor(path))
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with InputFile(path) as file:
+        return tuple(_digest(file, offset, nbytes, on_bytes) for offset, nbytes in ranges)
 
 
 def _digest(
-    path: Path, descriptor: int, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
+    file: InputFile, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
 ) -> str:
     """The digest of ``nbytes`` bytes, or of what there is of them."""
     digest = blake3()
     buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
-    while nbytes and (count := read_some(path, descriptor, offset, buffer[:nbytes])):
+    while nbytes and (count := file.read(offset, buffer[:nbytes])):
         digest.update(buffer[:count])
         offset += count
         nbytes -= count
         if on_bytes is not None:
             on_bytes(count)
     return digest.hexdigest()
-
-
-def drop_from_cache(path: Path) -> None:
-    """Put a file on the disk and have the system forget it: the next reading starts there.
-
-    Linux forgets what is clean and unlocked at once; a file system may refuse, which is no error.
-    """
-    with _opened(path) as descriptor:
-        synced(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

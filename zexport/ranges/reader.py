@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,8 +18,7 @@ from zexport.ranges.extents import ByteSource, Member, Window
 from zexport.ranges.gather import gather
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic
-from zexport.store.files import Version, version, version_of
-from zexport.store.retries import read_some, steadily
+from zexport.store.files import InputFile, Version, version
 
 _OPEN_FILES_MIN = 64
 _OTHER_DESCRIPTORS = 256
@@ -103,10 +101,6 @@ class SourceReader:
             buffer: as much as is wanted.
             ledger: where to note what was read; this reader's own where none is given. What is
                 noted elsewhere counts for ``finish`` once it is handed to ``take``.
-
-        Raises:
-            DamagedCheckpointError: a file ends too early, or was changed.
-            CheckpointError: a file cannot be read.
         """
         while isinstance(source, Window):
             start += source.start
@@ -140,11 +134,6 @@ class SourceReader:
         Returns:
             For each file of which ranges were taken, the digest of its records
             (``FileLedger.digest``).
-
-        Raises:
-            DamagedCheckpointError: a record's bytes are not those that were saved, or a file was
-                changed.
-            CheckpointError: a file cannot be read.
         """
         buffer = memoryview(bytearray(_GAP_CHUNK_NBYTES))
         if seen is not None:
@@ -165,20 +154,21 @@ class SourceReader:
         return {path: digest for path, digest in digests if digest is not None}
 
     def _read(self, path: Path, offset: int, part: memoryview) -> None:
-        descriptor = self._open.take(path)
+        file = self._open.take(path)
         try:
-            _read_exactly(path, descriptor, offset, part)
+            _read_exactly(file, offset, part)
         finally:
             self._open.give_back(path)
         with self._lock:
             self._nbytes_read += part.nbytes
 
 
-def _read_exactly(path: Path, descriptor: int, offset: int, part: memoryview) -> None:
+def _read_exactly(file: InputFile, offset: int, part: memoryview) -> None:
+    path = file.path
     done = 0
     while done < part.nbytes:
         try:
-            count = read_some(path, descriptor, offset + done, part[done:])
+            count = file.read(offset + done, part[done:])
         except OSError as cause:
             raise CheckpointError(
                 f"cannot be read at byte {offset + done}: {cause.strerror}", path=path
@@ -214,28 +204,28 @@ class _OpenFiles:
 
     def __init__(self, files: dict[Path, ReadableFile]) -> None:
         self._files = files
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+        self._opened_files: OrderedDict[Path, InputFile] = OrderedDict()
         self._users: Counter[Path] = Counter()
         self._seen: set[Path] = set()
         self._lock = Lock()
         soft, _ = getrlimit(RLIMIT_NOFILE)
         self._limit = max(soft - _OTHER_DESCRIPTORS, _OPEN_FILES_MIN)
 
-    def take(self, path: Path) -> int:
-        """A descriptor of a file, which stays open until it is given back."""
+    def take(self, path: Path) -> InputFile:
+        """A file, which stays open until it is given back."""
         with self._lock:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                if len(self._descriptors) >= self._limit:
+            file = self._opened_files.get(path)
+            if file is None:
+                if len(self._opened_files) >= self._limit:
                     self._close_idle()
-                descriptor = self._descriptors[path] = self._opened(path)
+                file = self._opened_files[path] = self._open(path)
             else:
-                self._descriptors.move_to_end(path)
+                self._opened_files.move_to_end(path)
             self._users[path] += 1
-            return descriptor
+            return file
 
     def give_back(self, path: Path) -> None:
-        """Say that a descriptor that was taken is no longer used."""
+        """Say that a file that was taken is no longer used."""
         with self._lock:
             self._users[path] -= 1
 
@@ -248,27 +238,27 @@ class _OpenFiles:
 
     def close(self) -> None:
         with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            while self._opened_files:
+                self._opened_files.popitem()[1].close()
 
-    def _opened(self, path: Path) -> int:
+    def _open(self, path: Path) -> InputFile:
         try:
-            descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            file = InputFile(path)
         except OSError as cause:
             raise _unreadable(path, cause) from cause
         try:
-            _check_unchanged(self._files[path], version_of(descriptor))
+            _check_unchanged(self._files[path], file.version())
         except DamagedCheckpointError:
-            os.close(descriptor)
+            file.close()
             raise
         self._seen.add(path)
-        return descriptor
+        return file
 
     def _close_idle(self) -> None:
         """Close what was not used for the longest time, some at once: it takes a look at each."""
-        idle = [path for path in self._descriptors if not self._users[path]]
+        idle = [path for path in self._opened_files if not self._users[path]]
         for path in idle[: max(self._limit // 8, 1)]:
-            os.close(self._descriptors.pop(path))
+            self._opened_files.pop(path).close()
 
 
 def _unreadable(path: Path, cause: OSError) -> CheckpointError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
@@ -20,6 +19,7 @@ from zexport.report.text import (
     print_table,
     size,
 )
+from zexport.store.folders import working_folder
 
 if TYPE_CHECKING:
     from zexport.inspect.adapters import AdapterSummary
@@ -83,7 +83,7 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
     step = checkpoint.global_steps
     masters = checkpoint.master_dtype and f"{checkpoint.master_dtype.torch_name} masters"
     module = checkpoint.module_dtype and f"{checkpoint.module_dtype.torch_name} module"
-    here = Path.cwd()
+    here = working_folder()
     root = location.root
     shown = root.relative_to(here) if root.is_relative_to(here) else root
     yield "Folder", f"{shown} ({location.framework.value})"

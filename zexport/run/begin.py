@@ -15,7 +15,7 @@ from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.run.manifest import FileEntry
 from zexport.run.workplace import Workplace
 from zexport.store.disk import OutputFile, blocks, check_space, sync_path, writing
-from zexport.store.files import open_regular
+from zexport.store.files import open_regular, version
 from zexport.store.retries import steadily
 
 _COPY_NBYTES = 1 << 20
@@ -41,12 +41,7 @@ class Begun:
 
 
 def begin(work: Workplace) -> Begun:
-    """Make a folder ready: then all that is left to do can go well.
-
-    Raises:
-        OutputError: there is no room, or a file cannot be made.
-        CheckpointError: a file to copy cannot be read.
-    """
+    """Make a folder ready: then all that is left to do can go well."""
     plan, folder = work.plan, work.folder
     resumed = _take_over(work)
     work.receipts.keep_only(resumed)
@@ -103,7 +98,7 @@ def _side_nbytes(side: SideFile) -> int:
     if side.origin is None:
         return len(side.content or b"")
     with _reading(side.origin):
-        return steadily(side.origin.stat).st_size
+        return version(side.origin).nbytes
 
 
 def _side_content(side: SideFile) -> Iterator[bytes]:
@@ -117,11 +112,7 @@ def _side_content(side: SideFile) -> Iterator[bytes]:
 
 
 def write_file(path: Path, content: Iterable[bytes]) -> FileEntry:
-    """Write a file; what a manifest says of it. It is not yet on the disk.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write a file; what a manifest says of it. It is not yet on the disk."""
     digest = blake3()
     nbytes = 0
     with OutputFile(path, is_new=True) as file:

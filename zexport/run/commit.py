@@ -36,9 +36,6 @@ def staged_folder(
         overwrite: whether an older model folder is replaced.
         sources: the files being read, which the folder must neither hold nor lie beside.
         warn: told of what could not be cleared away once the folder was there.
-
-    Raises:
-        OutputError: the folder cannot be made.
     """
     target = real_path(out_dir)
     check_place(target, sources)

@@ -82,11 +82,6 @@ def run_plan(
         reader: where the stored bytes come from; the plan's sources where none is given.
         verify: how the result is read again before the folder gets its name.
         progress: told of every step, from one thread at a time, but not always from the same one.
-
-    Raises:
-        OutputError: the folder cannot be made.
-        CheckpointError: a source cannot be read, is damaged, or was changed.
-        VerificationError: what was written is not what was meant.
     """
     began = time.monotonic()
     warnings = list(plan.warnings)

@@ -53,11 +53,6 @@ def finish(
         begun: how it began.
         reader: checks the CRC of the records that were read, and reads what is missing of them.
         findings: what was found before the files were written.
-
-    Raises:
-        OutputError: a part is missing, or the manifest cannot be written.
-        CheckpointError: a source is damaged, or was changed.
-        VerificationError: a small file does not read back.
     """
     plan, folder = work.plan, work.folder
     work.receipts.check_plan()

@@ -17,13 +17,7 @@ from zexport.run.writer import write_files
 
 
 def write_part(work: Workplace, files: Sequence[FilePlan], reader: TensorReader) -> None:
-    """Write some of a plan's files; on return each is on the disk, was read again, has a receipt.
-
-    Raises:
-        OutputError: a file cannot be written, or the folder was begun for another plan.
-        CheckpointError: a source cannot be read, or was changed.
-        VerificationError: what was written does not read back.
-    """
+    """Write some files of a plan: on return each is on the disk, read again, and has a receipt."""
     work.receipts.check_plan()
     proofs: dict[str, list[Future[None]]] = {}
     notes: list[Future[None]] = []

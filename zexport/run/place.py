@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,19 +9,27 @@ from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.disk import writing
+from zexport.store.folders import (
+    children,
+    exists,
+    home,
+    is_file,
+    is_folder,
+    is_mount,
+    may_change,
+    real,
+    subfolders,
+    working_folder,
+)
 from zexport.store.json import read_json_object
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
 
 
 def real_path(out_dir: Path) -> Path:
-    """Where the folder will lie, links followed.
-
-    Raises:
-        OutputError: the path begins at a working directory that is not there any more.
-    """
+    """Where the folder will lie, links followed."""
     try:
-        return Path(os.path.realpath(out_dir))
+        return real(out_dir)
     except FileNotFoundError as cause:
         raise OutputError(
             "lies in a working directory that was removed",
@@ -32,11 +39,7 @@ def real_path(out_dir: Path) -> Path:
 
 
 def check_place(target: Path, sources: Iterable[Path]) -> None:
-    """Refuse a folder that holds where the user is or lives, or that what is read lies in.
-
-    Raises:
-        OutputError: it is such a folder.
-    """
+    """Refuse a folder that holds where the user is or lives, or that what is read lies in."""
     for place, what in _inhabited():
         if place.is_relative_to(target):
             raise OutputError(
@@ -49,9 +52,9 @@ def check_place(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _inhabited() -> Iterator[tuple[Path, str]]:
-    yield Path(os.path.realpath(Path("~").expanduser())), "your home folder"
+    yield home(), "your home folder"
     try:
-        yield Path.cwd(), "the working directory"
+        yield working_folder(), "the working directory"
     except FileNotFoundError:
         return  # it was removed: nobody can be hurt there
 
@@ -63,8 +66,8 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
     are.
     """
     for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
-        real = Path(os.path.realpath(folder))
-        if real.is_relative_to(target) or (is_checkpoint and target.is_relative_to(real)):
+        place = real(folder)
+        if place.is_relative_to(target) or (is_checkpoint and target.is_relative_to(place)):
             raise OutputError(
                 "would be mixed with the files that are read",
                 path=target,
@@ -74,18 +77,14 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 def check_content(target: Path, *, overwrite: bool) -> None:
-    """Refuse what lies at ``target``, unless that is nothing or an older model to be replaced.
-
-    Raises:
-        OutputError: it stays.
-    """
+    """Refuse what lies at ``target``, unless that is nothing or an older model to be replaced."""
     with writing(target):
-        exists, is_folder, is_mount = target.exists(), target.is_dir(), target.is_mount()
-        holds_something = is_folder and any(target.iterdir())
-        is_checkpoint = is_folder and _holds_checkpoint(target)
-    if exists and not is_folder:
+        is_there, is_a_folder, is_a_mount = exists(target), is_folder(target), is_mount(target)
+        holds_something = is_a_folder and bool(children(target))
+        is_checkpoint = is_a_folder and _holds_checkpoint(target)
+    if is_there and not is_a_folder:
         raise OutputError("is not a folder", path=target, hint="Choose another name")
-    if is_mount:
+    if is_a_mount:
         raise OutputError(
             "is a mount point, which no finished folder can take the place of",
             path=target,
@@ -118,10 +117,10 @@ def _check_replaceable(target: Path) -> None:
     """
     with writing(target):
         is_model = (
-            (target / MANIFEST_NAME).is_file()
-            or any(path.match(pattern) for path in target.iterdir() for pattern in _WEIGHTS)
+            is_file(target / MANIFEST_NAME)
+            or any(path.match(pattern) for path in children(target) for pattern in _WEIGHTS)
             or _is_model_config(target / "config.json")
-            or not any(path.is_dir() for path in target.iterdir())
+            or not any(map(is_folder, children(target)))
         )
     if not is_model:
         raise OutputError(
@@ -141,15 +140,14 @@ def _is_model_config(path: Path) -> bool:
 
 def _check_removable(target: Path) -> None:
     """Refuse a folder with one in it that could not be removed once the new one is there."""
-
-    def refuse(cause: OSError) -> None:
+    try:
+        for folder, holds_something in subfolders(target):
+            if holds_something and not may_change(folder):
+                raise _stays(folder, "no permission to empty it")
+            if is_mount(folder):
+                raise _stays(folder, "it is a mount point")
+    except OSError as cause:
         raise _stays(Path(cause.filename), cause.strerror or "it cannot be read") from cause
-
-    for name, folders, files in os.walk(target, onerror=refuse):
-        if (folders or files) and not os.access(name, os.W_OK | os.X_OK):
-            raise _stays(Path(name), "no permission to empty it")
-        if os.path.ismount(name):
-            raise _stays(Path(name), "it is a mount point")
 
 
 def _stays(folder: Path, why: str) -> OutputError:

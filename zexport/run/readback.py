@@ -13,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from zexport.errors import VerificationError
 from zexport.plan.plan import FilePlan, TensorPlan, qualified
-from zexport.ranges.digests import digest_file, digest_ranges, drop_from_cache
+from zexport.ranges.digests import digest_file, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
 from zexport.store.disk import writing
+from zexport.store.files import InputFile, read_range, version
+from zexport.store.folders import is_file
 
 _READBACK_THREADS = 2
 
@@ -70,7 +72,7 @@ class Checks:
     def holds(self, file: FilePlan, receipt: Receipt) -> bool:
         """Whether a file that was left is still what was written, read again whatever the mode."""
         path = self._folder / file.filename
-        if not path.is_file() or path.stat().st_size != file.nbytes:
+        if not is_file(path) or version(path).nbytes != file.nbytes:
             return False
         self._submit(_check_opens, path, file)
         self._read(path, file, receipt, self._meter.compared)
@@ -84,8 +86,8 @@ class Checks:
         self, path: Path, file: FilePlan, receipt: Receipt, on_bytes: Callable[[int], None]
     ) -> list[Future[None]]:
         if self._verify is VerifyMode.DISK:
-            with writing(path):
-                drop_from_cache(path)
+            with writing(path), InputFile(path) as written:
+                written.forget()
         return [
             self._submit(_check_head, path, file),
             *(
@@ -146,9 +148,9 @@ def _batches(file: FilePlan, receipt: Receipt) -> Iterator[tuple[list[TensorPlan
 
 
 def _check_head(path: Path, file: FilePlan) -> None:
-    with writing(path), path.open("rb") as opened:
-        found = opened.read(len(file.head))
-    if found != file.head or path.stat().st_size != file.nbytes:
+    with writing(path):
+        found, now = read_range(path, 0, len(file.head)), version(path)
+    if found != file.head or now.nbytes != file.nbytes:
         raise _not_as_written(path, "another header or size", "those that were written")
 
 
@@ -169,7 +171,8 @@ def _check_tensors(
 def _check_file(path: Path, entry: FileEntry, verify: VerifyMode) -> None:
     with writing(path):
         if verify is VerifyMode.DISK:
-            drop_from_cache(path)
+            with InputFile(path) as written:
+                written.forget()
         found = digest_file(path)
     if found != entry.blake3:
         raise _not_as_written(path, f"BLAKE3 {found}", entry.blake3)

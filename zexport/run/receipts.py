@@ -68,19 +68,11 @@ class Receipts:
             make_folder(self._folder)
 
     def begin(self) -> None:
-        """Say which plan the folder is being filled for.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Say which plan the folder is being filled for."""
         write_durably(self._folder / _PLAN, [self._digest.whole.encode()])
 
     def check_plan(self) -> None:
-        """Nothing, if the folder was begun for this plan.
-
-        Raises:
-            OutputError: it was begun for another, or not at all.
-        """
+        """Nothing, if the folder was begun for this plan."""
         try:
             found = read_whole(self._folder / _PLAN).decode(errors="replace")
         except OSError:
@@ -93,11 +85,7 @@ class Receipts:
             )
 
     def add(self, file: FilePlan, receipt: Receipt) -> None:
-        """Note a file that is on the disk.
-
-        Raises:
-            OutputError: the note cannot be written.
-        """
+        """Note a file that is on the disk."""
         table = {
             "plan": self._digest.of_file(file),
             "nbytes": receipt.nbytes,
@@ -132,11 +120,7 @@ class Receipts:
         )
 
     def keep_only(self, filenames: Collection[str]) -> None:
-        """Clear everything out of the folder but these files and their receipts.
-
-        Raises:
-            OutputError: something cannot be removed.
-        """
+        """Clear everything out of the folder but these files and their receipts."""
         folder = self._folder.parent
         with writing(folder):
             for path in (*children(folder), *children(self._folder)):
@@ -156,11 +140,7 @@ def finished_files(folder: Path) -> tuple[str, ...]:
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Remove everything but finished files and their receipts.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
+    """Remove everything but finished files and their receipts."""
     finished = finished_files(folder)
     for path in children(folder):
         if not finished or path.name not in (*finished, RECEIPTS_NAME):
@@ -168,10 +148,6 @@ def drop_unfinished(folder: Path) -> None:
 
 
 def drop_receipts(folder: Path) -> None:
-    """Remove the receipts from a folder that is complete.
-
-    Raises:
-        OSError: they cannot be removed.
-    """
+    """Remove the receipts from a folder that is complete."""
     if is_folder(folder / RECEIPTS_NAME):
         remove(folder / RECEIPTS_NAME)

@@ -24,6 +24,7 @@ from zexport.ranges.ledger import Ledger
 from zexport.ranges.mosaic import Mosaic
 from zexport.ranges.reader import SourceReader
 from zexport.run.pieces import TensorReader
+from zexport.store.folders import matching
 
 if TYPE_CHECKING:
     import torch
@@ -77,12 +78,6 @@ def open_reference(
     Since DeepSpeed unpickles freely, it runs only after every file that it would load was read
     without running anything and was found to name nothing unknown. Since it checks no CRC, the same
     bytes are read once more for that alone.
-
-    Raises:
-        UnsafeError: a file names code outside the closed list.
-        CheckpointError: a file cannot be read, is damaged or was changed.
-        UnsupportedError: DeepSpeed cannot rebuild this checkpoint.
-        MissingExtraError: DeepSpeed is not installed.
     """
     tag_dir = root / tag
     files = _vetted_files(tag_dir)
@@ -129,11 +124,7 @@ class _Reference:
         return self._sources.nbytes_read
 
     def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
-        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on.
-
-        Raises:
-            UnsupportedError: DeepSpeed lacks the tensor, or has another than the one stored.
-        """
+        """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""
         # For the CRC alone: what it reads is written over at once.
         self._sources.read_into(tensor.source, start, buffer, ledger)
         named, places = self._in_names(tensor)
@@ -248,7 +239,7 @@ def _vetted_files(tag_dir: Path) -> tuple[TorchFile, ...]:
             path=tag_dir,
             hint=f"Rename the folder. {_USE_NATIVE}",
         )
-    paths = [path for pattern in _PATTERNS for path in sorted(tag_dir.glob(pattern))]
+    paths = [path for pattern in _PATTERNS for path in matching(tag_dir, pattern)]
     return tuple(_vetted(path) for path in paths if not path.name.startswith("."))
 
 

@@ -26,9 +26,6 @@ def source_problems(
         plan: what the checkpoint would give today.
         manifest: of the export.
         on_bytes: told of bytes made.
-
-    Raises:
-        CheckpointError: a source cannot be read, is damaged, or was changed.
     """
     planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
     problems = [

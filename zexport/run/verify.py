@@ -21,7 +21,8 @@ from zexport.run.manifest import (
 from zexport.run.progress import Phase, Progress
 from zexport.run.remade import source_problems
 from zexport.run.verify_report import Problem, VerifyReport
-from zexport.store.files import read_regular
+from zexport.store.files import read_range, read_regular, version
+from zexport.store.folders import exists, is_file, matching
 from zexport.targets.hf import FILES_APART
 
 _INDEX_NBYTES_MAX = 64 << 20
@@ -106,7 +107,7 @@ def _headers(
     problems = []
     for name in manifest.files:
         path = out_dir / name
-        if path.match(_SHARD_PATTERN) and path.is_file():
+        if path.match(_SHARD_PATTERN) and is_file(path):
             try:
                 header = read_header(path, error=VerificationError)
                 tensors = {qualified(name, n): one for n, one in header.tensors.items()}
@@ -119,7 +120,7 @@ def _headers(
 def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
     return [
         Problem(path.name, "", "is not listed in the manifest")
-        for path in sorted(out_dir.glob(_SHARD_PATTERN))
+        for path in matching(out_dir, _SHARD_PATTERN)
         if path.name not in manifest.files
     ]
 
@@ -148,7 +149,7 @@ def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) 
 def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
     """Where the index and the headers differ; one shard of the plain name needs no index."""
     path = out_dir / INDEX_NAME
-    if not path.exists():
+    if not exists(path):
         if sum("/" not in name for name in headers) > 1:
             return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
         return []
@@ -181,7 +182,7 @@ def _byte_problems(
 ) -> list[Problem]:
     """Where a file's bytes, and its tensors' bytes, are not those that were written."""
     try:
-        found = path.stat().st_size
+        found = version(path).nbytes
         if found != entry.nbytes:
             return [Problem(path.name, "", f"has {found} bytes, {entry.nbytes} were written")]
         if header is not None:
@@ -203,8 +204,7 @@ def _shard_problems(
     tensors = tuple(header.tensors.values())
     ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
     digests = digest_ranges(header.path, ranges, on_bytes=on_bytes)
-    with header.path.open("rb") as file:
-        whole = digest_shard(file.read(header.data_offset), digests)
+    whole = digest_shard(read_range(header.path, 0, header.data_offset), digests)
     on_bytes(header.data_offset)
     problems = []
     if whole != entry.blake3:

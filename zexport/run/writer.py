@@ -51,10 +51,6 @@ def write_files(
         on_written: told of each file when all of it is written, if not yet on the disk; in the
             calling thread.
         on_disk: told of it later, when all of it is on the disk; in another thread.
-
-    Raises:
-        OutputError: a file cannot be written.
-        ZexportError: whatever ``reader`` raises.
     """
     with ExitStack() as stack:
         closing = stack.enter_context(ExitStack())  # done last, when no thread uses them any more

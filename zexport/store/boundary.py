@@ -54,11 +54,7 @@ class Boundary:
         return any(real.is_relative_to(folder) for folder in self.folders)
 
     def check(self, path: Path) -> None:
-        """Refuse a path that leads outside.
-
-        Raises:
-            UnsafeError: it does; the message names the link and where it leads.
-        """
+        """Refuse a path that leads outside."""
         if not self.holds(path):
             raise UnsafeError(
                 "is a link that leads outside the folder it lies in",
@@ -69,12 +65,7 @@ class Boundary:
             )
 
     def check_tree(self, folder: Path) -> None:
-        """Refuse a folder that leads outside, or holds at any depth a link that does.
-
-        Raises:
-            UnsafeError: as ``check``.
-            OSError: a folder cannot be read.
-        """
+        """Refuse a folder that leads outside, or holds at any depth a link that does."""
         self.check(folder)
         if not self.follow:
             for link in _links(folder):

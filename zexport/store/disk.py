@@ -42,11 +42,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Nothing, if a folder's file system has room for ``nbytes`` more bytes.
-
-    Raises:
-        OutputError: it has not.
-    """
+    """Nothing, if a folder's file system has room for ``nbytes`` more bytes."""
     with writing(folder):
         status = steadily(lambda: os.statvfs(folder))
     free = status.f_bavail * status.f_frsize
@@ -127,11 +123,7 @@ def _fdatasync(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk.
-
-    Raises:
-        OSError: it could not be put there.
-    """
+    """Put a file, or the names in a folder, on the disk."""
     descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     try:
         synced(descriptor)
@@ -140,11 +132,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, content: Iterable[bytes]) -> None:
-    """``path`` holds ``content``, on the disk; or what it held before.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """``path`` holds ``content``, on the disk; or what it held before."""
     fresh = path.with_name(f"{path.name}.new")
     with OutputFile(fresh, is_new=False) as file:
         file.reserve(0)

@@ -29,7 +29,7 @@ def is_link(path: Path) -> bool:
 
 def is_mount(path: Path) -> bool:
     """Whether a file system is mounted there."""
-    return path.is_mount()
+    return os.path.ismount(path)
 
 
 def exists(path: Path) -> bool:
@@ -52,9 +52,12 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern))
 
 
-def below(folder: Path) -> list[Path]:
-    """Everything in a folder, and in the folders in it, sorted."""
-    return sorted(folder.rglob("*"))
+def child_folders(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders in a folder and all links in it, in no order, each with whether it is a link."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink() or entry.is_dir():
+                yield Path(entry.path), entry.is_symlink()
 
 
 def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
@@ -78,11 +81,7 @@ def absolute(path: Path) -> Path:
 
 
 def real(path: Path) -> Path:
-    """The path that it leads to, all links followed.
-
-    Raises:
-        FileNotFoundError: it begins at a working directory that is not there any more.
-    """
+    """The path that it leads to, all links followed."""
     return Path(os.path.realpath(path))
 
 
@@ -91,13 +90,26 @@ def home() -> Path:
     return real(Path("~").expanduser())
 
 
-def here() -> Path:
-    """The working directory.
-
-    Raises:
-        FileNotFoundError: it was removed.
-    """
+def working_folder() -> Path:
+    """The working directory."""
     return Path.cwd()
+
+
+def cache_folder() -> Path:
+    """Where programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+
+
+def replace_content(path: Path, content: bytes) -> None:
+    """A small file holds ``content``, or what it held before; it need not last."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        make_folder(path.parent)
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def make_folder(path: Path) -> None:

@@ -57,11 +57,7 @@ def decoded(text: str, kind: type[_T]) -> _T:
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """The JSON object in a file.
-
-    Raises:
-        DamagedCheckpointError: it is too large, not JSON, or no object.
-    """
+    """The JSON object in a file."""
     value = _read(path, "object")
     if not isinstance(value, dict):
         raise _is_not(path, "object", f"a {type(value).__name__}")
@@ -69,11 +65,7 @@ def read_json_object(path: Path) -> JsonObject:
 
 
 def read_json_list(path: Path) -> list[Json]:
-    """The JSON list in a file.
-
-    Raises:
-        DamagedCheckpointError: it is too large, not JSON, or no list.
-    """
+    """The JSON list in a file."""
     value = _read(path, "list")
     if not isinstance(value, list):
         raise _is_not(path, "list", f"a {type(value).__name__}")

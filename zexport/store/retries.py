@@ -35,9 +35,6 @@ def steadily(act: Callable[[], _T], *, recover: Callable[[], None] | None = None
         act: may be called several times.
         recover: called before each further try, such as to open a file again; what it raises counts
             as a failure of that try.
-
-    Raises:
-        OSError: the last failure, or the first that is not worth another try.
     """
     for pause in PAUSES_SECONDS:
         try:
@@ -61,11 +58,7 @@ def _once(recover: Callable[[], None]) -> None:
 
 
 def reopen(path: Path, descriptor: int, flags: int) -> None:
-    """Open ``path`` anew under the same number, in one step for all threads that use it.
-
-    Raises:
-        OSError: it cannot be opened; the descriptor is then as it was.
-    """
+    """Open ``path`` anew under the same number, in one step for all threads that use it."""
     fresh = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.dup2(fresh, descriptor, inheritable=False)
@@ -77,9 +70,6 @@ def read_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int
     """How many bytes from ``offset`` on were read into ``part``: 0 only at the end of the file.
 
     The file is opened again where the storage falters.
-
-    Raises:
-        OSError: they cannot be read.
     """
     return steadily(
         lambda: _preadv(descriptor, part, offset),
@@ -88,11 +78,7 @@ def read_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int
 
 
 def write_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int:
-    """How many bytes of ``part`` were written from ``offset`` on.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """How many bytes of ``part`` were written from ``offset`` on."""
     return steadily(
         lambda: os.pwrite(descriptor, part, offset),
         recover=lambda: reopen(path, descriptor, os.O_WRONLY),
@@ -113,11 +99,7 @@ else:  # pragma: no cover - macOS before 11 lacks preadv
 
 
 def synced(descriptor: int, sync: Callable[[int], None] | None = None) -> None:
-    """Return when what was written is on the disk, by ``sync`` or else by ``os.fsync``.
-
-    Raises:
-        OSError: it could not be put there, and must be taken for lost.
-    """
+    """Return when what was written is on the disk, by ``sync`` or else by ``os.fsync``."""
     sync = sync or os.fsync
     for pause in PAUSES_SECONDS:
         try:

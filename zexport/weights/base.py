@@ -14,6 +14,7 @@ from zexport.plan.plan import SourceFile
 from zexport.plan.shards import INDEX_FILE, SINGLE_FILE
 from zexport.ranges.dtypes import Shape
 from zexport.store.boundary import Boundary
+from zexport.store.folders import is_file, matching
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -50,9 +51,9 @@ def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsH
     index, single = base / INDEX_FILE, base / SINGLE_FILE
     for path in (index, single):
         boundary.check(path)
-    if index.is_file():
+    if is_file(index):
         return tuple(_read_indexed(index, boundary))
-    return (read_header(single),) if single.is_file() else ()
+    return (read_header(single),) if is_file(single) else ()
 
 
 def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader]:
@@ -77,7 +78,7 @@ def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
         for header in headers
         for name, tensor in header.tensors.items()
     }
-    return Base(path, tensors, path is not None and any(path.glob("*.safetensors")))
+    return Base(path, tensors, path is not None and any(matching(path, "*.safetensors")))
 
 
 def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import os
 from collections.abc import Iterator
 
 from zexport.checkpoint.agreement import step_of
@@ -14,6 +13,7 @@ from zexport.checkpoint.states import ZERO3, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain
+from zexport.store.files import read_range
 
 _SAMPLE_NUMEL = 1024
 _DISTINCT_MIN = 64
@@ -84,11 +84,5 @@ def _sample(states: OptimizerStates, rank: int, largest: StripedParameter) -> by
 
 
 def _read(source: ByteSource, begin: int, end: int) -> bytes:
-    parts = []
-    for extent in source.extents(begin, end):
-        descriptor = os.open(extent.path, os.O_RDONLY)
-        try:
-            parts.append(os.pread(descriptor, extent.nbytes, extent.offset))
-        finally:
-            os.close(descriptor)
-    return b"".join(parts)
+    extents = source.extents(begin, end)
+    return b"".join(read_range(one.path, one.offset, one.nbytes) for one in extents)

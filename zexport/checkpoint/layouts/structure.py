@@ -12,6 +12,7 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, ZexportError
+from zexport.store.folders import is_folder
 
 _MAX_NAMES = 100_000
 """Names that are given; a damaged file may claim any number of ranks."""
@@ -40,7 +41,7 @@ def recognise(
     kinds = {file.kind for file in files}
     models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
     optimizers = [cell.first_optimizer for cell in cells.values()]
-    if (tag_dir / "zero").is_dir() and RankFileKind.OPTIMIZER not in kinds:
+    if is_folder(tag_dir / "zero") and RankFileKind.OPTIMIZER not in kinds:
         return Structure.UNIVERSAL
     if RankFileKind.PIPELINE_LAYER in kinds:
         return Structure.PIPELINE

@@ -9,7 +9,6 @@ Source: DeepSpeed 0.19, ``checkpoint/ds_to_universal.py``.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Window
+from zexport.store.folders import child_folders, exists, is_file
 
 _FOLDER = "zero"
 _FROZEN_LOST = (
@@ -193,16 +193,14 @@ def _shards(parts: list[Inventory]) -> dict[str, list[Shape]]:
 def _folders(zero: Path) -> dict[str, Path]:
     """The folders of weights, by name: plain ones directly in ``zero``."""
     folders = {}
-    with os.scandir(zero) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                raise UnsafeError(
-                    "is a link, where a folder of a weight should be",
-                    path=Path(entry.path),
-                    hint="Put the folder itself there",
-                )
-            if entry.is_dir():
-                folders[entry.name] = Path(entry.path)
+    for folder, is_link in child_folders(zero):
+        if is_link:
+            raise UnsafeError(
+                "is a link, where a folder of a weight should be",
+                path=folder,
+                hint="Put the folder itself there",
+            )
+        folders[folder.name] = folder
     return folders
 
 
@@ -243,7 +241,7 @@ def _check_all_trained_are_named(
 
 def _has_moments(folder: Path) -> bool:
     """Whether an optimizer stepped the weight of this folder."""
-    return (folder / "exp_avg.pt").exists()
+    return exists(folder / "exp_avg.pt")
 
 
 def _read_weight(
@@ -254,7 +252,7 @@ def _read_weight(
     folders: Mapping[str, Path],
 ) -> tuple[StoredTensor, TorchFile]:
     """A trained weight out of its ``fp32.pt``."""
-    if name not in folders or not (folders[name] / "fp32.pt").is_file():
+    if name not in folders or not is_file(folders[name] / "fp32.pt"):
         raise DamagedCheckpointError(
             f"lacks the file of the weight {name!r}",
             path=tag_dir / _FOLDER,
