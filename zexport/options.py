@@ -7,8 +7,6 @@ from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from pathlib import Path
 
-import msgspec
-
 from zexport.findings import FindingKind
 
 
@@ -126,6 +124,8 @@ class ExportOptions(RecordedOptions):
         Raises:
             ValueError: no export can have had these.
         """
+        import msgspec  # noqa: PLC0415 - options alone do without, as for --help
+
         found = msgspec.convert(recorded, RecordedOptions)
         chosen = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
         return cls(**chosen | {"engine": Engine.NATIVE, "base": base})

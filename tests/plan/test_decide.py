@@ -28,9 +28,10 @@ from zexport.model.fit import ModelNames, as_it_is, best_fit
 from zexport.model.sidecars import Sidecars
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import ExportPlan
+from zexport.plan.summary import side_nbytes, summarize
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Extent
-from zexport.report.plan import plan_json, print_plan
+from zexport.report.plan import print_plan
 from zexport.store.boundary import Boundary
 from zexport.weights.base import Base
 from zexport.weights.named import Weights
@@ -152,9 +153,9 @@ def test_a_dry_run_tells_what_it_had_to_compare(tmp_path: Path) -> None:
     (root / "zexport_source.json").write_text(json.dumps({"model": described}))
     plan = plan_export(open_checkpoint(root), OUT)
     assert _names(plan) == ["emb.weight"]
-    assert plan.nbytes_compared == plan_json(plan)["nbytes_compared"] == 2 * 6 * 4 * 4
+    assert plan.nbytes_compared == summarize(plan).nbytes_compared == 2 * 6 * 4 * 4
     console = Console(record=True, width=200)
-    print_plan(console, plan)
+    print_plan(console, summarize(plan), side_nbytes(plan))
     assert "read 192 B to compare" in console.export_text()
 
 

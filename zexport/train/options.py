@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zexport.errors import UsageError
-from zexport.store.json import SCHEMA, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
@@ -56,6 +55,8 @@ class TrainOptions:
 
     def to_json(self) -> str:
         """The options as a JSON object that :meth:`from_json` reads back equal."""
+        from zexport.store.json import form_of  # noqa: PLC0415 - --help does without
+
         return json.dumps(form_of(self), indent=2) + "\n"
 
     @classmethod
@@ -65,6 +66,8 @@ class TrainOptions:
         Raises:
             ValueError: the text is not such an object.
         """
+        from zexport.store.json import SCHEMA, decoded  # noqa: PLC0415 - --help does without
+
         if decoded(text, dict[str, Any]).get("schema") != SCHEMA:
             raise ValueError(f"not an options object of schema {SCHEMA}")
         return decoded(text, cls)

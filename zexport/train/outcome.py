@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError, ZexportError
-from zexport.store.json import decoded, values_of
 
 MARK = "zexport train: "
 """Begins a line that rank 0 means for the user; the launcher prints to the same place."""
@@ -57,11 +56,15 @@ class Failure:
 
     def to_json(self) -> str:
         """A JSON object with the fields."""
+        from zexport.store.json import values_of  # noqa: PLC0415 - --help does without
+
         return json.dumps(values_of(self))
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
         """The failure that :meth:`to_json` wrote."""
+        from zexport.store.json import decoded  # noqa: PLC0415 - --help does without
+
         return decoded(text, cls)
 
     def error(self) -> ZexportError:

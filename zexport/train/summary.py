@@ -7,8 +7,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.store.json import Natural, decoded, form_of
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSummary:
@@ -30,22 +28,26 @@ class TrainSummary:
 
     out: Path
     tag: str
-    steps: Natural
+    steps: int
     first_loss: float
     last_loss: float
     checkpoints: tuple[str, ...]
-    world_size: Natural
-    stage: Natural
+    world_size: int
+    stage: int
     partitioned: bool = True
     save_error: str = ""
 
     def to_json(self) -> str:
         """One JSON object on one line, with a ``schema`` number."""
+        from zexport.store.json import form_of  # noqa: PLC0415 - --help does without
+
         return json.dumps(form_of(self))
 
     @classmethod
     def from_json(cls, text: str) -> TrainSummary:
         """The summary that :meth:`to_json` wrote."""
+        from zexport.store.json import decoded  # noqa: PLC0415 - --help does without
+
         return decoded(text, cls)
 
     def to_text(self) -> str:
