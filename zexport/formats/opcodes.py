@@ -1,39 +1,157 @@
-"""What each opcode of the pickle protocols 0 to 5 does to a stack of inert values.
+"""What each opcode of the pickle protocols 2 to 5 does to a stack of inert values.
 
 A pickle is a program for a small stack machine. This is that machine without its two dangerous
 parts: it looks no name up, and it calls nothing. Every opcode makes, stores or appends a bounded
 number of values, and none recurses. A contradiction ends in ``ValueError``, ``IndexError`` or
 ``KeyError``, for the caller to explain.
 
-Source of the opcodes: CPython 3.11, ``Lib/pickletools.py``. Extension codes and out-of-band buffers
-are left out, for their values are not in the file.
+Source of the opcodes: CPython 3.11, ``Lib/pickletools.py``. Those are left out that no pickler of
+these protocols writes (the texts, numbers and classes of protocols 0 and 1, and of Python 2; texts
+beyond 4 GiB), and those whose values are not in the file (extension codes, out-of-band buffers).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from mmap import mmap
 from typing import TypeAlias
 
 from zexport.formats.inert import (
+    ExcessError,
+    ForeignStorage,
     FragmentAddress,
+    Global,
     MalformedError,
     Opaque,
+    StorageRef,
     as_key,
 )
-from zexport.formats.known_globals import CALLS, CONSTRUCTORS, storage_of
-from zexport.formats.machine import Machine
+from zexport.formats.known_globals import CALLS, CONSTRUCTORS, Call, storage_of
 
-_PLAIN_NBYTES = 9  # a place on the stack or in the memo, and a little for its growth
-_MEMBER_NBYTES = 112
-_TABLE_NBYTES = 192  # what the first member of a dict costs
-_MARK_NBYTES = 96
-_WIDEST = 4  # bytes that a character takes in memory, if one of its text is rare
-_SHALLOW = 64  # marks; more of them at a time than any checkpoint has are charged for
+MAX_NBYTES = 192 << 20
+"""Memory that one pickle and its values may take, as ``Machine.spend`` estimates it.
 
+A model file of 100,000 tensors takes nearly all of it (a hundred megabytes, as the estimate errs
+upwards). Without this bound a few kilobytes of compressed pickle could ask for gigabytes of empty
+containers.
+"""
 MAX_INT_NBYTES = 1024  # beyond about 1,780 bytes Python refuses to print an int
 HIGHEST_PROTOCOL = 5
 STOP = ord(".")
+
+# What is charged, in bytes; measured with CPython 3.11, rounded up.
+_PLACE_NBYTES = 9  # on the stack or in the memo, and a little for its growth
+_NUMBER_NBYTES = 48  # with its place
+_VALUE_NBYTES = 72  # a text, tuple, list, dict, call or mark, with its place
+_MEMBER_NBYTES = 112  # of a dict (its key, its value) or a set
+_TABLE_NBYTES = 192  # what the first member costs besides
+_OPAQUE_NBYTES = 112
+_GLOBAL_NBYTES = 440
+_SHALLOW = 64  # marks; more of them at a time than any checkpoint has are charged for
+_COPY_NBYTES = 160  # a value that a call copies
+_SHORT = 4  # a call that copies at most so many values takes no more than its opcode costs
+_WIDEST = 4  # bytes that a character takes in memory, if one of its text is rare
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """The state of one run: the bytes ahead, the stack, the memo, what was mentioned.
+
+    ``stack`` holds the values since the last mark; the stacks below it wait in ``marks``.
+    """
+
+    data: bytes | mmap
+    pos: int
+    limit: int
+    spent: int = 0
+    stack: list[object] = field(default_factory=list)
+    marks: list[list[object]] = field(default_factory=list)
+    memo: list[object] = field(default_factory=list)
+    globals: set[Global] = field(default_factory=set)
+    misused: set[Global] = field(default_factory=set)
+    storages: dict[str, StorageRef | ForeignStorage] = field(default_factory=dict)
+    fragments: list[FragmentAddress] = field(default_factory=list)
+
+    def take(self, nbytes: int) -> bytes:
+        """The next ``nbytes`` bytes."""
+        begin, end = self.pos, self.pos + nbytes
+        if end > self.limit:
+            raise MalformedError("it ends early, or is longer than it may be")
+        self.pos = end
+        self.spent += nbytes
+        return self.data[begin:end]
+
+    def take_int(self, nbytes: int) -> int:
+        """The next ``nbytes`` bytes as an unsigned number."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def take_line(self) -> str:
+        """The text up to the next line feed, without it."""
+        end = self.data.find(b"\n", self.pos, self.limit)
+        if end < 0:
+            raise MalformedError("a line of it does not end")
+        line = self.take(end - self.pos)
+        self.pos += 1
+        return line.decode()
+
+    def spend(self, nbytes: int) -> None:
+        """Account for memory that is about to be taken.
+
+        Everything that an opcode makes is charged when it is made, and never given back: that
+        bounds the time as well, since no opcode works longer than it is charged for.
+        """
+        self.spent += nbytes
+        if self.spent > MAX_NBYTES:
+            raise ExcessError(f"would take more than {MAX_NBYTES >> 20} MiB of memory")
+
+    def remember(self, index: int) -> None:
+        """Store the top of the stack in the memo; picklers number what they store from 0 on."""
+        if index != len(self.memo):
+            raise MalformedError("it does not number in turn what it stores")
+        self.memo.append(self.stack[-1])
+
+    def recall(self, index: int) -> None:
+        """Push what the memo has at ``index``."""
+        if index >= len(self.memo):
+            raise MalformedError("it refers to a value that it never stored")
+        self.stack.append(self.memo[index])
+
+    def pop(self, count: int) -> list[object]:
+        """The ``count`` values on top of the stack, in the order they were pushed."""
+        return [self.stack.pop() for _ in range(count)][::-1]
+
+    def pop_mark(self) -> list[object]:
+        """The values since the last mark."""
+        values, self.stack = self.stack, self.marks.pop()
+        return values
+
+    def mention(self, module: object, name: object) -> Global:
+        """The global of that name."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise MalformedError("the name of a global is not text")
+        self.spend(_GLOBAL_NBYTES)
+        result = Global(module, name)
+        self.globals.add(result)
+        return result
+
+    def call(self, known: Mapping[Global, Call], callee: object, args: object) -> object:
+        """What a call stands for: a value for the calls in ``known``, else an ``Opaque``."""
+        if not isinstance(args, tuple):
+            raise MalformedError("the arguments of a call are not a tuple")
+        if isinstance(callee, Global) and (run := known.get(callee)) is not None:
+            # A call may copy what it is given, and the memo gives one long list to many calls.
+            copied = [len(a) for a in args if isinstance(a, list | tuple) and len(a) > _SHORT]
+            self.spend(_COPY_NBYTES * sum(copied))
+            value = run(args)
+            if isinstance(value, set | frozenset):
+                self.spend(_TABLE_NBYTES)
+            if value is not None:
+                return value
+            self.misused.add(callee)
+        self.spend(_OPAQUE_NBYTES)
+        return Opaque(callee, args)
 
 
 Opcode: TypeAlias = Callable[[Machine], None]
@@ -45,18 +163,12 @@ def _unknown(machine: Machine) -> None:
 
 OPCODES: list[Opcode] = [_unknown] * 256
 
-# The memory that each opcode's own objects take, in bytes; what depends on the number of values or
-# on their length is charged where they are made. Measured with CPython 3.11, rounded up.
-COSTS: list[int] = [_PLAIN_NBYTES] * 256
+# What each opcode's own object takes; what depends on the number of values or on their length is
+# charged where they are made.
+COSTS: list[int] = [_PLACE_NBYTES] * 256
 for _codes, _nbytes in (
-    (b"JMGIFL\x8a\x8b", 48),
-    (b"tR\x85\x86\x87", 72),
-    (b"SUVTX\x8c\x8d", 80),
-    (b"CB\x8e\x96]}al\x81", 96),
-    (b"Q", 176),
-    (b"\x92o", 176),
-    (b"\x8f\x91", 248),
-    (b"ci\x93", 512),
+    (b"JMG\x8a\x8b", _NUMBER_NBYTES),
+    (b"X\x8cCB\x96t\x85\x86\x87]}\x8f\x91acR\x81\x92\x93Q", _VALUE_NBYTES),
 ):
     for _code in _codes:
         COSTS[_code] = _nbytes
@@ -71,117 +183,67 @@ def _opcode(code: bytes) -> Callable[[Opcode], Opcode]:
 
 
 def _define(code: bytes, make: Callable[[Machine], object]) -> None:
-    """An opcode that pushes one value and looks at nothing on the stack."""
+    """An opcode that pushes one value."""
 
     @_opcode(code)
     def push(machine: Machine) -> None:
-        machine.stack.append(make(machine))
+        value = make(machine)  # which may put another stack in this one's place
+        machine.stack.append(value)
 
 
-def _define_fixed(code: bytes, layout: str) -> None:
+def _define_number(code: bytes, layout: str) -> None:
     """An opcode that pushes a number of fixed size."""
     number = struct.Struct(layout)
     _define(code, lambda machine: number.unpack(machine.take(number.size))[0])
 
 
-def _define_sized(code: bytes, width: int, decode: Callable[[bytes], object]) -> None:
+def _define_sized(code: bytes, width: int, decode: Callable[[Machine, bytes], object]) -> None:
     """An opcode that pushes a value of so many bytes, their number written before in ``width``."""
-    _define(code, lambda machine: decode(machine.take(machine.take_int(width))))
+    _define(code, lambda machine: decode(machine, machine.take(machine.take_int(width))))
 
 
-def _define_line(code: bytes, decode: Callable[[bytes], object]) -> None:
-    """An opcode that pushes what a line of text says."""
-    _define(code, lambda machine: decode(machine.take_line()))
-
-
-def _define_collection(
-    code: bytes, collect: Callable[[list[object]], object], *, hashes: bool = False
+def _define_growth(
+    code: bytes, single: int, grow: Callable[[Machine, object, list[object]], None]
 ) -> None:
-    """An opcode that makes one value of those since the last mark."""
-
-    @_opcode(code)
-    def gather(machine: Machine) -> None:
-        values = machine.pop_mark()
-        if hashes:
-            machine.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
-        machine.stack.append(collect(values))
-
-
-def _define_growth(code: bytes, grow: Callable[[object, list[object]], None], single: int) -> None:
     """An opcode that adds ``single`` values to the container below, or (0) those since the mark."""
 
     @_opcode(code)
     def add(machine: Machine) -> None:
-        if single:
-            values = [machine.stack.pop() for _ in range(single)][::-1]
-        else:
-            values = machine.pop_mark()
-        target = machine.stack[-1]
-        if not isinstance(target, list):
-            machine.spend(_MEMBER_NBYTES * len(values) + (0 if target else _TABLE_NBYTES))
-        grow(target, values)
+        values = machine.pop(single) if single else machine.pop_mark()
+        grow(machine, machine.stack[-1], values)
 
 
-def _define_put(code: bytes, index: Callable[[Machine], int]) -> None:
-    """An opcode that stores the top of the stack in the memo."""
-
-    @_opcode(code)
-    def put(machine: Machine) -> None:
-        machine.remember(index(machine), machine.stack[-1])
-
-
-def _define_text(
-    code: bytes, take: Callable[[Machine], bytes], decode: Callable[[bytes], str]
-) -> None:
-    """An opcode that pushes text."""
-
-    @_opcode(code)
-    def push(machine: Machine) -> None:
-        raw = take(machine)
-        text = decode(raw)
-        if not text.isascii():
-            machine.spend(_WIDEST * len(raw))
-        machine.stack.append(text)
-
-
-def _text(raw: bytes) -> str:
+def _text(machine: Machine, raw: bytes) -> str:
     # Python writes lone surrogates, such as those of undecodable file names, in this way.
-    return raw.decode("utf-8", "surrogatepass")
+    text = raw.decode("utf-8", "surrogatepass")
+    if not text.isascii():
+        machine.spend(_WIDEST * len(raw))
+    return text
 
 
-def _long(raw: bytes) -> int:
+def _long(_: Machine, raw: bytes) -> int:
     if len(raw) > MAX_INT_NBYTES:
         raise MalformedError(f"a number takes more than {MAX_INT_NBYTES} bytes")
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _quoted(line: bytes) -> str:
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'}:  # noqa: PLR2004
-        raise MalformedError("a text in it lacks its quotes")
-    return line[1:-1].decode("unicode_escape")
+def _members(machine: Machine, values: list[object]) -> Iterator[object]:
+    """The values, fit to be members of a set."""
+    machine.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
+    return map(as_key, values)
 
 
-def _int_line(line: bytes) -> object:
-    return {b"00": False, b"01": True}[line] if line in {b"00", b"01"} else int(line)
-
-
-def _global(machine: Machine) -> object:
-    module, name = machine.take_line(), machine.take_line()
-    return machine.mention(module.decode(), name.decode())
-
-
-def _extend(target: object, values: list[object]) -> None:
-    if isinstance(target, list):
-        target.extend(values)
-    elif isinstance(target, Opaque):
-        target.items.extend(values)
-    else:
+def _extend(_: Machine, target: object, values: list[object]) -> None:
+    items = target.items if isinstance(target, Opaque) else target
+    if not isinstance(items, list):
         raise MalformedError("it appends to what is not a list")
+    items.extend(values)
 
 
-def _update(target: object, values: list[object]) -> None:
+def _update(machine: Machine, target: object, values: list[object]) -> None:
     if len(values) % 2:
         raise MalformedError("a key in it has no value")
+    machine.spend(_MEMBER_NBYTES * len(values) + _TABLE_NBYTES)
     pairs = zip(values[::2], values[1::2], strict=True)
     if isinstance(target, dict):
         target.update((as_key(key), value) for key, value in pairs)
@@ -191,16 +253,10 @@ def _update(target: object, values: list[object]) -> None:
         raise MalformedError("it sets an item of what is not a dict")
 
 
-def _add(target: object, values: list[object]) -> None:
+def _add(machine: Machine, target: object, values: list[object]) -> None:
     if not isinstance(target, set):
         raise MalformedError("it adds a member to what is not a set")
-    target.update(map(as_key, values))
-
-
-def _new_dict(values: list[object]) -> object:
-    result: dict[object, object] = {}
-    _update(result, values)
-    return result
+    target.update(_members(machine, values))
 
 
 _define(b"N", lambda _: None)
@@ -209,40 +265,28 @@ _define(b"\x89", lambda _: False)
 _define(b"]", lambda _: [])
 _define(b"}", lambda _: {})
 _define(b")", lambda _: ())
-_define(b"\x8f", lambda _: set())
-_define(b"2", lambda machine: machine.stack[-1])
-_define(b"c", _global)
-_define(b"g", lambda machine: machine.recall(int(machine.take_line())))
-_define_put(b"p", lambda machine: int(machine.take_line()))
-_define_put(b"\x94", lambda machine: len(machine.memo) + len(machine.strays))
-_define_fixed(b"J", "<i")
-_define_fixed(b"M", "<H")
-_define_fixed(b"G", ">d")
+_define(b"\x8f", lambda machine: set(_members(machine, [])))
+_define(b"t", lambda machine: tuple(machine.pop_mark()))
+_define(b"\x85", lambda machine: tuple(machine.pop(1)))
+_define(b"\x86", lambda machine: tuple(machine.pop(2)))
+_define(b"\x87", lambda machine: tuple(machine.pop(3)))
+_define(b"\x91", lambda machine: frozenset(_members(machine, machine.pop_mark())))
+_define(b"c", lambda machine: machine.mention(machine.take_line(), machine.take_line()))
+_define_number(b"J", "<i")
+_define_number(b"M", "<H")
+_define_number(b"G", ">d")
 _define_sized(b"\x8a", 1, _long)
 _define_sized(b"\x8b", 4, _long)
-_define_text(b"T", lambda machine: machine.take(machine.take_int(4)), _text)
-_define_text(b"U", lambda machine: machine.take(machine.take_int(1)), _text)
-_define_text(b"\x8c", lambda machine: machine.take(machine.take_int(1)), _text)
-_define_text(b"\x8d", lambda machine: machine.take(machine.take_int(8)), _text)
-_define_sized(b"C", 1, bytes)
-_define_sized(b"B", 4, bytes)
-_define_sized(b"\x8e", 8, bytes)
-_define_sized(b"\x96", 8, bytearray)
-_define_line(b"I", _int_line)
-_define_line(b"L", lambda line: int(line.removesuffix(b"L")))
-_define_line(b"F", float)
-_define_text(b"S", Machine.take_line, _quoted)
-_define_text(b"V", Machine.take_line, lambda line: line.decode("raw_unicode_escape"))
-_define_text(b"X", lambda machine: machine.take(machine.take_int(4)), _text)
-_define_collection(b"t", tuple)
-_define_collection(b"l", list)
-_define_collection(b"d", _new_dict, hashes=True)
-_define_collection(b"\x91", lambda values: frozenset(map(as_key, values)), hashes=True)
-_define_growth(b"a", _extend, 1)
-_define_growth(b"e", _extend, 0)
-_define_growth(b"s", _update, 2)
-_define_growth(b"u", _update, 0)
-_define_growth(b"\x90", _add, 0)
+_define_sized(b"\x8c", 1, _text)
+_define_sized(b"X", 4, _text)
+_define_sized(b"C", 1, lambda _, raw: raw)
+_define_sized(b"B", 4, lambda _, raw: raw)
+_define_sized(b"\x96", 8, lambda _, raw: bytearray(raw))
+_define_growth(b"a", 1, _extend)
+_define_growth(b"e", 0, _extend)
+_define_growth(b"s", 2, _update)
+_define_growth(b"u", 0, _update)
+_define_growth(b"\x90", 0, _add)
 
 
 # The next five are two thirds of a checkpoint's opcodes, so they do without the helpers. A
@@ -257,7 +301,7 @@ def _binint1(machine: Machine) -> None:
 
 @_opcode(b"h")
 def _binget(machine: Machine) -> None:
-    machine.stack.append(machine.recall(machine.data[machine.pos]))
+    machine.recall(machine.data[machine.pos])
     machine.pos += 1
 
 
@@ -265,12 +309,12 @@ def _binget(machine: Machine) -> None:
 def _long_binget(machine: Machine) -> None:
     pos = machine.pos
     machine.pos = pos + 4
-    machine.stack.append(machine.recall(int.from_bytes(machine.data[pos : pos + 4], "little")))
+    machine.recall(int.from_bytes(machine.data[pos : pos + 4], "little"))
 
 
 @_opcode(b"q")
 def _binput(machine: Machine) -> None:
-    machine.remember(machine.data[machine.pos], machine.stack[-1])
+    machine.remember(machine.data[machine.pos])
     machine.pos += 1
 
 
@@ -278,7 +322,12 @@ def _binput(machine: Machine) -> None:
 def _long_binput(machine: Machine) -> None:
     pos = machine.pos
     machine.pos = pos + 4
-    machine.remember(int.from_bytes(machine.data[pos : pos + 4], "little"), machine.stack[-1])
+    machine.remember(int.from_bytes(machine.data[pos : pos + 4], "little"))
+
+
+@_opcode(b"\x94")
+def _memoize(machine: Machine) -> None:
+    machine.memo.append(machine.stack[-1])
 
 
 @_opcode(b"\x80")
@@ -297,37 +346,17 @@ def _mark(machine: Machine) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
     if len(machine.marks) > _SHALLOW:
-        machine.spend(_MARK_NBYTES)
+        machine.spend(_VALUE_NBYTES)
 
 
 @_opcode(b"0")
 def _pop(machine: Machine) -> None:
-    if machine.stack:
-        machine.stack.pop()
-    else:
-        machine.pop_mark()  # POP on a fresh mark takes the mark
+    machine.stack.pop()
 
 
 @_opcode(b"1")
 def _pop_mark(machine: Machine) -> None:
     machine.pop_mark()
-
-
-@_opcode(b"\x85")
-def _tuple1(machine: Machine) -> None:
-    machine.stack[-1] = (machine.stack[-1],)
-
-
-@_opcode(b"\x86")
-def _tuple2(machine: Machine) -> None:
-    last = machine.stack.pop()
-    machine.stack[-1] = (machine.stack[-1], last)
-
-
-@_opcode(b"\x87")
-def _tuple3(machine: Machine) -> None:
-    last, middle = machine.stack.pop(), machine.stack.pop()
-    machine.stack[-1] = (machine.stack[-1], middle, last)
 
 
 @_opcode(b"\x93")
@@ -354,20 +383,7 @@ def _newobj(machine: Machine) -> None:
 @_opcode(b"\x92")
 def _newobj_ex(machine: Machine) -> None:
     kwargs, args = machine.stack.pop(), machine.stack.pop()
-    machine.stack[-1] = Opaque(machine.stack[-1], (args, kwargs))
-
-
-@_opcode(b"i")
-def _inst(machine: Machine) -> None:
-    callee = _global(machine)
-    args = machine.pop_mark()
-    machine.stack.append(Opaque(callee, tuple(args)))
-
-
-@_opcode(b"o")
-def _obj(machine: Machine) -> None:
-    values = machine.pop_mark()
-    machine.stack.append(Opaque(values[0], tuple(values[1:])))
+    machine.stack[-1] = machine.call({}, machine.stack[-1], (args, kwargs))
 
 
 @_opcode(b"b")
@@ -384,6 +400,7 @@ def _build(machine: Machine) -> None:
 
 @_opcode(b"Q")
 def _binpersid(machine: Machine) -> None:
+    machine.spend(_MEMBER_NBYTES)
     storage = storage_of(machine.stack[-1])
     machine.stack[-1] = storage
     if machine.storages.setdefault(storage.key, storage) != storage:

@@ -21,8 +21,7 @@ from zexport.formats.inert import (
     TensorRef,
 )
 from zexport.formats.known_globals import HARMLESS
-from zexport.formats.machine import MAX_NBYTES, Machine
-from zexport.formats.opcodes import COSTS, OPCODES, STOP
+from zexport.formats.opcodes import COSTS, MAX_NBYTES, OPCODES, STOP, Machine
 
 __all__ = [
     "ForeignStorage",
@@ -77,7 +76,8 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
     """
     if isinstance(data, memoryview):
         data = data.tobytes()
-    machine = Machine(data, start=start, limit=min(len(data), start + MAX_PICKLE_NBYTES))
+    limit = min(len(data), start + MAX_PICKLE_NBYTES)
+    machine = Machine(data, start, limit, spent=0 if isinstance(data, mmap) else limit - start)
     try:
         value = _run(machine)
     except HiddenError as error:
