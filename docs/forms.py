@@ -15,7 +15,7 @@ from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest
 from zexport.run.verify_report import VerifyReport
 from zexport.store.json import SCHEMA
-from zexport.train.summary import TrainSummary
+from zexport.train.outcome import TrainSummary
 from zexport.weights.provenance import Provenance
 
 _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {

@@ -44,7 +44,7 @@ from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.train import launch
 from zexport.train.options import TrainOptions, resumed
-from zexport.train.summary import TrainSummary
+from zexport.train.outcome import TrainSummary
 from zexport.weights.autoep_experts import fuse_experts
 from zexport.weights.hub_form import lay_out
 from zexport.weights.hub_names import settle_names

@@ -20,8 +20,8 @@ from zexport.model.names_client import NamesClient
 from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
 from zexport.train.options import TrainOptions, read_ds_config, resumed
+from zexport.train.outcome import TrainSummary
 from zexport.train.source import describe_source
-from zexport.train.summary import TrainSummary
 from zexport.train.text import Corpus
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

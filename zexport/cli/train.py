@@ -10,8 +10,6 @@ import click
 from click.core import ParameterSource
 
 from zexport.cli.options import GivenPath
-from zexport.train.launch import train as run_training
-from zexport.train.options import TrainOptions, read_ds_config, resumed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -122,6 +120,9 @@ def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **va
 
     Example: zexport train run --world-size 2 --stage 3 --steps 60
     """
+    from zexport.train.launch import train as run_training
+    from zexport.train.options import TrainOptions, read_ds_config, resumed
+
     overrides = read_ds_config(ds_config) if ds_config else {}
     options = TrainOptions(ds_config=overrides, **values)
     default = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from zexport.store.disk import sync_path
 from zexport.store.retries import steadily, synced
 
 
@@ -30,20 +31,7 @@ def _write_once(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """The bytes of a file, or the names in a folder, are on disk: late write errors show here.
-
-    Raises:
-        OSError: they cannot be brought there.
-    """
-    handle = steadily(lambda: os.open(path, os.O_RDONLY))
-    try:
-        synced(handle)
-    finally:
-        os.close(handle)
+    sync_path(path.parent)
 
 
 def open_like_config(folder: Path) -> None:

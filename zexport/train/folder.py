@@ -36,11 +36,6 @@ def check_free(out: Path) -> None:
         )
 
 
-def base_folder(options: TrainOptions) -> Path:
-    """The model an adapter belongs to: the one it was read from, or a copy in OUT."""
-    return options.model or options.out / "base"
-
-
 def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """OUT exists and is ours, with the base model of an adapter that has no other home.
 
@@ -61,8 +56,8 @@ def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dty
         out.mkdir(parents=True, exist_ok=True)
         if options.lora and options.model is None:
             rounded = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-            meta_twin(model, dtype).save_pretrained(base_folder(options), state_dict=rounded)
-            open_like_config(base_folder(options))
+            meta_twin(model, dtype).save_pretrained(options.base, state_dict=rounded)
+            open_like_config(options.base)
     except OSError as error:
         raise OutputError(f"cannot be made: {error.strerror}", path=out) from error
 

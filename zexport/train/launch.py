@@ -20,8 +20,14 @@ from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageE
 from zexport.train.ds_config import settled
 from zexport.train.folder import check_free
 from zexport.train.options import TrainOptions
-from zexport.train.outcome import LAUNCHER_LOG, MARK, SUMMARY_FILE, failure_of, log_file
-from zexport.train.summary import TrainSummary
+from zexport.train.outcome import (
+    LAUNCHER_LOG,
+    MARK,
+    SUMMARY_FILE,
+    TrainSummary,
+    failure_of,
+    log_file,
+)
 
 _GRACE_S = 10
 """Seconds that ranks get to end by themselves before they are killed."""

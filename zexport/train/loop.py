@@ -14,9 +14,9 @@ import torch
 from zexport.errors import CheckpointError, UsageError
 from zexport.train.files import write_atomically
 from zexport.train.options import TrainOptions
+from zexport.train.outcome import TrainSummary
 from zexport.train.ranks import Ranks
 from zexport.train.save import GATHERED, Saver, tag_of, tags_in
-from zexport.train.summary import TrainSummary
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zexport.errors import UsageError
+from zexport.store.json import SCHEMA, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
@@ -55,8 +56,6 @@ class TrainOptions:
 
     def to_json(self) -> str:
         """The options as a JSON object that :meth:`from_json` reads back equal."""
-        from zexport.store.json import form_of  # noqa: PLC0415 - --help does without
-
         return json.dumps(form_of(self), indent=2) + "\n"
 
     @classmethod
@@ -66,11 +65,14 @@ class TrainOptions:
         Raises:
             ValueError: the text is not such an object.
         """
-        from zexport.store.json import SCHEMA, decoded  # noqa: PLC0415 - --help does without
-
         if decoded(text, dict[str, Any]).get("schema") != SCHEMA:
             raise ValueError(f"not an options object of schema {SCHEMA}")
         return decoded(text, cls)
+
+    @property
+    def base(self) -> Path:
+        """The model an adapter belongs to: the one it was read from, or a copy in OUT."""
+        return self.model or self.out / "base"
 
     @property
     def partitioned(self) -> bool:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zexport.train.ds_config import ds_config
-from zexport.train.folder import base_folder, claim_folder, describe_run
+from zexport.train.folder import claim_folder, describe_run
 from zexport.train.gather import AdapterWriter, ModelWriter, meta_twin
 from zexport.train.loop import Place, resumed_place, train_steps
 from zexport.train.model import add_adapter, freeze, make_model
 from zexport.train.options import TrainOptions
+from zexport.train.outcome import TrainSummary
 from zexport.train.ranks import Ranks, join_ranks
 from zexport.train.save import Saver
 from zexport.train.source import describe_source
-from zexport.train.summary import TrainSummary
 from zexport.train.text import Corpus, make_corpus, make_tokenizer, read_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run_rank(options: TrainOptions, progress: Callable[[str], None]) -> TrainSum
     options = replace(options, world_size=ranks.world_size)
     saver, corpus = start_run(options, ranks)
     place = resumed_place(saver.engine, ranks, options) if options.resume else Place()
-    summary = train_steps(saver, corpus, place, progress if ranks.is_first else _silent)
+    summary = train_steps(saver, corpus, place, progress if ranks.is_first else lambda _: None)
     ranks.leave()
     return summary
 
@@ -89,10 +89,6 @@ def make_engine(
     return engine
 
 
-def _silent(_line: str) -> None:
-    """The progress of every rank but the first."""
-
-
 def _text(options: TrainOptions, ranks: Ranks) -> tuple[PreTrainedTokenizerBase, Corpus]:
     """Tokenizer and corpus as rank 0 made them: other nodes need not see the same files."""
 
@@ -109,7 +105,7 @@ def _writer(
 ) -> tuple[ModelWriter | AdapterWriter, torch.nn.Module]:
     """What writes the gathered weights, and the module to train: ``base``, adapted if asked."""
     if options.lora:
-        adapted = add_adapter(base, base_folder(options))
+        adapted = add_adapter(base, options.base)
         return AdapterWriter(adapted, tokenizer), adapted
     half = torch.bfloat16 if options.dtype == "fp32" else DTYPES[options.dtype]
     return ModelWriter(meta_twin(base, half), tokenizer), base

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from zexport.store.disk import sync_path
 from zexport.store.retries import steadily
-from zexport.train.files import cause_of, sync, write_atomically
+from zexport.train.files import cause_of, write_atomically
 from zexport.train.gather import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
 from zexport.train.options import TrainOptions
 from zexport.train.ranks import Ranks
@@ -90,7 +91,7 @@ class Saver:
         out = self.options.out
         with recorded_failures(self.engine) as causes:
             self.engine.save_checkpoint(str(out), tag, client_state, save_latest=False)
-        return causes[0] if causes else self._alone(lambda: sync(out / tag))
+        return causes[0] if causes else self._alone(lambda: sync_path(out / tag))
 
     def _write_gathered(self, tag: str) -> str:
         """The model folder of ``--save gathered``, and the adapter beside the partitions."""
@@ -104,7 +105,7 @@ class Saver:
                 fresh = self._fresh_model(tag)
                 self.writer.write(fresh, weights)
                 for file in (*fresh.iterdir(), fresh):
-                    sync(file)
+                    sync_path(file)
             if self.options.partitioned and adapter is not None:
                 adapter.write_weights(self.options.out / f".{ADAPTER_FILE}.new", weights)
 
@@ -158,7 +159,7 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     def noted_save(state_dict: object, path: str) -> None:
         def write() -> None:
             save(state_dict, path)
-            sync(Path(path))
+            sync_path(Path(path))
 
         noted(lambda: steadily(write), Path(path))  # written anew from its first byte
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -100,7 +99,7 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_lines(text), trainer)
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=_BEGIN,
@@ -108,10 +107,6 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
         pad_token=_PAD,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _lines(text: str) -> Iterator[str]:
-    yield from text.splitlines(keepends=True)
 
 
 def make_corpus(tokenizer: PreTrainedTokenizerBase, text: str, options: TrainOptions) -> Corpus:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zexport.errors import TrainingError, ZexportError
 from zexport.train.options import TrainOptions
-from zexport.train.outcome import MARK, SUMMARY_FILE, Failure, failure_file, log_file
-from zexport.train.summary import TrainSummary
+from zexport.train.outcome import MARK, SUMMARY_FILE, Failure, TrainSummary, failure_file, log_file
 
 
 def run_worker(options: TrainOptions, log: Path, progress: Callable[[str], None]) -> TrainSummary:
