@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
+from threading import local
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
 from zexport.compare.outcome import Outcome, TensorDiff
@@ -116,32 +116,26 @@ def _paired(a: ModelWeights, b: ModelWeights) -> tuple[list[_Pair], list[TensorD
     shared = a.tensors.keys() & b.tensors.keys()
     pairs = [_Pair(a.tensors[name], b.tensors[name]) for name in a.tensors if name in shared]
     a_alone, b_alone = a.tensors.keys() - shared, b.tensors.keys() - shared
-    partners = _Partners(a, b) if a_alone or b_alone else None
+    ties = {**a.learn_ties(), **b.learn_ties()} if a_alone or b_alone else {}
     alone = []
     for name in sorted(a_alone):
-        if partners is not None and (partner := partners.of(name, b)):
+        if partner := _partner(name, b, ties):
             pairs.append(_Pair(a.tensors[name], partner))
         else:
             alone.append(_alone(Outcome.ONLY_IN_A, a.tensors[name]))
     for name in sorted(b_alone):
-        if partners is not None and (partner := partners.of(name, a)):
+        if partner := _partner(name, a, ties):
             pairs.append(_Pair(partner, b.tensors[name]))
         else:
             alone.append(_alone(Outcome.ONLY_IN_B, b.tensors[name]))
     return list(dict.fromkeys(pairs)), alone
 
 
-class _Partners:
-    """Finds what stands for a tensor that the other side does not have under its name."""
-
-    def __init__(self, a: ModelWeights, b: ModelWeights) -> None:
-        self._ties = {**a.learn_ties(), **b.learn_ties()}
-
-    def of(self, name: str, other: ModelWeights) -> PlacedTensor | None:
-        """The tensor of the other side that is tied to this name, if there is one."""
-        source = self._ties.get(name, name)
-        members = (source, *(alias for alias, root in self._ties.items() if root == source))
-        return next((other.tensors[m] for m in members if m in other.tensors), None)
+def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> PlacedTensor | None:
+    """The tensor of the other side that is tied to this name, if there is one."""
+    source = ties.get(name, name)
+    members = (source, *(alias for alias, root in ties.items() if root == source))
+    return next((other.tensors[m] for m in members if m in other.tensors), None)
 
 
 def _alone(outcome: Outcome, placed: PlacedTensor) -> TensorDiff:
@@ -155,22 +149,12 @@ def _compared(
     pairs: Sequence[_Pair], reader: SourceReader, jobs: int
 ) -> Iterator[tuple[_Piece, PairSums]]:
     """What is seen of every piece, in order; few are under way at a time."""
-    pool: SimpleQueue[_Buffers] = SimpleQueue()
-    for _ in range(jobs):
-        pool.put(_Buffers())
-
-    def seen_of(piece: _Piece) -> PairSums:
-        buffers = pool.get()
-        try:
-            return _seen(piece, reader, buffers)
-        finally:
-            pool.put(buffers)
-
+    buffers = _Buffers()
     workers = ThreadPoolExecutor(jobs)
     running: deque[tuple[_Piece, Future[PairSums]]] = deque()
     try:
         for piece in _pieces(pairs):
-            running.append((piece, workers.submit(seen_of, piece)))
+            running.append((piece, workers.submit(_seen, piece, reader, buffers)))
             if len(running) > jobs * _AHEAD:
                 first, future = running.popleft()
                 yield first, future.result()
@@ -187,8 +171,8 @@ def _pieces(pairs: Iterable[_Pair]) -> Iterator[_Piece]:
             yield _Piece(pair, start, min(start + _PIECE_NUMEL, numel))
 
 
-class _Buffers:
-    """Room for a chunk of either side."""
+class _Buffers(local):
+    """Room for a chunk of either side, in each thread its own."""
 
     def __init__(self) -> None:
         self.a = memoryview(bytearray(_CHUNK_NUMEL * _ITEMSIZE_MAX))
@@ -231,13 +215,12 @@ _WORST_FIRST = (
     Outcome.CAST_EQUAL,
     Outcome.EQUAL,
 )
-_RANK = {outcome: rank for rank, outcome in enumerate(_WORST_FIRST)}
 
 
 def _order(diff: TensorDiff) -> tuple[int, int, float, str]:
     """Worst first: values by NaN and infinities in one alone, then by the relative difference."""
-    sums = diff.sums
+    sums, rank = diff.sums, _WORST_FIRST.index(diff.outcome)
     if sums is None:
-        return _RANK[diff.outcome], 0, 0.0, diff.name
+        return rank, 0, 0.0, diff.name
     relative = math.inf if sums.relative_norm is None else sums.relative_norm
-    return _RANK[diff.outcome], -(sums.nan_in_one + sums.inf_in_one), -relative, diff.name
+    return rank, -(sums.nan_in_one + sums.inf_in_one), -relative, diff.name

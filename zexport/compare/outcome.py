@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from zexport.compare.values import PairSums, Rounding
 from zexport.ranges.dtypes import DType
 
@@ -59,9 +61,5 @@ class TensorDiff:
         if self.sums is None or self.sums.worst is None or self.a_shape is None:
             return None
         is_complex = DType.C64 in (self.a_dtype, self.b_dtype)
-        rest = self.sums.worst // (2 if is_complex else 1)
-        index: list[int] = []
-        for dim in reversed(self.a_shape):
-            rest, at = divmod(rest, dim)
-            index.append(at)
-        return tuple(reversed(index))
+        at = self.sums.worst // (2 if is_complex else 1)
+        return tuple(map(int, np.unravel_index(at, self.a_shape)))

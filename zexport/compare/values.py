@@ -65,7 +65,7 @@ class PairSums:
         roundings: what explains every pair.
     """
 
-    roundings: frozenset[Rounding]
+    roundings: frozenset[Rounding] = frozenset()
     unequal: int = 0
     finite: int = 0
     abs_max: float = 0.0
@@ -224,59 +224,41 @@ def _same(values: _Doubles) -> PairSums:
     """The sums of a run that is the same on both sides."""
     squares = float(np.square(values).sum())
     if not math.isfinite(squares):
-        return _with_gaps(values, values, 0)
-    return PairSums(
-        roundings=frozenset(),
-        finite=values.size,
-        a_squares=squares,
-        b_squares=squares,
-        products=squares,
-    )
+        return _different(values, values, 0)
+    return PairSums(finite=values.size, a_squares=squares, b_squares=squares, products=squares)
 
 
 def _different(a: _Doubles, b: _Doubles, start: int) -> PairSums:
-    """The sums alone, of any two runs."""
-    difference = np.subtract(a, b)
-    np.abs(difference, out=difference)
-    if not math.isfinite(float(difference.sum())):
-        return _with_gaps(a, b, start)
-    at = int(difference.argmax()) if difference.size else 0
-    largest = float(difference[at]) if difference.size else 0.0
+    """The sums alone, of any two runs; NaN, infinities and overflow among them take longer."""
+    difference = np.abs(a - b)
+    if math.isfinite(float(difference.sum())):
+        return _finite_sums(a, b, difference, start)
+    a_nan, b_nan = np.isnan(a), np.isnan(b)
+    is_finite = np.isfinite(a) & np.isfinite(b)
+    places = np.flatnonzero(is_finite)
+    sums = _finite_sums(a[is_finite], b[is_finite], difference[is_finite], 0)
+    return replace(
+        sums,
+        worst=None if sums.worst is None else start + int(places[sums.worst]),
+        a_nan=int(np.count_nonzero(a_nan)),
+        b_nan=int(np.count_nonzero(b_nan)),
+        nan_in_one=int(np.count_nonzero(a_nan != b_nan)),
+        inf_in_one=int(np.count_nonzero((a != b) & ~is_finite & ~a_nan & ~b_nan)),
+    )
+
+
+def _finite_sums(a: _Doubles, b: _Doubles, difference: _Doubles, start: int) -> PairSums:
+    """The sums of pairs of finite numbers."""
+    largest = float(difference.max(initial=0.0))
     return PairSums(
-        roundings=frozenset(),
         finite=difference.size,
         abs_max=largest,
-        worst=start + at if largest else None,
+        worst=start + int(difference.argmax()) if largest else None,
         abs_sum=float(difference.sum()),
         difference_squares=float(np.square(difference).sum()),
         a_squares=float(np.square(a).sum()),
         b_squares=float(np.square(b).sum()),
         products=float((a * b).sum()),
-    )
-
-
-def _with_gaps(a: _Doubles, b: _Doubles, start: int) -> PairSums:
-    """The same where NaN, infinities or overflow are among them; slower."""
-    a_nan, b_nan = np.isnan(a), np.isnan(b)
-    is_finite = np.isfinite(a) & np.isfinite(b)
-    places = np.flatnonzero(is_finite)
-    a_rest, b_rest = a[is_finite], b[is_finite]
-    difference = np.abs(a_rest - b_rest)
-    largest = float(difference.max(initial=0.0))
-    return PairSums(
-        roundings=frozenset(),
-        finite=difference.size,
-        abs_max=largest,
-        worst=start + int(places[difference.argmax()]) if largest else None,
-        abs_sum=float(difference.sum()),
-        difference_squares=float(np.square(difference).sum()),
-        a_squares=float(np.square(a_rest).sum()),
-        b_squares=float(np.square(b_rest).sum()),
-        products=float((a_rest * b_rest).sum()),
-        a_nan=int(np.count_nonzero(a_nan)),
-        b_nan=int(np.count_nonzero(b_nan)),
-        nan_in_one=int(np.count_nonzero(a_nan != b_nan)),
-        inf_in_one=int(np.count_nonzero((a != b) & ~is_finite & ~a_nan & ~b_nan)),
     )
 
 
