@@ -124,8 +124,8 @@ def _measure(
     return TensorStatistics(
         name=tensor.name,
         norm=sums.norm,
-        minimum=sums.minimum,
-        maximum=sums.maximum,
+        minimum=sums.minimum if sums.count else None,
+        maximum=sums.maximum if sums.count else None,
         mean=sums.mean if sums.count else None,
         nan=sums.nan,
         inf=sums.inf,
@@ -141,17 +141,17 @@ def _parts(source: ByteSource, reader: WeightReader, buffer: memoryview) -> Iter
         yield part
 
 
+@dataclass(slots=True)
 class _Sums:
     """What has been seen so far."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.nan = 0
-        self.inf = 0
-        self.norm = 0.0
-        self.mean = 0.0
-        self.minimum: float | int | None = None
-        self.maximum: float | int | None = None
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    norm: float = 0.0
+    mean: float = 0.0
+    minimum: float = math.inf
+    maximum: float = -math.inf
 
     def add(self, stored: npt.NDArray[np.generic]) -> None:
         """Take some elements into account."""
@@ -160,21 +160,15 @@ class _Sums:
         values = stored.astype(np.float64)
         low, high = float(values.min()), float(values.max())
         if not (math.isfinite(low) and math.isfinite(high)):  # NaN makes both of them NaN
-            self._count(values)
+            self.nan += int(np.count_nonzero(np.isnan(values)))
+            self.inf += int(np.count_nonzero(np.isinf(values)))
             self.add(values[np.isfinite(values)])
             return
         # A double does not hold every 64-bit integer, so that integers are compared as such.
         is_whole = np.issubdtype(stored.dtype, np.integer)
-        self._widen(*((stored.min().item(), stored.max().item()) if is_whole else (low, high)))
+        self.minimum = min(self.minimum, stored.min().item() if is_whole else low)
+        self.maximum = max(self.maximum, stored.max().item() if is_whole else high)
         self._add_up(values, max(abs(low), abs(high)))
-
-    def _count(self, values: npt.NDArray[np.float64]) -> None:
-        self.nan += int(np.count_nonzero(np.isnan(values)))
-        self.inf += int(np.count_nonzero(np.isinf(values)))
-
-    def _widen(self, low: float, high: float) -> None:
-        self.minimum = low if self.minimum is None else min(self.minimum, low)
-        self.maximum = high if self.maximum is None else max(self.maximum, high)
 
     def _add_up(self, values: npt.NDArray[np.float64], largest: float) -> None:
         """Norm and mean of finite values; ``values`` is scratch room afterwards.
