@@ -286,8 +286,6 @@ def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
     first = {id(shard[name]): name for name in reversed(shard)}
     own = {n: t if first[id(t)] == n else t.clone() for n, t in shard.items()}
     path.touch()
-    mode = (
-        path.stat().st_mode
-    )  # as the umask leaves it; safetensors makes files for the owner alone
+    mode = path.stat().st_mode  # as the umask leaves it; safetensors lets the owner alone read
     save_file(own, path, metadata={"format": "pt"})
     path.chmod(mode)
