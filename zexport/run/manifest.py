@@ -162,7 +162,7 @@ def read_manifest(out_dir: Path) -> Manifest:
     path = out_dir / MANIFEST_NAME
     try:
         content = read_regular(path, _NBYTES_MAX)
-        table = None if content is None else msgspec.json.decode(content)
+        table = None if content is None else json.loads(content)
         if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise VerificationError(
                 "has another schema than this zexport understands",

@@ -53,7 +53,7 @@ def decoded(text: str, kind: type[_T]) -> _T:
     Raises:
         ValueError: the text is not that of one.
     """
-    return msgspec.json.decode(text, type=kind, dec_hook=_made)
+    return msgspec.convert(json.loads(text), kind, dec_hook=_made)
 
 
 def read_json_object(path: Path) -> JsonObject:
