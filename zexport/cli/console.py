@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def console() -> Console:
     """Standard output; ``NO_COLOR`` and ``TERM=dumb`` are honoured, and long lines are not cut."""
     if not sys.stdout.isatty() and not {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys():
-        return PlainConsole()
+        return PlainConsole(sys.stdout)
     from rich.console import Console
 
     return Console(soft_wrap=True, highlight=False, markup=False)

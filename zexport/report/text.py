@@ -6,7 +6,8 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from zexport.printable import printable
 
@@ -17,12 +18,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
 
 
+@dataclass(frozen=True, slots=True)
 class PlainConsole:
-    """Standard output where it shows no styles: rich takes longer to begin than a small export."""
+    """A stream that shows no styles: rich takes longer to begin than a small export."""
+
+    stream: IO[str]
 
     def print(self, text: str) -> None:
         """Put out one line."""
-        print(text)  # noqa: T201 - the command line speaks
+        self.stream.write(f"{text}\n")
 
 
 Console: TypeAlias = "PlainConsole | StyledConsole"
