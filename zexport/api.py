@@ -127,12 +127,7 @@ def _open_source(against: Checkpoint, tag: str | None, *, follow_symlinks: bool)
 
 
 def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
-    """Refuse what is no folder that can be read whole; without a manifest, it is not gone into.
-
-    Raises:
-        VerificationError: it is not there, is no folder, or something in it cannot be looked at.
-        UnsafeError: it is an export in which a link leads outside.
-    """
+    """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
     try:
         if not is_folder(out_dir):
             raise VerificationError(

@@ -119,11 +119,7 @@ class ExportOptions(RecordedOptions):
 
     @classmethod
     def from_recorded(cls, recorded: object, *, base: Path | None) -> ExportOptions:
-        """The choices that ``recorded`` came from; the native engine, whichever was used.
-
-        Raises:
-            ValueError: no export can have had these.
-        """
+        """The choices that ``recorded`` came from; the native engine, whichever was used."""
         import msgspec  # noqa: PLC0415 - options alone do without, as for --help
 
         found = msgspec.convert(recorded, RecordedOptions)

@@ -76,7 +76,7 @@ def adapter_mode(
 def _check_kept_by_name(
     checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> None:
-    """Nothing, unless it is a peft model of a method that names its tensors in no known way."""
+    """Refuse a peft model of a method that names its tensors in no known way."""
     folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
     config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
     if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
@@ -178,7 +178,7 @@ def check_whole(
     adapter: Adapter,
     kept: Mapping[str, StoredTensor],
 ) -> None:
-    """Nothing, if no part of the adapter was left out of the save.
+    """Refuse an adapter of which parts were left out of the save.
 
     Frozen parts of an adapter are left out with all that is frozen; of two factors that one is
     there tells that the other was.

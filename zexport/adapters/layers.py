@@ -77,7 +77,7 @@ class BaseModel:
 
 
 def check_method(adapter: Adapter) -> None:
-    """Nothing, where the adapter's method is one whose update is known."""
+    """Refuse an adapter of a method whose update is not known."""
     config = adapter.config
     found = [] if config.peft_type == "LORA" else [config.peft_type or "no peft_type"]
     found += config.variants()

@@ -114,7 +114,7 @@ def with_saved(
 def check_embedding(
     merged: Weights, beyond: TokensBeyond | None, *, base_is_beyond: bool, tag_dir: Path
 ) -> None:
-    """Nothing, unless tokens were added for which the embedding of the base has no rows.
+    """Refuse tokens that were added for which the embedding of the base has no rows.
 
     Args:
         merged: the model, with the adapter worked in.

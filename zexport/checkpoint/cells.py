@@ -27,10 +27,6 @@ def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
         cells: by model-parallel index.
         count: how many there must be.
         what: what a cell is, in the plural, such as ``tensor ranks``.
-
-    Raises:
-        IncompleteCheckpointError: cells have no files, or no model file.
-        DamagedCheckpointError: there are more cells, or more are recorded than anybody has.
     """
     if count > MAX_DEGREE:
         raise DamagedCheckpointError(

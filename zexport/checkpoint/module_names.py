@@ -110,9 +110,6 @@ def check_spelling(model: ModelStates, surplus: Iterable[str]) -> None:
     Args:
         model: the model states, the module whole.
         surplus: names of the module that are no trained weight, record, buffer or tie.
-
-    Raises:
-        LayoutError: a trained weight is lacking, and one of these differs from it in one part.
     """
     lacking: dict[tuple[Shape, int], list[str]] = {}
     for shapes in model.param_shapes:
@@ -146,9 +143,6 @@ def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -
         model: the model states that record ties.
         stored: the names that have values of their own, in order.
         is_zero3: whether the module holds placeholders for its parameters.
-
-    Raises:
-        LayoutError: the module contradicts a tie that is recorded.
     """
     aliases = _recorded(model, set(stored), is_zero3=is_zero3)
     if is_zero3:
@@ -177,9 +171,6 @@ def _of_one_shape(aliases: Mapping[str, str], model: ModelStates) -> dict[str, s
     DeepSpeed takes weights for tied that begin at one address (``data_ptr``), which a frozen one
     and a view of it do as well. A trained weight has a place of its own in a flat buffer, where no
     other begins (``runtime/zero/stage_1_and_2.py``, ``_update_model_bit16_weights``).
-
-    Raises:
-        LayoutError: the tie is to a trained weight.
     """
     trained = {name for shapes in model.param_shapes for name in shapes}
     kept = {}

@@ -123,11 +123,7 @@ class ModelStates:
 
     @property
     def grid(self) -> Grid | None:
-        """The degrees of model parallelism, where they are recorded (DeepSpeed 0.19 and later).
-
-        Raises:
-            DamagedCheckpointError: they are impossible.
-        """
+        """The degrees of model parallelism, where they are recorded (DeepSpeed 0.19 and later)."""
         degrees = self._at("checkpoint_parallel_dimensions").mapping_or_empty()
         stages, tensor = degrees.get("pp_degree"), degrees.get("tp_degree")
         if type(stages) is not int or type(tensor) is not int:
@@ -251,12 +247,7 @@ class OptimizerStates:
 
 
 def read_model_states(file: TorchFile) -> ModelStates:
-    """The typed record of a model states file.
-
-    Raises:
-        DamagedCheckpointError: a key is missing or holds something else than DeepSpeed writes.
-        UnsafeError: a value that is needed is hidden behind a call.
-    """
+    """The typed record of a model states file."""
     root = Value(file.path, "model states", file.value)
     frozen = root.get("frozen_param_shapes")
     module = root.get("module")
@@ -311,22 +302,13 @@ def _saved_without_masters(root: Value) -> bool:
 
 
 def read_optimizer_states(file: TorchFile) -> OptimizerStates:
-    """The typed record of an optimizer states file.
-
-    Raises:
-        DamagedCheckpointError: a key is missing or holds something else than DeepSpeed writes.
-        UnsafeError: a value that is needed is hidden behind a call.
-    """
+    """The typed record of an optimizer states file."""
     top = Value(file.path, "optimizer states", file.value)
     return _optimizer_states(file, top.need("optimizer_state_dict"), top.get("ds_version"))
 
 
 def read_inner_states(model: ModelStates) -> OptimizerStates:
-    """The record of BF16_Optimizer's state, which a run without ZeRO saves in the model file.
-
-    Raises:
-        DamagedCheckpointError, UnsafeError: as ``read_optimizer_states``.
-    """
+    """The record of BF16_Optimizer's state, which a run without ZeRO saves in the model file."""
     return _optimizer_states(model.file, model.optimizer, model.optimizer.get("ds_version"))
 
 

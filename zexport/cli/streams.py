@@ -58,10 +58,6 @@ class _Results(FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         """How many bytes were taken.
 
-        Raises:
-            OutputError: the system refused.
-            BrokenPipeError: the reader has gone.
-
         What is still to come vanishes then, so that Python can end in peace.
         """
         try:

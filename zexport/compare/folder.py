@@ -61,9 +61,6 @@ class ModelWeights:
 
         The latter asks transformers, in a process of its own, and is remembered from then on.
         Nothing is known of a single file.
-
-        Raises:
-            DamagedCheckpointError: the manifest or the config is not a JSON object.
         """
         manifest, config = self.path / MANIFEST_NAME, self.path / "config.json"
         if is_file(manifest):
@@ -80,14 +77,7 @@ class ModelWeights:
 
 
 def open_weights(path: Path) -> ModelWeights:
-    """What a model folder, or one safetensors file, holds; headers and an index alone are read.
-
-    Raises:
-        CheckpointError: there are no safetensors weights here, or a file cannot be read.
-        DamagedCheckpointError: a file breaks the format, or files and index contradict each other.
-        UnsafeError: the index leads outside its folder.
-        UnsupportedError: an element type that zexport does not know.
-    """
+    """What a model folder, or one safetensors file, holds; headers and an index alone are read."""
     try:
         return _open_weights(path)
     except OSError as cause:

@@ -67,12 +67,6 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
         data: bytes of the file, or of the record within it.
         path: the file, for messages.
         start: where the pickle begins.
-
-    Raises:
-        DamagedCheckpointError: the bytes are not a pickle, contradict torch's format or exceed the
-            limits of this module.
-        UnsafeError: a tensor's place or shape would have to be computed by foreign code.
-        UnsupportedError: its values would take more memory than one pickle may.
     """
     if isinstance(data, memoryview):
         data = data.tobytes()

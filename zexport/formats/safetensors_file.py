@@ -77,11 +77,7 @@ class SafetensorsHeader:
         )
 
     def source(self, name: str) -> Extent:
-        """Where the bytes of a tensor lie.
-
-        Raises:
-            KeyError: the file has no tensor of this name.
-        """
+        """Where the bytes of a tensor lie."""
         tensor = self.tensors[name]
         return Extent(self.path, tensor.offset, tensor.nbytes)
 
@@ -91,10 +87,6 @@ def build_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[int, ...]
 
     Offsets count from the end of the header; every tensor begins where the one before it ends.
     Equal entries give equal bytes.
-
-    Raises:
-        UnsupportedError: a name that the format cannot hold, or more tensors than a header may
-            list.
     """
     table: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets = []
@@ -145,10 +137,6 @@ def read_header(
         path: the file.
         error: what to raise when the bytes break the format: the fault lies with the checkpoint for
             an input, with the export for an output.
-
-    Raises:
-        ZexportError: ``error`` itself, when the file cannot be opened or breaks the format.
-        UnsupportedError: an element type that zexport does not know.
     """
     try:
         with open_regular(path) as file:

@@ -66,21 +66,11 @@ class TorchFile:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The records that hold tensor bytes, by ascending offset; the old container has no CRCs.
-
-        Raises:
-            DamagedCheckpointError: a record is not where the zip's directory puts it.
-        """
+        """The records that hold tensor bytes, by offset; the old container has no CRCs."""
         return self._records.members()
 
     def source(self, tensor: TensorRef) -> ByteSource:
-        """Where the tensor's elements are, in row-major order; an ``Extent`` if they lie densely.
-
-        Raises:
-            DamagedCheckpointError: the tensor reaches beyond its storage, or the storage is not
-                what the file holds.
-            UnsupportedError: the storage is compressed.
-        """
+        """Where the elements are, in row-major order; an ``Extent`` if they lie densely."""
         storage, itemsize = tensor.storage, tensor.dtype.itemsize
         begin = self._records.place(storage)
         if not tensor.numel:
@@ -111,12 +101,6 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
         known: pickles of zip files that were read before, by their bytes, to which this one is
             added. The ranks of one save often write equal ones; those are read, and held in
             memory, once.
-
-    Raises:
-        CheckpointError: it is not a file, or cannot be opened or read.
-        DamagedCheckpointError: it is not a whole file as ``torch.save`` writes it.
-        UnsafeError: a tensor in it is described by code that would have to run.
-        UnsupportedError: it is encrypted, or from a big-endian machine.
     """
     with opened(path) as file:
         version = version_of(file.fileno())

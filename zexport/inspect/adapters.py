@@ -31,11 +31,7 @@ class AdapterSummary:
 
 
 def summarize_adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
-    """The adapters of a checkpoint; none where it is no peft model's.
-
-    Raises:
-        UnsafeError: a configuration is a link that leads outside.
-    """
+    """The adapters of a checkpoint; none where it is no peft model's."""
     options = ExportOptions()
     stored, folders = Weights.of(checkpoint), adapter_folders(checkpoint, options)
     if not is_peft(stored, folders):

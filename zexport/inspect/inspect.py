@@ -123,11 +123,6 @@ def inspect_checkpoint(
         path: any level of a checkpoint's folders; several where nodes kept their own parts.
         tag: name of the tag, or ``newest``.
         follow_symlinks: read what a link leads to, wherever that is.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the tag is not there.
-        AmbiguousTagError: ``newest`` of folders that are not the ages of one run.
-        UnsafeError: ``latest`` or a link leads outside its folder.
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     try:

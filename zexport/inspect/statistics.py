@@ -79,11 +79,6 @@ def measure(
         checkpoint: the checkpoint.
         progress: told of bytes read, after each tensor.
         buffer_nbytes: bytes looked at together; rounded down to whole elements.
-
-    Raises:
-        DamagedCheckpointError: a record does not hold the bytes that were saved, or a file was
-            changed.
-        CheckpointError: a file cannot be read.
     """
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
     done, total = 0, sum(source.nbytes for _, source in sources)

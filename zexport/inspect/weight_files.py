@@ -56,9 +56,6 @@ def list_weight_files(
         root: the folder.
         empty: names of tensors that have no elements by nature.
         boundary: where links may lead.
-
-    Raises:
-        UnsafeError: a link leads outside.
     """
     paths = {path for pattern in _PATTERNS for path in matching(root, pattern) if is_file(path)}
     for path in sorted(paths):

@@ -78,9 +78,6 @@ def cast_into(source: memoryview, stored: DType, target: DType, out: memoryview)
     Rounds to nearest, ties to even, as torch does on a CPU: what is too large becomes infinite, NaN
     stays NaN, subnormals are kept. A double goes to a 16-bit type by way of float, as in torch
     (torch 2.13, ``c10/util/BFloat16.h`` and ``Half.h`` convert from float alone).
-
-    Raises:
-        ValueError: one of two different types is not a floating-point type.
     """
     if stored is target:
         return

@@ -69,11 +69,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Mosaic:
-    """A row-major tensor of ``shape`` made of tiles that cover it, each element once.
-
-    Raises:
-        LayoutError: on construction, where the tiles leave a gap, overlap, or reach outside.
-    """
+    """A row-major tensor of ``shape`` made of tiles that cover it, each element once."""
 
     shape: Shape
     itemsize: int

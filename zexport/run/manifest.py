@@ -142,11 +142,7 @@ def new_manifest(
     files: Mapping[str, FileEntry],
     findings: tuple[Finding, ...],
 ) -> Manifest:
-    """A manifest of this zexport.
-
-    Raises:
-        ValueError: the provenance uses a key that the manifest needs for itself.
-    """
+    """A manifest of this zexport."""
     if taken := _OWN_KEYS & provenance.keys():
         raise ValueError(f"provenance keys already taken: {sorted(taken)}")
     ordered = tuple(sorted(sources, key=lambda source: source.path))
@@ -154,11 +150,7 @@ def new_manifest(
 
 
 def read_manifest(out_dir: Path) -> Manifest:
-    """The manifest of an exported folder.
-
-    Raises:
-        VerificationError: there is none, or it is not one that this zexport understands.
-    """
+    """The manifest of an exported folder."""
     path = out_dir / MANIFEST_NAME
     try:
         content = read_regular(path, _NBYTES_MAX)
@@ -182,11 +174,7 @@ def read_manifest(out_dir: Path) -> Manifest:
 
 
 def _manifest_of(table: Mapping[str, object]) -> Manifest:
-    """The manifest in a JSON object; what is not its own is provenance.
-
-    Raises:
-        ValueError: the object is of another form, or names a file outside its folder.
-    """
+    """The manifest in a JSON object; what is not its own is provenance."""
     manifest = msgspec.convert(table, Manifest)
     for name in {*manifest.files, *(tensor.shard for tensor in manifest.tensors.values())}:
         _check_inside(name)

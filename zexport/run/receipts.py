@@ -72,7 +72,7 @@ class Receipts:
         write_durably(self._folder / _PLAN, [self._digest.whole.encode()])
 
     def check_plan(self) -> None:
-        """Nothing, if the folder was begun for this plan."""
+        """Refuse a folder that was begun for another plan."""
         try:
             found = read_whole(self._folder / _PLAN).decode(errors="replace")
         except OSError:

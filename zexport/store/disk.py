@@ -42,7 +42,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Nothing, if a folder's file system has room for ``nbytes`` more bytes."""
+    """Refuse a folder whose file system has no room for ``nbytes`` more bytes."""
     with writing(folder):
         status = steadily(lambda: os.statvfs(folder))
     free = status.f_bavail * status.f_frsize

@@ -48,11 +48,7 @@ def form_of(*results: object) -> JsonObject:
 
 
 def decoded(text: str, kind: type[_T]) -> _T:
-    """The value of a type whose JSON ``form_of`` and ``values_of`` give.
-
-    Raises:
-        ValueError: the text is not that of one.
-    """
+    """The value of a type whose JSON ``form_of`` and ``values_of`` give."""
     return msgspec.convert(json.loads(text), kind, dec_hook=_made)
 
 

@@ -66,11 +66,7 @@ def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any
 
 
 def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
-    """The options with ``stage`` and ``dtype`` as ``--ds-config`` has them.
-
-    Raises:
-        UsageError: one of the two was typed (is in ``explicit``) and the file says otherwise.
-    """
+    """The options with ``stage`` and ``dtype`` as ``--ds-config`` has them."""
     theirs = options.ds_config
     says: dict[str, object] = {}
     if "stage" in _section(theirs, "zero_optimization"):

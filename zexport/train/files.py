@@ -13,9 +13,6 @@ def write_atomically(path: Path, text: str) -> None:
     """``path`` holds ``text``, on disk; whatever happens on the way, the old content or the new.
 
     A storage that falters is tried again, from the first byte.
-
-    Raises:
-        OSError: it cannot be written; the old content is then still there.
     """
     steadily(lambda: _write_once(path, text))
 

@@ -21,11 +21,7 @@ SOURCE_FILE = "zexport_source.json"
 
 
 def check_free(out: Path) -> None:
-    """Nothing, if a run may be begun in ``out``.
-
-    Raises:
-        OutputError: something lies there already.
-    """
+    """Refuse a folder in which something lies already."""
     if out.exists() and not out.is_dir():
         raise OutputError("is not a folder", path=out)
     if out.is_dir() and any(out.iterdir()):
@@ -42,9 +38,6 @@ def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dty
     That one is saved in ``dtype``, rounded as DeepSpeed will round it.
 
     Called on rank 0, before an adapter changes the model's names.
-
-    Raises:
-        OutputError: the folder is in use, or cannot be made.
     """
     from zexport.train.gather import meta_twin  # noqa: PLC0415 - the command reads this module too
 
@@ -68,11 +61,7 @@ def describe_run(
     writer: ModelWriter | AdapterWriter,
     source: str,
 ) -> None:
-    """Configuration, tokenizer, sidecar and options lie in OUT. Called on rank 0.
-
-    Raises:
-        OutputError: one of them cannot be written.
-    """
+    """Configuration, tokenizer, sidecar and options lie in OUT. Called on rank 0."""
     out = options.out
     try:
         model.config.save_pretrained(out)

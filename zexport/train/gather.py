@@ -63,11 +63,7 @@ class ModelWriter:
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """A model folder that transformers loads.
-
-        Raises:
-            OSError, safetensors.SafetensorError: it cannot be written.
-        """
+        """A model folder that transformers loads."""
         self.twin.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
         open_like_config(folder)
@@ -84,11 +80,7 @@ class AdapterWriter:
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """An adapter folder that peft loads.
-
-        Raises:
-            OSError, safetensors.SafetensorError: it cannot be written.
-        """
+        """An adapter folder that peft loads."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write_config(folder)
         self.write_weights(folder / ADAPTER_FILE, weights)

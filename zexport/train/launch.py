@@ -41,11 +41,6 @@ def train(
     Starts ``world_size`` ranks, unless a launcher (torchrun, deepspeed) has started this process
     as one of its own. Nothing that was started is left running, however this ends. ``explicit``
     names the options that the user typed, which a DeepSpeed configuration must not contradict.
-
-    Raises:
-        UsageError: the options cannot be meant.
-        OutputError: the folder cannot be begun, or the last save failed.
-        TrainingError: a rank failed.
     """
     options = settled(options, explicit)
     _check(options)
@@ -174,11 +169,7 @@ def _end(launcher: subprocess.Popen[str]) -> None:
 def _relay(
     launcher: subprocess.Popen[str], run: Path, timeout_s: int, progress: Callable[[str], None]
 ) -> None:
-    """Passes rank 0's lines on until every rank has closed its end; the rest goes to a log.
-
-    Raises:
-        TrainingError: there was no first line within ``timeout_s`` seconds.
-    """
+    """Passes rank 0's lines on until every rank has closed its end; the rest goes to a log."""
     late = threading.Event()
 
     def give_up() -> None:

@@ -119,12 +119,7 @@ def _rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def resumed_place(engine: DeepSpeedEngine, ranks: Ranks, options: TrainOptions) -> Place:
-    """Where the run stood when ``latest`` was saved, with the engine and the dice as they were.
-
-    Raises:
-        CheckpointError: the checkpoint was not written by ``zexport train``.
-        UsageError: the run has come to ``--steps`` already.
-    """
+    """Where the run stood when ``latest`` was saved, with the engine and the dice as they were."""
     tag = (options.out / "latest").read_text(encoding="utf-8").strip()
     _, client_state = engine.load_checkpoint(str(options.out), tag=tag)
     if not client_state or "data_position" not in client_state:

@@ -20,12 +20,7 @@ LORA_RANK = 8
 
 
 def make_model(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
-    """The model on the CPU in fp32, its random weights decided by ``--seed``.
-
-    Raises:
-        UsageError: the folder holds no causal language model, or the tokenizer has token numbers
-            that the model does not know.
-    """
+    """The model on the CPU in fp32, its random weights decided by ``--seed``."""
     torch.manual_seed(options.seed)
     if options.model is None:
         return _built_in(options, vocab_size)
@@ -94,11 +89,7 @@ def add_adapter(model: PreTrainedModel, base: Path) -> torch.nn.Module:
 
 
 def freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
-    """Stop training the parameters in whose names one of the patterns is found.
-
-    Raises:
-        UsageError: a pattern matches no parameter, or no parameter is left to train.
-    """
+    """Stop training the parameters in whose names one of the patterns is found."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         found = [name for name in parameters if re.search(pattern, name)]

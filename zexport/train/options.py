@@ -60,11 +60,7 @@ class TrainOptions:
 
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
-        """The options that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: the text is not such an object.
-        """
+        """The options that :meth:`to_json` wrote."""
         if decoded(text, dict[str, Any]).get("schema") != SCHEMA:
             raise ValueError(f"not an options object of schema {SCHEMA}")
         return decoded(text, cls)
@@ -95,9 +91,6 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     """The DeepSpeed configuration in a JSON file, without the keys left to ``"auto"``.
 
     ``"auto"`` is the Hugging Face Trainer's word for "the caller knows"; here our own value stands.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a JSON object.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -125,10 +118,6 @@ def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
     """The options of the stored run, with what was asked anew for this one.
 
     Options that were not typed (not in ``explicit``) are taken from the run that is continued.
-
-    Raises:
-        UsageError: there is nothing to resume, or an option that decides the weights was typed
-            with another value than the run began with.
     """
     stored = _stored_options(asked.out)
     for name in (one.name for one in fields(TrainOptions) if one.name not in FREE_ON_RESUME):

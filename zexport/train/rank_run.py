@@ -31,10 +31,6 @@ def run_rank(options: TrainOptions, progress: Callable[[str], None]) -> TrainSum
     """Trains as one of the ranks that a launcher started, and saves; every rank must call it.
 
     Progress lines come from rank 0 alone.
-
-    Raises:
-        UsageError: the options cannot be meant; every rank raises it.
-        OutputError: the folder cannot be begun; every rank raises it.
     """
     ranks = join_ranks(options.timeout)
     options = replace(options, world_size=ranks.world_size)

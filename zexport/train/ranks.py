@@ -42,11 +42,7 @@ class Ranks:
         return cast("list[T]", values)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, on every rank. A collective call.
-
-        Raises:
-            ZexportError, OSError: what ``make`` raised on rank 0, on every rank.
-        """
+        """What ``make`` returns on rank 0, on every rank. A collective call."""
         message: list[tuple[T | None, Exception | None]] = [(None, None)]
         if self.is_first:
             try:

@@ -48,11 +48,7 @@ class Corpus:
 
 
 def read_text(data: Path | None) -> str:
-    """The text of ``--data``, or the one that comes with zexport.
-
-    Raises:
-        UsageError: the file cannot be read as UTF-8.
-    """
+    """The text of ``--data``, or the one that comes with zexport."""
     if data is None:
         return resources.files("zexport.train").joinpath("corpus.txt").read_text(encoding="utf-8")
     try:
@@ -62,11 +58,7 @@ def read_text(data: Path | None) -> str:
 
 
 def make_tokenizer(options: TrainOptions, text: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``--tokenizer`` or ``--model``, or a byte-level BPE learned from the text.
-
-    Raises:
-        UsageError: the folder holds no tokenizer.
-    """
+    """The tokenizer of ``--tokenizer`` or ``--model``, or a byte-level BPE of the text."""
     folder = options.tokenizer or options.model
     if folder is None:
         return _learned_tokenizer(text, options.vocab_size)
@@ -110,11 +102,7 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def make_corpus(tokenizer: PreTrainedTokenizerBase, text: str, options: TrainOptions) -> Corpus:
-    """The text cut into windows of ``--seq-len`` tokens.
-
-    Raises:
-        UsageError: the text is shorter than one window.
-    """
+    """The text cut into windows of ``--seq-len`` tokens."""
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     count = len(tokens) // options.seq_len
     if count == 0:

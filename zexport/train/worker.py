@@ -18,12 +18,7 @@ from zexport.train.outcome import MARK, SUMMARY_FILE, Failure, TrainSummary, fai
 
 
 def run_worker(options: TrainOptions, log: Path, progress: Callable[[str], None]) -> TrainSummary:
-    """Trains as one rank, with all that this process prints kept in ``log``.
-
-    Raises:
-        ZexportError: what the user can mend; ``TrainingError`` for whatever else goes wrong, with
-            the last line of its traceback, which is in the log in full.
-    """
+    """Trains as one rank, with all that this process prints kept in ``log``."""
     with _output_kept_in(log):
         try:
             from zexport.train.rank_run import run_rank  # noqa: PLC0415 - torch, transformers

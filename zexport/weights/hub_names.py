@@ -200,7 +200,7 @@ def _is_spared(tensor: StoredTensor | None, options: ExportOptions) -> bool:
 
 
 def check_complete(names: ModelNames, stored: Iterable[str], path: Path) -> None:
-    """Nothing, where the model lacks no weight; buffers may be missing."""
+    """Refuse to go on where a weight of the model is missing; buffers may be."""
     missing = [name for name in absent(names, stored) if name not in names.buffers]
     if missing:
         raise _mismatch(Difference(tuple(missing), (), ()), names, path)

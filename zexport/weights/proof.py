@@ -81,10 +81,6 @@ class WeightReader(SourceReader):
         Returns:
             What differs and was allowed or is only told, a finding for each tensor of the
             checkpoint.
-
-        Raises:
-            DamagedCheckpointError: the copies of some tensors differ; all of them were compared.
-            CheckpointError: a file cannot be read.
         """
         self._is_compared = True
         casts = [one for one in self._replicas if isinstance(one, CastReplica)]

@@ -34,7 +34,7 @@ def check_plain(
     names: ModelNames | NamesUnknown,
     absent: Iterable[str] = (),
 ) -> None:
-    """Nothing, where the weights taken from a base are numbers as they stand.
+    """Refuse weights taken from a base that are no numbers as they stand.
 
     Where the model's names are not known a weight may be a buffer; then wide integers are taken
     for what they are.

@@ -45,10 +45,6 @@ def assemble(
         files: its rank files.
         cells: the states of each model-parallel index.
         structure: what ``recognise`` says.
-
-    Raises:
-        CheckpointError: files are missing, damaged, or contradict each other.
-        UnsupportedError: the tensors cannot be rebuilt exactly.
     """
     try:
         return _by_structure(tag_dir, files, cells, structure)

@@ -77,10 +77,6 @@ def bind(
         is_zero3: whether every tensor is cut into stripes, or the whole run into partitions.
         state: name of the state tensor that is meant (``GroupState.tensors``), such as ``exp_avg``.
         module: the module's tensors, by whose types the masters were trained.
-
-    Raises:
-        LayoutError: the lengths or types contradict the layout, or the optimizer has no such state
-            of every element.
     """
     there = [states for states in owners if states is not None]
     parts = [[*_parts(states, run, state)] for states in there]
@@ -128,11 +124,7 @@ def _parts(states: OptimizerStates, run: FlatRun, state: str) -> Iterator[Tensor
 
 
 def check_one_type(dtypes: Iterable[DType]) -> None:
-    """Hold what lies in flat groups to one floating-point type.
-
-    Raises:
-        LayoutError: there are two, or another kind of type.
-    """
+    """Hold what lies in flat groups to one floating-point type."""
     found = set(dtypes)
     if len(found) > 1 or not all(dtype.is_floating for dtype in found):
         raise LayoutError(

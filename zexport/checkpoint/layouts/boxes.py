@@ -50,11 +50,7 @@ class Joined:
 
 
 def replicated(shards: Sequence[Shape]) -> Joined:
-    """A tensor that every rank holds whole.
-
-    Raises:
-        LayoutError: the ranks' shapes differ.
-    """
+    """A tensor that every rank holds whole."""
     shape = shards[0]
     if any(other != shape for other in shards):
         raise LayoutError("the copies of a tensor differ in shape", list(shards), shape)
@@ -63,11 +59,7 @@ def replicated(shards: Sequence[Shape]) -> Joined:
 
 
 def concatenated(shards: Sequence[Shape], dim: int) -> Joined:
-    """The shards end to end along ``dim``; they may be of different lengths.
-
-    Raises:
-        LayoutError: the shapes differ in another dimension, or there is no such dimension.
-    """
+    """The shards end to end along ``dim``; they may be of different lengths."""
     _check_dim(shards, dim)
     return interleaved(shards, dim, [[shard[dim] for shard in shards]])
 
@@ -79,9 +71,6 @@ def interleaved(shards: Sequence[Shape], dim: int, widths: Sequence[Sequence[int
         shards: shape of each rank's shard, which holds its part of every sub-parameter in turn.
         dim: the dimension along which they are fused and split.
         widths: for each sub-parameter, every rank's width along ``dim``.
-
-    Raises:
-        LayoutError: widths and shapes contradict each other.
     """
     _check_dim(shards, dim)
     held = [sum(of_rank) for of_rank in zip(*widths, strict=False)]
@@ -105,11 +94,7 @@ def interleaved(shards: Sequence[Shape], dim: int, widths: Sequence[Sequence[int
 
 
 def placed(shape: Shape, shards: Sequence[Shape], pieces: Iterable[Piece]) -> Joined:
-    """The whole of ``shape``, each of its boxes from the first piece that holds it.
-
-    Raises:
-        LayoutError: a shard holds more or less than its pieces.
-    """
+    """The whole of ``shape``, each of its boxes from the first piece that holds it."""
     kept: dict[tuple[Shape, Shape], Piece] = {}
     copies: list[tuple[Piece, Piece]] = []
     held = [0] * len(shards)

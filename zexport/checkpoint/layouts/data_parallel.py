@@ -29,12 +29,7 @@ _WHOLE_NUMBERS = frozenset({DType.BOOL, DType.U8, DType.I8, DType.I16, DType.I32
 
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
-    """The tensors of a checkpoint, by the layout of its stage.
-
-    Raises:
-        LayoutError: lengths, shapes or names contradict each other.
-        UnsupportedError: frozen weights are quantized.
-    """
+    """The tensors of a checkpoint, by the layout of its stage."""
     model = with_parameter_names(model)
     owners = owners_of(ranks, ranks.world_size)
     trained = bind_trained(owners, model, is_zero3=ranks.is_zero3)
@@ -64,9 +59,6 @@ def bind_trained(
         shapes: of every flat group, name to shape, if not those of ``param_shapes``.
         others: numbers of flat groups that are shared in another way.
         state: name of the state tensor that is meant.
-
-    Raises:
-        LayoutError: lengths, types or records contradict the layout.
     """
     found = []
     for run in _runs(owners, shapes or model.param_shapes, others, is_zero3=is_zero3):
@@ -130,10 +122,6 @@ def with_untrained(
         ranks: the states of the ranks.
         model: the model states that names come from, as ``with_parameter_names`` gives them.
         world_size: the number of ranks that frozen weights are striped over.
-
-    Raises:
-        LayoutError: shapes or names contradict each other.
-        UnsupportedError: frozen weights are quantized.
     """
     tensors = [tensor for bound in trained for tensor in bound.tensors]
     masters = tensors[0].dtype if tensors else DType.F32
@@ -188,9 +176,6 @@ def rounded_copy(
         file: the file that holds the copy.
         copy: the copy.
         name: what to call it, if not by the master's name.
-
-    Raises:
-        LayoutError: the two have different shapes, or the copy is of whole numbers.
     """
     if copy.shape != master.shape:
         raise LayoutError(f"{master.name!r} has two shapes", list(copy.shape), list(master.shape))

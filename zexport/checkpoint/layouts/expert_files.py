@@ -18,11 +18,7 @@ from zexport.ranges.extents import ByteSource, Chain, Window
 
 
 def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> Iterator[CastReplica]:
-    """The same weights in the expert files, as the module trained with them.
-
-    Raises:
-        LayoutError: a weight is in no file, or has another shape there.
-    """
+    """The same weights in the expert files, as the module trained with them."""
     held = {
         name: (states.file, tensor)
         for files in layers.files.values()
@@ -63,9 +59,6 @@ def stored_experts(
     """The weights and buffers of experts that no optimizer trained: all but ``known``.
 
     Those of DeepSpeed-MoE are alike in all files of a layer: ``find_layers`` lets no other pass.
-
-    Raises:
-        LayoutError: the expert files of an AutoEP layer do not hold the same weights.
     """
     for name, layer in layers.autoep.items():
         if name not in known and layer.number in layers.files:
@@ -106,11 +99,7 @@ def _stacked(name: str, layer: AutoEpLayer, layers: ExpertLayers) -> StoredTenso
 
 
 def expert_aliases(model: ModelStates, layers: ExpertLayers, known: Set[str]) -> dict[str, str]:
-    """Names within an expert that are tied to ``known`` ones, for all experts of the layer.
-
-    Raises:
-        UnsupportedError: a name is tied across experts; only the first rank's are recorded.
-    """
+    """Names within an expert that are tied to ``known`` ones, for all experts of the layer."""
     aliases: dict[str, str] = {}
     for alias, target in model.shared_params.items():
         one, other = parse_native(alias), parse_native(target)
@@ -132,11 +121,7 @@ def expert_aliases(model: ModelStates, layers: ExpertLayers, known: Set[str]) ->
 def frozen_twice(
     model: ModelStates, layers: ExpertLayers, stored: Iterable[StoredTensor]
 ) -> Iterator[Replica]:
-    """The first rank's frozen experts, which the model file holds as well (ZeRO-2).
-
-    Raises:
-        LayoutError: the two are of different sizes.
-    """
+    """The first rank's frozen experts, which the model file holds as well (ZeRO-2)."""
     for tensor in stored:
         fragment = model.frozen_fragments.get(tensor.name)
         if fragment is None or tensor.source is None:

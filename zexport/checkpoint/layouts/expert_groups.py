@@ -70,10 +70,6 @@ def bind_experts(
         indices: numbers of the flat groups.
         world_size: number of its ranks.
         state: name of the state of the optimizer that is meant.
-
-    Raises:
-        LayoutError: lengths, names or ranks contradict each other.
-        UnsupportedError: nothing says which ranks share an expert.
     """
     optimizers = [ranks.optimizer[rank] for rank in sorted(ranks.optimizer) if rank < world_size]
     if not optimizers or not indices:
@@ -191,10 +187,6 @@ def find_placement(
 
     Returns:
         The placement, and what the user should know of how it was decided.
-
-    Raises:
-        LayoutError: what the ranks record of their partitions fits no placement.
-        UnsupportedError: nothing says which ranks share an expert.
     """
     fitting = [
         placement

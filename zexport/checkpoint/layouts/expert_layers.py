@@ -46,13 +46,7 @@ class ExpertLayers:
 def find_layers(
     ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]
 ) -> ExpertLayers:
-    """The layers with experts.
-
-    Raises:
-        IncompleteCheckpointError: expert files are missing.
-        DamagedCheckpointError: one does not hold what the other experts of its layer have.
-        LayoutError: there are too many of them, or one holds something else than its expert.
-    """
+    """The layers with experts."""
     by_autoep = read_autoep_layers(model)
     files = {} if ranks.is_zero3 else _files_by_layer(model, experts)
     autoep = {

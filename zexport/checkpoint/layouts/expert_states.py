@@ -87,12 +87,7 @@ def parse_native(name: str) -> NativeName | None:
 
 
 def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
-    """The typed records of the expert files, by layer and expert.
-
-    Raises:
-        DamagedCheckpointError: a file cannot be read, or has another one's name.
-        UnsafeError: a weight is hidden behind a call.
-    """
+    """The typed records of the expert files, by layer and expert."""
     read: dict[tuple[int, int], ExpertStates] = {}
     for file in files:
         torch_file = read_torch_file(file.path)
@@ -111,11 +106,7 @@ def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
 
 
 def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
-    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in.
-
-    Raises:
-        DamagedCheckpointError: a file cannot be read, or has another one's name.
-    """
+    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in."""
     read: dict[int, TorchFile] = {}
     for file in files:
         torch_file = read_torch_file(file.path)
@@ -136,13 +127,7 @@ def read_blocks_option(model: ModelStates) -> bool | None:
 
 
 def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
-    """The layers that AutoEP replaced; nothing where it did not run.
-
-    Raises:
-        DamagedCheckpointError: the record is not as AutoEP writes it.
-        LayoutError: it deals the experts out in a way that cannot be.
-        UnsupportedError: it has another version than 1.
-    """
+    """The layers that AutoEP replaced; nothing where it did not run."""
     return tuple(_autoep_layer(entry) for entry in model.autoep_layers)
 
 
@@ -201,9 +186,6 @@ def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:
 
     Every flat group names the ranks that share it and which of these wrote the file: the same rank
     of the same process group (DeepSpeed 0.19, ``runtime/zero/stage3.py``).
-
-    Raises:
-        DamagedCheckpointError: it is not ``rank``.
     """
     for group in optimizer.shared_groups:
         part = group.part

@@ -60,11 +60,6 @@ def take_expert_inventory(
         model: the model states that names and shapes come from.
         experts: its expert files (none under ZeRO-3).
         optimizers: under ZeRO-0, its optimizer files by expert-parallel rank.
-
-    Raises:
-        DamagedCheckpointError: lengths, shapes, names or ranks contradict each other.
-        IncompleteCheckpointError: expert files are missing.
-        UnsupportedError: the experts are stored in a way that cannot be rebuilt exactly.
     """
     _refuse(model)
     layers = find_layers(ranks, model, experts)

@@ -129,11 +129,7 @@ class Pattern:
 
 
 def parse_pattern(text: str, path: Path) -> Pattern:
-    """The pattern that ``text`` writes.
-
-    Raises:
-        UnsupportedError: it is longer than ``MAX_LENGTH`` or goes beyond the grammar.
-    """
+    """The pattern that ``text`` writes."""
     try:
         return _Reader(text).pattern()
     except _BeyondError as error:
@@ -243,11 +239,7 @@ class PatternTable(Generic[T]):
 
     @classmethod
     def read(cls, items: Iterable[tuple[str, T]], path: Path) -> PatternTable[T]:
-        """The table of ``items``; ``path`` is the file they come from.
-
-        Raises:
-            UnsupportedError: a pattern goes beyond the grammar, or there are too many wild ones.
-        """
+        """The table of ``items``; ``path`` is the file they come from."""
         table = cls(path)
         for text, value in items:
             pattern = parse_pattern(text, path)
@@ -266,11 +258,7 @@ class PatternTable(Generic[T]):
         return table
 
     def get(self, name: str) -> T | None:
-        """The value whose pattern matches ``name``; ``None`` if none does.
-
-        Raises:
-            DamagedCheckpointError: several do.
-        """
+        """The value whose pattern matches ``name``; ``None`` if none does."""
         found = [value for pattern, value in self._wild if pattern.matches(name)]
         found += [self._literals[name]] if name in self._literals else []
         if len(found) > 1:

@@ -34,11 +34,7 @@ class Placement(Enum):
 
 
 def ep_size_of(partition_count: int, world_size: int) -> int:
-    """The expert-parallel degree of a flat group of ``partition_count`` partitions.
-
-    Raises:
-        LayoutError: the ranks cannot be cut into sets of that many.
-    """
+    """The expert-parallel degree of a flat group of ``partition_count`` partitions."""
     if partition_count < 1 or world_size % partition_count:
         raise LayoutError(
             "the partitions of the experts do not divide the ranks",
@@ -78,9 +74,6 @@ def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
 
     Args:
         held: for each expert-parallel rank, the experts in the order of its tensor.
-
-    Raises:
-        LayoutError: an expert is nowhere, or in two places.
     """
     places = {
         expert: (ep_rank, position)
@@ -102,11 +95,7 @@ def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
 
 
 def uniform(num_experts: int, ep_size: int) -> list[range]:
-    """The experts of each expert-parallel rank where they are dealt in equal, consecutive shares.
-
-    Raises:
-        LayoutError: they cannot be.
-    """
+    """The experts of each expert-parallel rank, dealt in equal and consecutive shares."""
     if ep_size < 1 or num_experts % ep_size:
         raise LayoutError(
             "the experts cannot be dealt out equally", f"{num_experts} experts", f"{ep_size} shares"
@@ -123,9 +112,6 @@ def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
     Args:
         sets: for each rank, the ranks it shares the group with, itself among them.
-
-    Raises:
-        LayoutError: the ranks do not agree on the sets, or these do not cover them once.
     """
     distinct = sorted(set(sets))
     if sorted(rank for ranks in distinct for rank in ranks) != list(range(len(sets))) or any(

@@ -61,13 +61,7 @@ class Splits:
     vocabulary: PatternTable[bool]
 
     def join(self, name: str, shards: Mapping[str, Sequence[Shape]]) -> Joined:
-        """How the shards of ``name`` become one tensor; ``shards`` has every rank's, by name.
-
-        Raises:
-            UnsupportedError: nothing says it, or not in a way that can be followed exactly.
-            DamagedCheckpointError: the record is not what DeepSpeed writes.
-            LayoutError: the record and the shards' shapes contradict each other.
-        """
+        """How the shards of ``name`` become one tensor; ``shards`` has every rank's, by name."""
         own = shards[name]
         if (reason := self.refused.get(name)) is not None:
             raise self._unsupported(name, reason.text_or_none() or "DeepSpeed gives no reason")
@@ -203,10 +197,6 @@ def join_alike(
     The record is the same on all of them: AutoTP has every rank mark the layout of the whole layer
     (``module_inject/layers.py``), and Megatron-DeepSpeed's lists are constants. What it means for
     a tensor is compared, and not its text, so that nothing else in it can differ to harm.
-
-    Raises:
-        DamagedCheckpointError: two records say it in different ways.
-        UnsupportedError, LayoutError: as ``Splits.join``.
     """
     first = records[0]
     joined = first.join(name, shards)
@@ -230,11 +220,7 @@ def _shown(joined: Joined) -> str:
 
 
 def read_all_splits(models: Sequence[ModelStates]) -> tuple[Splits, ...]:
-    """The records of all tensor ranks of a stage: the lowest's, and those that others have.
-
-    Raises:
-        UnsupportedError, DamagedCheckpointError: as ``read_splits``.
-    """
+    """The records of all tensor ranks of a stage: the lowest's, and those that others have."""
     others = (model for model in models[1:] if not _is_without(model.tensor_splits))
     return (read_splits(models[0]), *map(read_splits, others))
 
@@ -244,12 +230,7 @@ def _is_without(record: Value) -> bool:
 
 
 def read_splits(model: ModelStates) -> Splits:
-    """The record of how tensors are split, out of a rank's model states.
-
-    Raises:
-        UnsupportedError: there is none, or it is of a newer kind.
-        DamagedCheckpointError: it is not what DeepSpeed writes.
-    """
+    """The record of how tensors are split, out of a rank's model states."""
     record = model.tensor_splits
     if _is_without(record):
         raise UnsupportedError(

@@ -36,11 +36,6 @@ def join_tensor_ranks(
     Args:
         cells: the rank states of every model-parallel index.
         inventories: the shards of each, as whole tensors of their own.
-
-    Raises:
-        IncompleteCheckpointError: tensor ranks are missing.
-        DamagedCheckpointError: shards, records or saves contradict each other.
-        UnsupportedError: nothing says exactly how the shards belong together.
     """
     model = _lowest_model(cells)
     grid = model.grid
@@ -61,9 +56,6 @@ def join_shards(models: Sequence[ModelStates], inventories: Sequence[Inventory])
     """The whole tensors of one stage, from the shards of each of its tensor ranks in order.
 
     ``models`` are these ranks' model states, each of which records how tensors are split.
-
-    Raises:
-        DamagedCheckpointError, UnsupportedError: as ``join_tensor_ranks``.
     """
     records = read_all_splits(models)
     aliases = _aliases(inventories)

@@ -65,12 +65,6 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
         tag_dir: the folder with ``zero`` and the copied model files.
         cells: what ``read_ranks`` made of the model files, by model-parallel index. Their problems
             are for the caller; that optimizer files are missing is none here.
-
-    Raises:
-        UnsupportedError: the source's layout makes the converter write wrong values.
-        IncompleteCheckpointError: a model file is missing.
-        DamagedCheckpointError: files are missing, surplus, or contradict each other.
-        UnsafeError: a folder of weights is a link.
     """
     if not cells:
         raise _lacking_model(tag_dir)

@@ -25,9 +25,6 @@ def check_whole(
         shards: the shape that each model-parallel rank had, at least one.
         experts: number of experts, where it stacks all experts and a shard only a rank's own.
         cut: whether the converter cut padding off its first dimension (a padded vocabulary).
-
-    Raises:
-        LayoutError: the shards cannot make up the whole.
     """
     if experts is not None:
         fits = whole[:1] == (experts,) and all(shard[1:] == whole[1:] for shard in shards)
@@ -64,10 +61,6 @@ def shape_of_flat(
         numel: number of elements that are stored; the weight's own are the first.
         shards: the shape that each model-parallel rank had, at least one.
         world_size: number of ranks that it was striped over, where that is known.
-
-    Raises:
-        LayoutError: its length is not that of the one shape there is, nor what converters before
-            DeepSpeed 0.19.8 make of it.
     """
     whole = prod(shards[0])
     lengths = {whole, _with_padding(whole, world_size)} if world_size else {whole}

@@ -36,9 +36,6 @@ def place_parameters(
         shapes: name to shape, in the order of the flat data.
         paddings: elements of padding after each parameter (``param_alignment_paddings``, written by
             DeepSpeed 0.19 where ``parameter_alignment`` is on); empty where there are none.
-
-    Raises:
-        LayoutError: the paddings are not one for each parameter.
     """
     _check_paddings(shapes, paddings)
     offset = 0
@@ -97,9 +94,6 @@ def check_fragments(
         parameters: those of the group.
         partition_numel: elements of a whole partition.
         recorded: of each rank (``param_slice_mappings``).
-
-    Raises:
-        LayoutError: a rank's partition holds something else than its place in the row takes.
     """
     for rank, found in enumerate(recorded if any(recorded) else ()):
         expected = fragments(parameters, partition_numel, rank)
@@ -123,9 +117,6 @@ def check_partitions(
     Every partition that the parameters reach into is long enough, and all before the last of these
     are equal, so that laying the partitions end to end puts each parameter at its offset. What is
     left over is at most the padding to a multiple of ``2 * world_size`` elements.
-
-    Raises:
-        LayoutError: the lengths cannot come from this layout.
     """
     _check_paddings(shapes, paddings)
     world_size = len(partition_numels)

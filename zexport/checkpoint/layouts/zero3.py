@@ -64,9 +64,6 @@ def check_flat_numels(
     Args:
         param_shapes: one dict per sub-group, name to shape.
         flat_numels: elements of all flat groups together, one number a rank.
-
-    Raises:
-        LayoutError: some rank holds more or fewer elements than the shapes take.
     """
     world_size = len(flat_numels)
     expected = sum(
