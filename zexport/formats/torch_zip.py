@@ -11,18 +11,20 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ExcessError
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
+from zexport.formats.zip_directory import Entry, data_offset, plain_entries, read_entry
 from zexport.ranges.extents import Member
-from zexport.store.files import open_regular, read_at
+from zexport.store.files import open_regular
 
 COPY_AGAIN = "Copy the file again from where it was written"
 _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
+_LITTLE = b"little"
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
 # What zipfile raises on input that is not a zip archive, or one beyond its means.
@@ -39,8 +41,6 @@ DIRECTORY_NBYTES_MAX = 12 << 20
 """Room for 120,000 records with the long names of rank files. Read, a directory takes ten times as
 much memory."""
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
-
 
 @contextmanager
 def opened(path: Path) -> Iterator[FileIO]:
@@ -55,27 +55,8 @@ def opened(path: Path) -> Iterator[FileIO]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What the central directory says of a record, and the first byte that is not its own.
-
-    A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
-    """
-
-    name: str
-    raw_name: str
-    encoding: str
-    header_offset: int
-    nbytes: int
-    compressed_nbytes: int
-    crc32: int
-    is_stored: bool
-    limit: int
-
-    @property
-    def header_nbytes(self) -> int:
-        """Bytes of the record's own header at the least."""
-        return _LOCAL_HEADER.size + len(self.raw_name.encode(self.encoding))
+_Found: TypeAlias = tuple[str, bytes, dict[str, Entry]]
+"""The folder in a file, its ``data.pkl``, and its records by their names in the folder."""
 
 
 class ZipRecords:
@@ -90,7 +71,7 @@ class ZipRecords:
 
     __slots__ = ("_entries", "_members", "_path", "root")
 
-    def __init__(self, path: Path, root: str, entries: dict[str, _Entry]) -> None:
+    def __init__(self, path: Path, root: str, entries: dict[str, Entry]) -> None:
         self.root = root
         self._path = path
         self._entries = entries
@@ -131,7 +112,7 @@ class ZipRecords:
     def _member(self, file: FileIO, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
-            offset = _data_offset(file, entry)
+            offset = data_offset(file, entry)
             if offset is None:
                 problem = f"the record {entry.name} is not where the zip's directory puts it"
                 raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
@@ -139,23 +120,11 @@ class ZipRecords:
         return self._members[key]
 
 
-def _data_offset(file: FileIO, entry: _Entry) -> int | None:
-    """The record's first data byte, or None if its own header contradicts the central directory."""
-    name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
-    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name))
-    if len(raw) < _LOCAL_HEADER.size + len(name):
-        return None
-    signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
-    offset: int = begin + len(raw) + extra_nbytes
-    agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
-    return offset if agrees and offset + entry.nbytes <= entry.limit else None
-
-
 def _damaged(path: Path, problem: str, found: object = None) -> DamagedCheckpointError:
     return DamagedCheckpointError(problem, path=path, found=found, hint=COPY_AGAIN)
 
 
-def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[_Entry]:
+def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[Entry]:
     """Every record, none of another's name, and none reaching into another or out of the file."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     limits = [*(info.header_offset for info in infos[1:]), archive.start_dir]
@@ -171,8 +140,8 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[_Entry]:
         yield entry
 
 
-def _entry(info: zipfile.ZipInfo, limit: int) -> _Entry:
-    return _Entry(
+def _entry(info: zipfile.ZipInfo, limit: int) -> Entry:
+    return Entry(
         name=info.filename,
         raw_name=info.orig_filename,
         encoding="utf-8" if info.flag_bits & _UTF8 else "cp437",
@@ -198,9 +167,9 @@ def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
     if name not in archive.NameToInfo:
         return
     order = _read(archive, name, limit=16, path=path)
-    if order != b"little":
+    if order != _LITTLE:
         problem = "its numbers are not in little-endian byte order"
-        raise UnsupportedError(problem, path=path, found=order, expected=b"little")
+        raise UnsupportedError(problem, path=path, found=order, expected=_LITTLE)
 
 
 class _Bounded(FileIO):
@@ -256,7 +225,30 @@ def read_zip(
 
 
 def _read_archive(file: FileIO, path: Path) -> tuple[bytes, ZipRecords]:
-    """The bytes of ``data.pkl``, and where the storages lie; what ``zipfile`` holds is let go."""
+    """The bytes of ``data.pkl``, and where the storages lie."""
+    found = _read_plain(file) or _read_any(file, path)
+    root, data, entries = found
+    prefix = "data/"
+    storages = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
+    return data, ZipRecords(path, root, storages)
+
+
+def _read_plain(file: FileIO) -> _Found | None:
+    """What is in a little-endian file as ``torch.save`` writes it; ``None`` for every other."""
+    plain = plain_entries(file, _Bounded.limit)
+    pickle = None if plain is None else plain[1].get("data.pkl")
+    if plain is None or pickle is None or pickle.nbytes > MAX_PICKLE_NBYTES:
+        return None
+    root, entries = plain
+    order = entries.get("byteorder")
+    if order is not None and (order.nbytes != len(_LITTLE) or read_entry(file, order) != _LITTLE):
+        return None
+    data = read_entry(file, pickle)
+    return None if data is None else (root, data, entries)
+
+
+def _read_any(file: FileIO, path: Path) -> _Found:
+    """What is in any zip file; what ``zipfile`` holds is let go."""
     bounded = _Bounded(file.fileno(), closefd=False)
     with zipfile.ZipFile(bounded) as archive:
         bounded.limit = MAX_PICKLE_NBYTES + 1
@@ -264,6 +256,4 @@ def _read_archive(file: FileIO, path: Path) -> tuple[bytes, ZipRecords]:
         root = _root(archive.namelist(), path)
         _check_byte_order(archive, root, path)
         data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
-    prefix = f"{root}/data/"
-    storages = {e.name.removeprefix(prefix): e for e in entries if e.name.startswith(prefix)}
-    return data, ZipRecords(path, root, storages)
+    return root, data, {e.name.removeprefix(f"{root}/"): e for e in entries}

@@ -29,10 +29,8 @@ class PlanDigest:
     def __init__(self, plan: ExportPlan) -> None:
         places = {source.path: f"source {at}" for at, source in enumerate(plan.sources)}
         self._nodes = _Nodes(places)
-        sources = [
-            (plan.source_names[source.path], source.version, source.members)
-            for source in plan.sources
-        ]
+        names = plan.source_names
+        sources = [(names[source.path], source.version, source.members) for source in plan.sources]
         context = (__version__, plan.reference is None, tuple(sources))
         self._context = self._nodes.digest(context)
         self._files = {file.filename: self._of_file(file) for file in plan.shards}
