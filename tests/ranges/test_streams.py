@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.support.plans import save, source_file
 from zexport.errors import CheckpointError, DamagedCheckpointError
@@ -284,7 +285,7 @@ def test_the_digest_of_what_was_read_is_that_of_whole_records_in_any_order(
 ) -> None:
     file, extents, _ = three
     if not with_crc:
-        members = tuple(replace(member, crc32=None) for member in file.members)
+        members = tuple(structs.replace(member, crc32=None) for member in file.members)
         file = replace(file, members=members)
     first, last = min(extents, key=_offset), max(extents, key=_offset)
     with SourceReader([file]) as reader:

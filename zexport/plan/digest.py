@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from blake3 import blake3
+from msgspec import Struct
 
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.version import __version__
@@ -73,7 +74,7 @@ class _Nodes:
             return self._known[id(node)][1]
         if isinstance(node, tuple):
             values: Iterable[object] = node
-        elif is_dataclass(node) and not isinstance(node, type):
+        elif (isinstance(node, Struct) or is_dataclass(node)) and not isinstance(node, type):
             values = (getattr(node, name) for name in _names(type(node)))
         else:
             raise TypeError(f"a plan has no digest of a {type(node).__name__}")
@@ -85,7 +86,7 @@ class _Nodes:
 
     def _text(self, value: object) -> bytes:
         """A plain value with its length; one with parts by its digest."""
-        if isinstance(value, tuple) or is_dataclass(value):
+        if isinstance(value, tuple | Struct) or is_dataclass(value):
             return self.digest(value)
         if isinstance(value, Path):
             value = self._places.get(value, value.name)
@@ -97,5 +98,7 @@ class _Nodes:
 
 @cache
 def _names(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass that it is compared by."""
-    return tuple(field.name for field in fields(kind) if field.compare)
+    """The fields of a record that it is compared by."""
+    if issubclass(kind, Struct):
+        return kind.__struct_fields__
+    return tuple(field.name for field in fields(kind) if field.compare)  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ tiled. What its elements are is worked out where it is read (``zexport.ranges.ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent
@@ -19,23 +20,20 @@ _PLACE = Path("computed")
 """What stands for a file in an extent of bytes that are in none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
+class Elements(Struct, frozen=True):
     """Row-major elements of one type, and where they come from."""
 
     source: ByteSource
     dtype: DType
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedExtent(Extent):
+class ComputedExtent(Extent, frozen=True):
     """Bytes of a tensor that is computed; ``offset`` counts from its first."""
 
     of: Computed
 
 
-@dataclass(frozen=True, slots=True)
-class Recast:
+class Recast(Struct, frozen=True):
     """The elements of another tensor, rounded to ``dtype``."""
 
     elements: Elements
@@ -56,8 +54,7 @@ class Recast:
         return (self.elements.source,)
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledSum:
+class ScaledSum(Struct, frozen=True):
     """``base + scaling * addend`` in float32, element by element."""
 
     base: Elements
@@ -78,8 +75,7 @@ class ScaledSum:
         return self.base.source, self.addend.source
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(Struct, frozen=True):
     """The two factors of a low-rank matrix, or of a stack of them, as peft stores them.
 
     ``a`` is ``(matrices, rank, inputs)`` and ``b`` is ``(outputs, rank, matrices)``, row-major;
@@ -96,8 +92,7 @@ class Factors:
     matrices: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankUpdate:
+class LowRankUpdate(Struct, frozen=True):
     """``base + scaling * (b @ a)`` in float32, each row or column then scaled to a magnitude.
 
     Attributes:

@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import Struct
+
 
 class ByteSource(Protocol):
     """A run of ``nbytes`` bytes that lie somewhere in files."""
@@ -33,8 +35,7 @@ class ByteSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file.
 
     ``crc32`` is what the file says of them; ``None`` where it says nothing.
@@ -46,8 +47,7 @@ class Member:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Struct, frozen=True):
     """Bytes ``offset`` to ``offset + nbytes`` (half-open) of one file."""
 
     path: Path
@@ -94,8 +94,7 @@ class Chain:
         return self.parts
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """Bytes ``start`` to ``start + nbytes`` of a larger source."""
 
     source: ByteSource
@@ -111,8 +110,7 @@ class Window:
         return (self.source,)
 
 
-@dataclass(frozen=True, slots=True)
-class Striped:
+class Striped(Struct, frozen=True):
     """A run cut into equal stripes, stripe ``i`` lying at the same ``offset`` of source ``i``.
 
     This is how ZeRO-3 stores a parameter: every rank holds ``stripe_nbytes`` of it at the same

@@ -44,10 +44,11 @@ class Ledger:
 
     def of(self, path: Path) -> FileLedger:
         """The ledger of one file."""
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = FileLedger(self._members.get(path, ()))
-            return self._files[path]
+        found = self._files.get(path)
+        if found is None:
+            with self._lock:
+                found = self._files.setdefault(path, FileLedger(self._members.get(path, ())))
+        return found
 
 
 class FileLedger:
@@ -74,9 +75,16 @@ class FileLedger:
                     self._taken.add(member)
                     self._add(member, start, stop, crc)
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
+    def _within(self, start: int, stop: int) -> Iterable[tuple[Member, int, int]]:
         """The records that a range reaches into, and what of it lies in each."""
         index = max(bisect_right(self._offsets, start) - 1, 0)
+        if index < len(self._members):  # most ranges lie in one record
+            member = self._members[index]
+            if member.offset <= start < stop <= member.offset + member.nbytes:
+                return ((member, start, stop),)
+        return self._reached(index, start, stop)
+
+    def _reached(self, index: int, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
         while index < len(self._members) and self._members[index].offset < stop:
             member = self._members[index]
             first = max(start, member.offset)
@@ -87,7 +95,10 @@ class FileLedger:
 
     def _add(self, member: Member, first: int, last: int, crc: int) -> None:
         with self._lock:
-            self._intervals.setdefault(member, _Intervals()).add(first, last, crc)
+            found = self._intervals.get(member)
+            if found is None:
+                found = self._intervals[member] = _Intervals()
+            found.add(first, last, crc)
 
     def ranges(self) -> list[Range]:
         """Everything noted, by ascending offset; no range reaches into two records."""
@@ -140,6 +151,10 @@ class _Intervals:
         self._crcs: list[int] = []
 
     def add(self, start: int, stop: int, crc: int) -> None:
+        if self._stops and self._stops[-1] == start:  # read in order, as most are
+            self._crcs[-1] = isal_zlib.crc32_combine(self._crcs[-1], crc, stop - start)
+            self._stops[-1] = stop
+            return
         at = bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] < stop:
             return

@@ -108,7 +108,7 @@ class SourceReader:
         if isinstance(source, Mosaic) and not (start | buffer.nbytes) % source.itemsize:
             gather(source, start, buffer, partial(self.read_into, ledger=ledger))
             return
-        filled = 0
+        filled = nbytes_read = 0
         noted = self._ledger if ledger is None else ledger
         for extent in source.extents(start, start + buffer.nbytes):
             part = buffer[filled : filled + extent.nbytes]
@@ -118,7 +118,10 @@ class SourceReader:
             else:
                 self._read(extent.path, extent.offset, part)
                 noted.enter(extent.path, extent.offset, part)
+                nbytes_read += extent.nbytes
             filled += extent.nbytes
+        with self._lock:
+            self._nbytes_read += nbytes_read
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Count ranges that were read with another ledger, now or before a stop."""
@@ -147,6 +150,7 @@ class SourceReader:
                 for start, stop in gaps:
                     part = buffer[: stop - start]
                     self._read(path, start, part)
+                    self._nbytes_read += part.nbytes
                     ledger.enter(start, part)
                 _compare(path, member, ledger.crc(member))
         self._open.check_unchanged()
@@ -159,8 +163,6 @@ class SourceReader:
             _read_exactly(file, offset, part)
         finally:
             self._open.give_back(path)
-        with self._lock:
-            self._nbytes_read += part.nbytes
 
 
 def _read_exactly(file: InputFile, offset: int, part: memoryview) -> None:
@@ -210,9 +212,12 @@ class _OpenFiles:
         self._lock = Lock()
         soft, _ = getrlimit(RLIMIT_NOFILE)
         self._limit = max(soft - _OTHER_DESCRIPTORS, _OPEN_FILES_MIN)
+        self._all_fit = len(files) <= self._limit  # then none is closed, and no use is counted
 
     def take(self, path: Path) -> InputFile:
         """A file, which stays open until it is given back."""
+        if self._all_fit and path in self._opened_files:
+            return self._opened_files[path]
         with self._lock:
             file = self._opened_files.get(path)
             if file is None:
@@ -221,11 +226,14 @@ class _OpenFiles:
                 file = self._opened_files[path] = self._open(path)
             else:
                 self._opened_files.move_to_end(path)
-            self._users[path] += 1
+            if not self._all_fit:
+                self._users[path] += 1
             return file
 
     def give_back(self, path: Path) -> None:
         """Say that a file that was taken is no longer used."""
+        if self._all_fit:
+            return
         with self._lock:
             self._users[path] -= 1
 
