@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
-    from zexport.compare.outcome import Outcome, TensorDiff
-    from zexport.compare.verdict import Cause
+    from zexport.compare.verdict import Cause, Outcome, TensorDiff
     from zexport.errors import ZexportError
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
     from zexport.plan.plan import ExportPlan
@@ -68,8 +67,7 @@ _HOMES = {
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),
-    "compare.outcome": ("Outcome", "TensorDiff"),
-    "compare.verdict": ("Cause",),
+    "compare.verdict": ("Cause", "Outcome", "TensorDiff"),
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),

@@ -23,9 +23,8 @@ from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.compare.diff import DiffReport
-from zexport.compare.outcome import Outcome, TensorDiff
 from zexport.compare.values import PairSums, Side
-from zexport.compare.verdict import Cause, judge
+from zexport.compare.verdict import Cause, Outcome, TensorDiff, judge
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError, ZexportError
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.options import ExportDType, ExportOptions, NameLayout

@@ -66,7 +66,7 @@ def diff(
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.compare.outcome import Outcome
+    from zexport.compare.verdict import Outcome
 
     accepted = {
         "none": frozenset(Outcome),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -15,9 +15,8 @@ from pathlib import Path
 from threading import local
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
-from zexport.compare.outcome import Outcome, TensorDiff
 from zexport.compare.values import PairSums, Rounding, compare, possible_roundings
-from zexport.compare.verdict import Verdict, judge
+from zexport.compare.verdict import Outcome, TensorDiff, Verdict, judge
 from zexport.ranges.reader import SourceReader
 from zexport.run.progress import Phase, Progress
 
@@ -65,11 +64,12 @@ def diff_weights(
     pairs, alone = _paired(a_weights, b_weights)
     comparable = [pair for pair in pairs if pair.a.tensor.shape == pair.b.tensor.shape]
     sums = {pair: PairSums(frozenset(pair.roundings)) for pair in comparable}
-    total = sum(pair.nbytes for pair in comparable)
+    pieces = tuple(_pieces(comparable))
+    total = sum(piece.nbytes for piece in pieces)
     done = 0
     files = {file.path: file for file in (*a_weights.files, *b_weights.files)}
     with SourceReader(files.values()) as reader:
-        for piece, seen in _compared(comparable, reader, jobs):
+        for piece, seen in _compared(pieces, reader, jobs):
             sums[piece.pair] += seen
             done += piece.nbytes
             if progress is not None:
@@ -87,10 +87,6 @@ class _Pair:
 
     a: PlacedTensor
     b: PlacedTensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.tensor.nbytes + self.b.tensor.nbytes
 
     @property
     def roundings(self) -> tuple[Rounding, ...]:
@@ -146,14 +142,14 @@ def _alone(outcome: Outcome, placed: PlacedTensor) -> TensorDiff:
 
 
 def _compared(
-    pairs: Sequence[_Pair], reader: SourceReader, jobs: int
+    pieces: Iterable[_Piece], reader: SourceReader, jobs: int
 ) -> Iterator[tuple[_Piece, PairSums]]:
     """What is seen of every piece, in order; few are under way at a time."""
     buffers = _Buffers()
     workers = ThreadPoolExecutor(jobs)
     running: deque[tuple[_Piece, Future[PairSums]]] = deque()
     try:
-        for piece in _pieces(pairs):
+        for piece in pieces:
             running.append((piece, workers.submit(_seen, piece, reader, buffers)))
             if len(running) > jobs * _AHEAD:
                 first, future = running.popleft()

@@ -1,4 +1,4 @@
-"""The answer to "is it my training or the conversion?", from what was seen of every tensor.
+"""How one tensor stands to its counterpart, and all of them: is it training or the conversion?
 
 Training moves all of a matrix a little; a conversion that goes wrong leaves most tensors as they
 are and makes a few into something else. The limits below err towards suspecting the conversion: a
@@ -13,13 +13,70 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from zexport.compare.outcome import Outcome, TensorDiff
+import numpy as np
+
+from zexport.compare.values import PairSums, Rounding
 from zexport.printable import some
+from zexport.ranges.dtypes import DType
 
 _COSINE_RELATED_MIN = 0.5
 """Below this two matrices have nothing in common: of random ones it is near 0."""
 _NAMED = 3
 _MATRIX_DIMS = 2
+
+
+class Outcome(Enum):
+    """How a tensor of A stands to that of B."""
+
+    EQUAL = "equal"
+    """The same shape, element type and bytes."""
+    CAST_EQUAL = "cast_equal"
+    """One is the other, rounded to an element type."""
+    DIFFERENT = "different"
+    """Other values."""
+    SHAPE = "shape"
+    """Another shape; values are not compared."""
+    ONLY_IN_A = "only_in_a"
+    ONLY_IN_B = "only_in_b"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor of A, of B, or of both.
+
+    Attributes:
+        outcome: how the two stand to each other.
+        a_name, b_name: its name on either side, ``None`` where it is not there; they differ where
+            one side holds a tied tensor under its other name.
+        a_dtype, b_dtype: element types.
+        a_shape, b_shape: shapes.
+        sums: what was seen of the values; ``None`` where they were not compared.
+        rounding: what explains a cast-equal tensor.
+    """
+
+    outcome: Outcome
+    a_name: str | None
+    b_name: str | None
+    a_dtype: DType | None = None
+    b_dtype: DType | None = None
+    a_shape: tuple[int, ...] | None = None
+    b_shape: tuple[int, ...] | None = None
+    sums: PairSums | None = None
+    rounding: Rounding | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in A, or where it is not there, in B."""
+        return self.a_name or self.b_name or ""
+
+    @property
+    def worst_at(self) -> tuple[int, ...] | None:
+        """Where the largest difference is, one index a dimension."""
+        if self.sums is None or self.sums.worst is None or self.a_shape is None:
+            return None
+        is_complex = DType.C64 in (self.a_dtype, self.b_dtype)
+        at = self.sums.worst // (2 if is_complex else 1)
+        return tuple(map(int, np.unravel_index(at, self.a_shape)))
 
 
 class Cause(Enum):

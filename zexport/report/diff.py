@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zexport.compare.outcome import Outcome, TensorDiff
+from zexport.compare.verdict import Outcome, TensorDiff
 from zexport.report.text import Console, print_facts, print_line, print_table
 from zexport.store.json import JsonObject
 
