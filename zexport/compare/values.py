@@ -7,7 +7,7 @@ whole.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import ml_dtypes
@@ -84,19 +84,9 @@ class PairSums:
         larger = other if other.abs_max > self.abs_max else self
         return PairSums(
             roundings=self.roundings & other.roundings,
-            unequal=self.unequal + other.unequal,
-            finite=self.finite + other.finite,
             abs_max=larger.abs_max,
             worst=larger.worst,
-            abs_sum=self.abs_sum + other.abs_sum,
-            difference_squares=self.difference_squares + other.difference_squares,
-            a_squares=self.a_squares + other.a_squares,
-            b_squares=self.b_squares + other.b_squares,
-            products=self.products + other.products,
-            a_nan=self.a_nan + other.a_nan,
-            b_nan=self.b_nan + other.b_nan,
-            nan_in_one=self.nan_in_one + other.nan_in_one,
-            inf_in_one=self.inf_in_one + other.inf_in_one,
+            **{name: getattr(self, name) + getattr(other, name) for name in _ADDED},
         )
 
     @property
@@ -123,6 +113,9 @@ class PairSums:
             return 0.0
         norm = math.sqrt(self.a_squares)
         return _number(math.sqrt(self.difference_squares) / norm) if norm else None
+
+
+_ADDED = {one.name for one in fields(PairSums)} - {"roundings", "abs_max", "worst"}
 
 
 def _number(value: float) -> float | None:
