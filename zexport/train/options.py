@@ -131,9 +131,8 @@ def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
                 expected=then,
                 hint=f"Leave {option} out, or train into another folder",
             )
-    kept = {name: getattr(stored, name) for name in ("save_every", "keep", "save")}
-    chosen = {name: getattr(asked, name) for name in FREE_ON_RESUME}
-    return replace(stored, **{**chosen, **{n: v for n, v in kept.items() if n not in explicit}})
+    kept = {"save_every", "keep", "save"} - set(explicit)
+    return replace(stored, **{name: getattr(asked, name) for name in FREE_ON_RESUME - kept})
 
 
 def _stored_options(out: Path) -> TrainOptions:
