@@ -225,13 +225,9 @@ def _diagnosis(differences: Sequence[Comparison], *, is_everywhere: bool) -> str
 def _diverged(differing: Sequence[Replica]) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         "holds other values than the rank whose copy would be exported",
-        path=_path_of(differing[0]),
+        path=next(iter(differing[0].other.extents(0, 1))).path,
         found=f"{some(list(dict.fromkeys(replica.name for replica in differing)), 8)} differ",
         expected="equal copies on every rank",
         hint="Copy the rank files of one save again; if they are whole, the ranks had diverged",
         finding=FindingKind.REPLICA_MISMATCH,
     )
-
-
-def _path_of(replica: Replica) -> Path:
-    return next(iter(replica.other.extents(0, 1))).path
