@@ -147,14 +147,7 @@ def _adapted(stored: Weights, adapter: Adapter) -> list[str]:
 def merge_adapter(
     checkpoint: ZeroCheckpoint, stored: Weights, adapter: Adapter, folder: BaseModel
 ) -> Weights:
-    """The base model's weights, by its own names, with the adapter worked in.
-
-    Args:
-        checkpoint: what was opened.
-        stored: its weights.
-        adapter: the one to work in; others are passed over.
-        folder: the base model as its folder has it.
-    """
+    """The base model's weights, by its own names, with the adapter worked in."""
     check_method(adapter)
     parts = {name: read_name(name) for name in stored.tensors}
     own = {n: t for n, t in stored.tensors.items() if parts[n].adapter == adapter.name}

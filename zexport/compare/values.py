@@ -146,13 +146,8 @@ def compare(
 ) -> PairSums:
     """What is seen of equally many elements of A and B.
 
-    Args:
-        a: their bytes in A.
-        a_dtype: their type in A.
-        b: their bytes in B.
-        b_dtype: their type in B.
-        start: index of the first of them in the tensor, for ``worst``.
-        tried: the explanations that are still worth a trial.
+    ``start`` is the place of the first of them in the tensor; ``tried`` are the explanations that
+    are still worth a trial.
     """
     a_run = _Run(np.frombuffer(a, NUMPY[a_dtype]), a_dtype)
     b_run = _Run(np.frombuffer(b, NUMPY[b_dtype]), b_dtype)

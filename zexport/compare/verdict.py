@@ -107,9 +107,7 @@ class Verdict:
 def judge(tensors: Sequence[TensorDiff], adapters: tuple[bool, bool] = (False, False)) -> Verdict:
     """What made the difference between two models, of whose tensors this was seen.
 
-    Args:
-        tensors: what was seen of each.
-        adapters: whether A, and B, is a peft adapter without its base model.
+    ``adapters`` tells of A and of B whether it is a peft adapter without its base model.
     """
     different = [t for t in tensors if t.outcome is Outcome.DIFFERENT]
     strange = [tensor for tensor in different if _is_strange(tensor)]

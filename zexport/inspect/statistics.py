@@ -74,11 +74,6 @@ def measure(
     """The statistics of a checkpoint's tensors, and what is wrong with their values.
 
     Memory does not grow with the tensors; every byte is read once, but for those of second copies.
-
-    Args:
-        checkpoint: the checkpoint.
-        progress: told of bytes read, after each tensor.
-        buffer_nbytes: bytes looked at together; rounded down to whole elements.
     """
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
     done, total = 0, sum(source.nbytes for _, source in sources)

@@ -52,10 +52,7 @@ def list_weight_files(
 ) -> tuple[WeightFile, ...]:
     """The weight files directly in ``root``, by name; no tensor data is read.
 
-    Args:
-        root: the folder.
-        empty: names of tensors that have no elements by nature.
-        boundary: where links may lead.
+    ``empty`` names the tensors that have no elements by nature.
     """
     paths = {path for pattern in _PATTERNS for path in matching(root, pattern) if is_file(path)}
     for path in sorted(paths):

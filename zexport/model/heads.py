@@ -40,10 +40,6 @@ def head_names(fit: Fit, stored: Mapping[str, Shape | None]) -> frozenset[str]:
     not have. It is small, and without it no name is left that the model does not know: anything
     else is no head but another model than the config says. What transformers passes over when it
     loads the model is no head either, but the business of the model's files.
-
-    Args:
-        fit: the model held against all of them.
-        stored: names and shapes.
     """
     names = fit.model
     read = {name: shape for name, shape in stored.items() if not names.ignores(name)}

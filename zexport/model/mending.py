@@ -59,11 +59,6 @@ def mend_sizes(
 
     A size is mended only where all weights of that size agree on another one; ``mended`` of the
     result says so. Whatever else differs is left as it is. A config that fits is asked about once.
-
-    Args:
-        config: as it was found.
-        stored: the checkpoint's names and shapes, tied names included.
-        shapes_for: asks the model.
     """
     weights = _Weights(stored)
     for size in (_VOCABULARY, _LABELS):

@@ -24,13 +24,7 @@ _SHARDS_SHOWN = 20
 
 
 def print_plan(console: Console, plan: PlanSummary, side_nbytes: Mapping[str, int]) -> None:
-    """The plan for people; nothing has been written.
-
-    Args:
-        console: where to print it.
-        plan: its figures.
-        side_nbytes: sizes of the files beside the shards, by name.
-    """
+    """The plan for people; nothing has been written."""
     print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")
     reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
     seconds = duration(plan.seconds_at_1_gb_per_s)

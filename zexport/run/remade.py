@@ -20,13 +20,7 @@ from zexport.weights.proof import WeightReader
 def source_problems(
     plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
 ) -> list[Problem]:
-    """Where an export is not what the checkpoint gives, every tensor of which is made again.
-
-    Args:
-        plan: what the checkpoint would give today.
-        manifest: of the export.
-        on_bytes: told of bytes made.
-    """
+    """Where an export is not what the checkpoint gives, every tensor of which is made again."""
     planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
     problems = [
         Problem("", name, "is in the checkpoint but not in the export")

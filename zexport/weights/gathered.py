@@ -25,12 +25,7 @@ def may_be_gathered(checkpoint: ZeroCheckpoint) -> bool:
 def gathered_copies(
     checkpoint: ZeroCheckpoint, headers: Iterable[SafetensorsHeader]
 ) -> tuple[CastReplica, ...]:
-    """The gathered copies of the masters; nothing unless all are there, and nothing unknown.
-
-    Args:
-        checkpoint: what was opened.
-        headers: of the weight files beside it.
-    """
+    """The gathered copies of the masters; nothing unless all are there, and nothing unknown."""
     known = {tensor.name: tensor for tensor in checkpoint.tensors}
     known |= {a: known[n] for a, n in checkpoint.aliases.items() if n in known}
     copies: dict[str, CastReplica] = {}

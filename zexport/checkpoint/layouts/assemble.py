@@ -38,14 +38,7 @@ def assemble(
     cells: Mapping[int, RankStates],
     structure: Structure,
 ) -> Assembled:
-    """Every tensor of a checkpoint, whole.
-
-    Args:
-        tag_dir: the tag folder.
-        files: its rank files.
-        cells: the states of each model-parallel index.
-        structure: what ``recognise`` says.
-    """
+    """Every tensor of a checkpoint, whole."""
     try:
         return _by_structure(tag_dir, files, cells, structure)
     except LayoutError as error:

@@ -57,11 +57,6 @@ def join_stages(
     A tied layer's tensors are exported once, from the first stage that has them, and returned as
     replicas for every other. What has no master comes from the layer files: buffers, frozen
     weights, and without ZeRO all weights of an fp32 run.
-
-    Args:
-        tag_dir: the tag folder.
-        cells: the rank states of every model-parallel index.
-        layers: the layer files, of ``pipeline_files.read_layers``.
     """
     grid = _grid(tag_dir, cells, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"

@@ -31,13 +31,7 @@ class Structure(Enum):
 def recognise(
     tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
 ) -> Structure:
-    """The structure of the checkpoint in ``tag_dir``.
-
-    Args:
-        tag_dir: the tag folder.
-        files: its rank files.
-        cells: the states of each model-parallel index.
-    """
+    """The structure of the checkpoint in ``tag_dir``."""
     kinds = {file.kind for file in files}
     models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
     optimizers = [cell.first_optimizer for cell in cells.values()]
@@ -73,13 +67,7 @@ def lacking_optimizer_files(
 def parallelism_of(
     structure: Structure, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Parallelism:
-    """The degrees that a checkpoint states; ones where it says nothing that can be read.
-
-    Args:
-        structure: what ``recognise`` says.
-        files: the rank files.
-        cells: the states of each model-parallel index.
-    """
+    """The degrees that a checkpoint states; ones where it says nothing that can be read."""
     models = [cell.first_model for _, cell in sorted(cells.items()) if cell.first_model is not None]
     if structure in (Structure.DATA, Structure.UNIVERSAL) or not models:
         return Parallelism()
