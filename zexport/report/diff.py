@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zexport.compare.verdict import Outcome, TensorDiff
 from zexport.report.text import Console, print_facts, print_line, print_table
-from zexport.store.json import JsonObject
+from zexport.store.json import JsonObject, values_of
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
@@ -31,10 +32,7 @@ def diff_json(report: DiffReport, *, every: bool = False) -> JsonObject:
         "schema": _SCHEMA,
         "a": str(report.a),
         "b": str(report.b),
-        "verdict": {
-            "cause": report.verdict.cause.value,
-            "sentence": report.verdict.sentence,
-        },
+        "verdict": values_of(report.verdict),
         "counts": {outcome.value: report.count(outcome) for outcome in Outcome},
         "nbytes_read": report.nbytes_read,
         "tensors": [
@@ -106,20 +104,10 @@ def _gaps(sums: PairSums) -> Iterator[str]:
 
 
 def _tensor_json(tensor: TensorDiff) -> JsonObject:
-    sums, rounding = tensor.sums, tensor.rounding
-    return {
-        "outcome": tensor.outcome.value,
-        "a_name": tensor.a_name,
-        "b_name": tensor.b_name,
-        "a_dtype": None if tensor.a_dtype is None else tensor.a_dtype.value,
-        "b_dtype": None if tensor.b_dtype is None else tensor.b_dtype.value,
-        "a_shape": None if tensor.a_shape is None else list(tensor.a_shape),
-        "b_shape": None if tensor.b_shape is None else list(tensor.b_shape),
-        "rounding": None
-        if rounding is None
-        else {"side": rounding.side.value, "dtype": rounding.dtype.value},
-        "values": None if sums is None else _values_json(sums, tensor.worst_at),
-    }
+    sums = tensor.sums
+    told = values_of(replace(tensor, sums=None))
+    del told["sums"]  # told as what follows from them
+    return told | {"values": None if sums is None else _values_json(sums, tensor.worst_at)}
 
 
 def _values_json(sums: PairSums, worst_at: tuple[int, ...] | None) -> JsonObject:
