@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from zexport.checkpoint.layouts.boxes import (
@@ -19,7 +19,7 @@ from zexport.checkpoint.layouts.boxes import (
     placed,
     replicated,
 )
-from zexport.checkpoint.layouts.patterns import MAX_WILD, PatternTable, parse_pattern
+from zexport.checkpoint.layouts.patterns import MAX_LENGTH, MAX_WILD, PatternTable
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 
 _FILE = Path("mp_rank_00_model_states.pt")
@@ -130,7 +130,8 @@ def test_shards_that_cannot_belong_together_are_refused(join: object) -> None:
         join()
 
 
-_NAMES = st.text("ab1.2_", max_size=12)
+_NAMES = st.text("ab1.2_-\n\u00e9\u0663\ud800", max_size=12)
+"""With a letter and a digit beyond ASCII, and half of a surrogate pair."""
 _PLACES = st.sampled_from(
     ["a", "b", "1", "_", r"\.", ".", r"\d", r"\_", "[ab]", "[^a.]", "[0-9_]", r"[\db]", "[a-]"]
 )
@@ -151,9 +152,38 @@ _PATTERNS = st.tuples(st.sampled_from(["", "^"]), _SEQUENCES, st.sampled_from(["
 )
 
 
-@given(_PATTERNS, _NAMES)
-def test_a_pattern_matches_what_re_would_match(text: str, name: str) -> None:
-    assert parse_pattern(text, _FILE).matches(name) == bool(re.match(text, name))
+def matches(text: str, name: str) -> bool:
+    return PatternTable.read([(text, True)], _FILE).get(name) is not None
+
+
+_TEXTS = st.text(r"ab1.^$()[]|?*+\d-&~_{}:" + "\n\u00e9\u0663\ud800", max_size=9)
+
+
+@given(_PATTERNS | _TEXTS, _NAMES)
+@example(r"\d$", "\u0663")
+@example("(a|ab)(c|bcd)$", "abcd")
+@settings(deadline=None, max_examples=200)
+@pytest.mark.filterwarnings("error::FutureWarning")  # sets of sets
+def test_a_pattern_that_is_read_matches_what_re_would_match(text: str, name: str) -> None:
+    assume(not name.endswith("\n"))
+    try:
+        table = PatternTable.read([(text, True)], _FILE)
+    except UnsupportedError:
+        return
+    assert table.get(name) == (True if re.match(text, name) else None)
+
+
+@given(_PATTERNS)
+@settings(deadline=None, max_examples=50)
+def test_a_pattern_of_the_grammar_is_read(text: str) -> None:
+    PatternTable.read([(text, True)], _FILE)
+
+
+@pytest.mark.parametrize("text", ["a$", "[a]$", "a+$"])
+def test_a_name_ends_where_its_pattern_ends(text: str) -> None:
+    """``re`` lets a line end there."""
+    table = PatternTable.read([(text, True)], _FILE)
+    assert (table.get("a"), table.get("a\n")) == (True, None)
 
 
 @given(st.text(min_size=1, max_size=20), _NAMES)
@@ -169,18 +199,25 @@ def test_any_name_written_out_matches_itself_alone(name: str, other: str) -> Non
     [
         *("^(a+)+$", "(a)*", "(ab){2}", "a{2}", "a|b", r"\w+", "a++", "(?i)a", "(?=a)", "(?P<n>a)"),
         *(r"a\1", "a$b", "a\\", "(a", "a)", "[a", "[]", "[]a]", "[[a]", "[a--b]", r"[\w]", "*a"),
-        *("a" * 5000, "(" * 2000, "(" * 100 + "a" + ")" * 100),
+        *("a" * 5000, "(" * 2000, "(" * 500 + "a"),
     ],
 )
 def test_a_pattern_beyond_the_grammar_is_refused(text: str) -> None:
     with pytest.raises(UnsupportedError):
-        parse_pattern(text, _FILE)
+        PatternTable.read([(text, 1)], _FILE)
 
 
 def test_patterns_that_take_long_with_backtracking_take_none_here() -> None:
     for part in (r"\d+", ".*", "(1+|1?)?"):
-        pattern = parse_pattern(part * 120 + "x$", _FILE)
-        assert not pattern.matches("1" * 2000)
+        table = PatternTable.read([(part * 120 + "x$", True)], _FILE)
+        assert table.get("1" * 2000) is None
+
+
+def test_a_pattern_that_takes_more_than_its_share_of_memory_is_refused() -> None:
+    texts = [r"[^\d]" * (MAX_LENGTH // 5)] * MAX_WILD
+    assert PatternTable.read([(texts[0], 1)], _FILE).get("a" * MAX_LENGTH) == 1
+    with pytest.raises(UnsupportedError, match="beyond what is read"):
+        PatternTable.read(((text, 1) for text in texts), _FILE)
 
 
 def test_a_name_that_two_patterns_mean_is_refused() -> None:
