@@ -67,7 +67,7 @@ def run_export(
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
-            from zexport.run.reference import open_reference  # noqa: PLC0415 - imports DeepSpeed
+            from zexport.run.deepspeed_engine import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
-from zexport.adapters.layers import BaseModel
+from zexport.adapters.find_updates import BaseModel
 from zexport.adapters.merging import (
     as_in_training,
     merge_adapter,
@@ -36,7 +36,7 @@ from zexport.ranges.copies import CastReplica
 from zexport.store.folders import is_link
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
 from zexport.weights.base import Base, base_of, read_base, source_files, under_names_of
-from zexport.weights.gathered import gathered_copies, may_be_gathered
+from zexport.weights.gathered_copy import gathered_copies, may_be_gathered
 from zexport.weights.hub_names import in_form, is_adapted
 from zexport.weights.model_class import identify
 from zexport.weights.named import Weights

@@ -46,8 +46,8 @@ from zexport.train import launch
 from zexport.train.options import TrainOptions, resumed
 from zexport.train.outcome import TrainSummary
 from zexport.weights.autoep_experts import fuse_experts
-from zexport.weights.hub_form import lay_out
 from zexport.weights.hub_names import settle_names
+from zexport.weights.hub_tensors import lay_out
 from zexport.weights.named import Weights
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

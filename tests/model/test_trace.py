@@ -15,7 +15,7 @@ from zexport.model.hub_layout import StoredLayout
 from zexport.model.trace import Trace, UntraceableError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.weights.hub_form import lay_out
+from zexport.weights.hub_tensors import lay_out
 
 Tensors = dict[str, torch.Tensor]
 Conversion = Callable[[Tensors], Tensors]

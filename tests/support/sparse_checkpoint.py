@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
@@ -37,10 +38,10 @@ class _Pickler(pickle.Pickler):
             return ("storage", torch.FloatStorage, obj.hole.key, "cpu", obj.hole.numel)
         return None
 
-    def reducer_override(self, obj: object) -> object:
+    def reducer_override(self, obj: object) -> Any:
         if not isinstance(obj, Hole):
             return NotImplemented
-        args = (_Storage(obj), 0, (obj.numel,), (1,), False, OrderedDict())
+        args: tuple[object, ...] = (_Storage(obj), 0, (obj.numel,), (1,), False, OrderedDict())
         return _rebuild_tensor_v2, args
 
 

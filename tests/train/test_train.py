@@ -21,7 +21,7 @@ from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
 from zexport.train.options import TrainOptions, read_ds_config, resumed
 from zexport.train.outcome import TrainSummary
-from zexport.train.source import describe_source
+from zexport.train.sidecar import describe_source
 from zexport.train.text import Corpus
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -372,7 +372,7 @@ class TestTheSidecar:
     def test_has_the_names_that_save_pretrained_writes(self, tmp_path: Path) -> None:
         from transformers import MixtralConfig, MixtralForCausalLM
 
-        from zexport.train.gather import meta_twin
+        from zexport.train.gathered_model import meta_twin
 
         config = MixtralConfig(
             vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,

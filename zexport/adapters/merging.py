@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.adapters.find import Adapter, check_whole
-from zexport.adapters.layers import KEEP_ADAPTER, BaseModel, check_method, find_updates
+from zexport.adapters.find_updates import KEEP_ADAPTER, BaseModel, check_method, find_updates
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.adapters.updates import (
     Orientation,

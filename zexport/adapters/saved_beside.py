@@ -20,7 +20,7 @@ from zexport.ranges.copies import compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
-from zexport.weights.gathered import copy_of
+from zexport.weights.gathered_copy import copy_of
 from zexport.weights.named import Weights
 
 ADAPTER_FILE = "adapter_model.safetensors"

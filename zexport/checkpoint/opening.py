@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from zexport.checkpoint.cells import disagreements
 from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than
+from zexport.checkpoint.grid import disagreements
 from zexport.checkpoint.layouts.assemble import Assembled, assemble
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (

@@ -1,6 +1,6 @@
 """How the tensors of a model's files are made of those it has in memory.
 
-Read from JSON that ``zexport.conversion`` made, in a process of its own or when the model was
+Read from JSON that ``zexport.model.conversion`` made, in a process of its own or when the model was
 trained; a sidecar may come with a checkpoint, so nothing in it is believed.
 """
 

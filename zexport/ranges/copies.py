@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
-from zexport.ranges.gather import Read
+from zexport.ranges.scattered import Read
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,9 +15,9 @@ from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.ranges.calculator import Calculator, Kept
 from zexport.ranges.computed import ComputedExtent
 from zexport.ranges.extents import ByteSource, Member, Window
-from zexport.ranges.gather import gather
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic
+from zexport.ranges.scattered import gather
 from zexport.store.files import InputFile, Version, version
 
 _OPEN_FILES_MIN = 64

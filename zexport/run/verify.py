@@ -19,8 +19,8 @@ from zexport.run.manifest import (
     read_manifest,
 )
 from zexport.run.progress import Phase, Progress
-from zexport.run.remade import source_problems
 from zexport.run.verify_report import Problem, VerifyReport
+from zexport.run.verify_source import source_problems
 from zexport.store.files import read_range, read_regular, version
 from zexport.store.folders import exists, is_file, matching
 from zexport.targets.hf import FILES_APART

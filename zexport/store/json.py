@@ -36,7 +36,8 @@ def values_of(value: object) -> JsonObject:
 
     Tables and sets are sorted.
     """
-    return cast("JsonObject", msgspec.to_builtins(value, enc_hook=str, order="deterministic"))
+    plain = msgspec.to_builtins(value, enc_hook=str, order="deterministic")
+    return cast("JsonObject", json.loads(json.dumps(plain)))  # lists where there were tuples
 
 
 def form_of(*results: object) -> JsonObject:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from zexport.train.gather import AdapterWriter, ModelWriter
+    from zexport.train.gathered_model import AdapterWriter, ModelWriter
 
 SOURCE_FILE = "zexport_source.json"
 """The sidecar that tells an export the hub names (see ``source``)."""
@@ -39,7 +39,7 @@ def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dty
 
     Called on rank 0, before an adapter changes the model's names.
     """
-    from zexport.train.gather import meta_twin  # noqa: PLC0415 - the command reads this module too
+    from zexport.train.gathered_model import meta_twin  # noqa: PLC0415 - the command reads this module too
 
     out = options.out
     if options.resume:

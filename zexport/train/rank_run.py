@@ -10,14 +10,14 @@ import torch
 
 from zexport.train.ds_config import ds_config
 from zexport.train.folder import claim_folder, describe_run
-from zexport.train.gather import AdapterWriter, ModelWriter, meta_twin
+from zexport.train.gathered_model import AdapterWriter, ModelWriter, meta_twin
 from zexport.train.loop import Place, resumed_place, train_steps
 from zexport.train.model import add_adapter, freeze, make_model
 from zexport.train.options import TrainOptions
 from zexport.train.outcome import TrainSummary
 from zexport.train.ranks import Ranks, join_ranks
 from zexport.train.save import Saver
-from zexport.train.source import describe_source
+from zexport.train.sidecar import describe_source
 from zexport.train.text import Corpus, make_corpus, make_tokenizer, read_text
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from zexport.store.disk import sync_path
 from zexport.store.retries import steadily
 from zexport.train.files import cause_of, write_atomically
-from zexport.train.gather import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
+from zexport.train.gathered_model import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
 from zexport.train.options import TrainOptions
 from zexport.train.ranks import Ranks
 

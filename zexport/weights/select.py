@@ -14,8 +14,8 @@ from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.base import Base
-from zexport.weights.hub_form import lay_out
 from zexport.weights.hub_names import Selection, check_complete
+from zexport.weights.hub_tensors import lay_out
 from zexport.weights.named import Weights
 from zexport.weights.quantized import check_plain
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.ranges.copies import are_equal
-from zexport.ranges.gather import Read
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.ranges.scattered import Read
 from zexport.weights.base import Base
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import Weights

@@ -14,8 +14,8 @@ import torch
 from tests.support.cell_cases import cases_named, read_bytes, read_cells, tag_of
 from tests.support.checkpoints import Run, edit, save, small_model
 from zexport.checkpoint.layouts.bind import MASTERS, bind
-from zexport.checkpoint.layouts.data_parallel import bind_trained, flat_run, owners_of
 from zexport.checkpoint.layouts.expert_groups import bind_experts
+from zexport.checkpoint.layouts.zero import bind_trained, flat_run, owners_of
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, read_optimizer_states
 from zexport.errors import LayoutError

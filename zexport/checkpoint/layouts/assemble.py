@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory
-from zexport.checkpoint.layouts.data_parallel import commonest_dtype, module_dtype, take_inventory
 from zexport.checkpoint.layouts.structure import Structure
+from zexport.checkpoint.layouts.zero import commonest_dtype, module_dtype, take_inventory
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
@@ -151,7 +151,7 @@ def _check_is_pipeline(
     tag_dir: Path, cells: Mapping[int, RankStates], models: Sequence[ModelStates]
 ) -> None:
     """Refuse experts of several model-parallel indices unless these are a pipeline's stages."""
-    from zexport.checkpoint.cells import check_cells  # noqa: PLC0415
+    from zexport.checkpoint.grid import check_cells  # noqa: PLC0415
 
     grid = models[0].grid if models else None
     if grid is None or grid.tensor > 1:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import prod
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import rounded_copy
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers
 from zexport.checkpoint.layouts.expert_states import AutoEpLayer, parse_native
+from zexport.checkpoint.layouts.zero import rounded_copy
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.pickles import TensorRef

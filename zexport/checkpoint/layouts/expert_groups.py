@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind
-from zexport.checkpoint.layouts.data_parallel import flat_run
-from zexport.checkpoint.layouts.expert_states import (
-    check_own_partition,
-    read_autoep_layers,
-    read_blocks_option,
-)
-from zexport.checkpoint.layouts.placement import (
+from zexport.checkpoint.layouts.expert_placement import (
     Placement,
     ep_size_of,
     same_where_shared,
     sharing_sets,
 )
+from zexport.checkpoint.layouts.expert_states import (
+    check_own_partition,
+    read_autoep_layers,
+    read_blocks_option,
+)
+from zexport.checkpoint.layouts.zero import flat_run
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError

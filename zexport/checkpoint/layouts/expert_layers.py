@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from zexport.checkpoint.layouts.expert_placement import expert_runs
 from zexport.checkpoint.layouts.expert_states import (
     AutoEpLayer,
     ExpertStates,
     parse_native,
     read_autoep_layers,
 )
-from zexport.checkpoint.layouts.placement import expert_runs
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zexport.checkpoint.layouts.placement import uniform
+from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.rank_files import RankFile
 from zexport.checkpoint.ranks import check_written_as_named
 from zexport.checkpoint.states import ModelStates, OptimizerStates

@@ -12,12 +12,6 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.bind import Bound, check_one_type
-from zexport.checkpoint.layouts.data_parallel import (
-    bind_trained,
-    check_names,
-    owners_of,
-    with_untrained,
-)
 from zexport.checkpoint.layouts.expert_files import (
     copies_in_files,
     expert_aliases,
@@ -32,12 +26,18 @@ from zexport.checkpoint.layouts.expert_layers import (
     in_expert_order,
     without_experts,
 )
+from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.expert_states import (
     AutoEpLayer,
     ExpertStates,
     parse_native,
 )
-from zexport.checkpoint.layouts.placement import uniform
+from zexport.checkpoint.layouts.zero import (
+    bind_trained,
+    check_names,
+    owners_of,
+    with_untrained,
+)
 from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import RankStates, is_zero0

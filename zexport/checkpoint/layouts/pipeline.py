@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from zexport.checkpoint.cells import check_cells
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import rounded_copy
+from zexport.checkpoint.grid import check_cells
 from zexport.checkpoint.layouts.pipeline_files import (
     TIED,
     LayerFile,
@@ -24,6 +23,7 @@ from zexport.checkpoint.layouts.pipeline_masters import (
 )
 from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
+from zexport.checkpoint.layouts.zero import rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates

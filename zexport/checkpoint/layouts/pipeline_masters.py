@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from zexport.checkpoint.contents import Inventory, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import bind_trained, take_inventory, with_untrained
 from zexport.checkpoint.layouts.master_matching import Weight
 from zexport.checkpoint.layouts.pipeline_files import TIED, LayerFile, layer_of
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
+from zexport.checkpoint.layouts.zero import bind_trained, take_inventory, with_untrained
 from zexport.checkpoint.layouts.zero0 import stored_weights
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates

@@ -21,8 +21,8 @@ from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource
-from zexport.ranges.gather import Read
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.scattered import Read
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ADAM = {*_MOMENTS, "step", "max_exp_avg_sq"}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from zexport.checkpoint.cells import check_cells, tag_dir_of
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.grid import check_cells, tag_dir_of
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name

@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
-from zexport.checkpoint.layouts.data_parallel import bind_trained, rounded_copy, with_untrained
 from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
+from zexport.checkpoint.layouts.zero import bind_trained, rounded_copy, with_untrained
 from zexport.checkpoint.module_names import names_in_state_dict, with_parameter_names
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates

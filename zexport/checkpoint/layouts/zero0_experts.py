@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.expert_layers import ExpertLayers, in_expert_order
+from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.expert_states import ExpertStates, parse_native
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
-from zexport.checkpoint.layouts.placement import uniform
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,

@@ -1,10 +1,9 @@
 """ZeRO-1 and ZeRO-2: the parameters of a group lie end to end, and the ranks share the whole.
 
-Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py``
-    (``flatten_dense_tensors_aligned``,
-``_get_groups_without_padding``) and ``runtime/bf16_optimizer.py``: a group is padded at its end to
-a multiple of ``2 * world_size`` elements and cut into equal partitions; ZeRO-1/2 saves a partition
-without the padding that falls into it, BF16_Optimizer saves it whole.
+Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` (``flatten_dense_tensors_aligned``
+and ``_get_groups_without_padding``) and ``runtime/bf16_optimizer.py``: a group is padded at its end
+to a multiple of ``2 * world_size`` elements and cut into equal partitions; ZeRO-1/2 saves a
+partition without the padding that falls into it, BF16_Optimizer saves it whole.
 """
 
 from __future__ import annotations

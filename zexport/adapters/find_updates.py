@@ -13,7 +13,7 @@ from zexport.errors import UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.model.peft_names import read_name
 from zexport.weights.base import Base
-from zexport.weights.hub_form import tensor_in_memory
+from zexport.weights.hub_tensors import tensor_in_memory
 
 KEEP_ADAPTER = "Export the adapter with --adapter keep and merge it with peft"
 

@@ -33,9 +33,9 @@ from zexport.options import Engine, ExportOptions, NameLayout
 from zexport.plan.plan import TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.run import reference
+from zexport.run import deepspeed_engine as reference
+from zexport.run.deepspeed_engine import open_reference
 from zexport.run.pieces import TensorReader
-from zexport.run.reference import open_reference
 
 Converter = Callable[..., dict[str, torch.Tensor]]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zexport.ranges import gather as gathering
 from zexport.ranges.extents import ByteSource, Extent
-from zexport.ranges.gather import gather
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
+from zexport.ranges.scattered import gather
 
 _FILE = Path("file")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import OutputError
-from zexport.run.commit import staged_folder
+from zexport.run.staging import staged_folder
 
 
 def _make(out: Path, *, overwrite: bool = True) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zexport.run.place import check_content, check_place, real_path
+from zexport.run.out_dir import check_content, check_place, real_path
 from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
 from zexport.store.disk import writing
 from zexport.store.folders import make_folder, remove

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import OutputError
-from zexport.run.commit import staged_folder
+from zexport.run.staging import staged_folder
 from zexport.store.disk import check_space, writing
 
 
@@ -177,7 +177,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     script = (
         "import os, sys; sys.path.insert(0, '.')\n"
         "from pathlib import Path\n"
-        "from zexport.run.commit import staged_folder\n"
+        "from zexport.run.staging import staged_folder\n"
         "with staged_folder(Path(sys.argv[1]), overwrite=False) as folder:\n"
         "    (folder / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), 9)\n"
