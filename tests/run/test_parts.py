@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.support.stopping import SHARDS, files, files_of, four_shards
 from zexport.errors import DamagedCheckpointError, OutputError
@@ -86,7 +87,7 @@ def test_what_two_parts_read_is_proved_as_a_whole(
     begun = begin(_work(plan, folder))
     _part(plan, folder, 0, 1)
     source = plan.sources[0]
-    wrong = replace(source.members[0], crc32=1)
+    wrong = structs.replace(source.members[0], crc32=1)
     others = (replace(source, members=(wrong, *source.members[1:])), *plan.sources[1:])
     spoilt = replace(plan, sources=others)
     with pytest.raises(OutputError, match="was begun for another plan"):
