@@ -42,7 +42,8 @@ class LazyTensor:
     """A tensor that is read when it is asked for, and each time anew.
 
     Its second copies in the checkpoint are compared with it when it is first read. A CRC-32 covers
-    a whole record, often that of many tensors: it is checked when nearly all of one was read.
+    a whole record, often that of many tensors: it is checked when nearly all of one was read, for
+    what was read first.
 
     Attributes:
         shape: its full shape.

@@ -149,6 +149,33 @@ def test_a_source_of_another_time_starts_over(plan: ExportPlan, tmp_path: Path) 
     assert run_plan(four_shards(tmp_path / "ckpt", plan.out_dir)).resumed == ()
 
 
+def test_a_source_without_checksums_elsewhere_starts_over(plan: ExportPlan, tmp_path: Path) -> None:
+    """Two bases may be alike in name, size and time; nothing else tells one from the other."""
+    plain = [replace(source, members=()) for source in plan.sources]
+    one = replace(plan, sources=tuple(plain))
+    _stop(one, 2)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    places = {source.path: elsewhere / source.path.name for source in plain}
+    for source in plain:
+        status = source.path.stat()
+        source.path.rename(places[source.path])
+        places[source.path].write_bytes(places[source.path].read_bytes()[::-1])
+        os.utime(places[source.path], ns=(status.st_atime_ns, status.st_mtime_ns))
+        source.path.symlink_to(places[source.path])
+    assert run_plan(one).resumed == ()
+
+
+def test_a_link_in_the_place_of_a_finished_file_is_not_taken_over(
+    plan: ExportPlan, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    left = _stop(plan, 2)
+    (left / SHARDS[0]).rename(tmp_path / "elsewhere")
+    (left / SHARDS[0]).symlink_to(tmp_path / "elsewhere")
+    assert run_plan(plan).resumed == SHARDS[1:2]
+    assert files(plan.out_dir) == whole
+    assert not (plan.out_dir / SHARDS[0]).is_symlink()
+
+
 def test_another_version_starts_over(plan: ExportPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     _stop(plan, 3)
     monkeypatch.setattr(digest, "__version__", "9.9")

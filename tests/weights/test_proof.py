@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from zexport import compat
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
-from zexport.options import ExportOptions, NameLayout
+from zexport.options import CheckMode, ExportOptions, NameLayout
 from zexport.ranges import reader
 from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.extents import Window
@@ -244,3 +245,28 @@ def test_weights_are_not_done_with_before_their_copies_are_compared(zero2: Path)
             weights.finish()
         assert weights.compare() == ()
         weights.finish()
+
+
+@pytest.mark.parametrize("check", CheckMode)
+def test_what_was_compared_does_not_stand_for_what_is_read_later(
+    check: CheckMode, tmp_path: Path
+) -> None:
+    root = copied("z2_w2_fp16", tmp_path)
+    plan = zexport.plan_export(
+        open_checkpoint(root), tmp_path / "out", replace(_MEMORY, check=check)
+    )
+    tensor = next(t for file in plan.shards for t in file.tensors if t.numel > 100)
+    extent = next(iter(tensor.source.extents(0, tensor.source.nbytes)))
+    with WeightReader.of_plan(plan) as weights:
+        weights.compare()
+        status = extent.path.stat()
+        content = bytearray(extent.path.read_bytes())
+        content[extent.offset + 40] ^= 64
+        extent.path.write_bytes(content)
+        os.utime(extent.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        ledger = weights.new_ledger()
+        stored = memoryview(bytearray(tensor.source.nbytes))
+        weights.read_into(tensor.source, 0, stored, ledger)
+        weights.take(ledger.ranges())
+        with pytest.raises(DamagedCheckpointError, match="does not hold the bytes that were saved"):
+            weights.finish()

@@ -34,6 +34,11 @@ class Ledger:
         for path, found in ranges.items():
             self.of(path).take(found)
 
+    def add(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
+        """Note what another ledger noted, as ``enter`` does; what is noted already stays."""
+        for path, found in ranges.items():
+            self.of(path).add(found)
+
     def ranges(self) -> dict[Path, list[Range]]:
         """Everything noted, by file."""
         return {path: self._files[path].ranges() for path in sorted(self._files)}
@@ -69,11 +74,17 @@ class FileLedger:
 
     def take(self, ranges: Iterable[Range]) -> None:
         """Note ranges whose CRC-32 is known; one that is not of a single record is passed over."""
+        self._taken.update(self.add(ranges))
+
+    def add(self, ranges: Iterable[Range]) -> set[Member]:
+        """The same, of ranges that count for nothing but the proof; the records they are of."""
+        found = set()
         for start, stop, crc in ranges:
             for member, first, last in self._within(start, stop):
                 if (first, last) == (start, stop):
-                    self._taken.add(member)
+                    found.add(member)
                     self._add(member, start, stop, crc)
+        return found
 
     def _within(self, start: int, stop: int) -> Iterable[tuple[Member, int, int]]:
         """The records that a range reaches into, and what of it lies in each."""

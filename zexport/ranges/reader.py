@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from resource import RLIMIT_NOFILE, getrlimit
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from threading import Lock
 from types import TracebackType
 from typing import Protocol, Self
@@ -20,9 +20,10 @@ from zexport.ranges.mosaic import Mosaic
 from zexport.ranges.scattered import gather
 from zexport.store.files import InputFile, Version, version
 
-_OPEN_FILES_MIN = 64
+_OPEN_FILES_MIN, _OPEN_FILES_MAX = 64, 8192
 _OTHER_DESCRIPTORS = 256
-"""Left to the rest of the process: outputs, streams, what a caller has open."""
+"""Left to the rest of the process: outputs, streams, what a caller has open. Of the others half are
+left to a second reader of the same files."""
 
 _GAP_CHUNK_NBYTES = 1 << 20
 
@@ -211,7 +212,8 @@ class _OpenFiles:
         self._seen: set[Path] = set()
         self._lock = Lock()
         soft, _ = getrlimit(RLIMIT_NOFILE)
-        self._limit = max(soft - _OTHER_DESCRIPTORS, _OPEN_FILES_MIN)
+        own = _OPEN_FILES_MAX if soft == RLIM_INFINITY else (soft - _OTHER_DESCRIPTORS) // 2
+        self._limit = min(max(own, _OPEN_FILES_MIN), _OPEN_FILES_MAX)
         self._all_fit = len(files) <= self._limit  # then none is closed, and no use is counted
 
     def take(self, path: Path) -> InputFile:

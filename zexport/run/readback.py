@@ -19,7 +19,7 @@ from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
 from zexport.store.disk import writing
 from zexport.store.files import InputFile, read_range, version
-from zexport.store.folders import is_file
+from zexport.store.folders import is_file, is_link
 
 _READBACK_THREADS = 2
 
@@ -72,7 +72,7 @@ class Checks:
     def holds(self, file: FilePlan, receipt: Receipt) -> bool:
         """Whether a file that was left is still what was written, read again whatever the mode."""
         path = self._folder / file.filename
-        if not is_file(path) or version(path).nbytes != file.nbytes:
+        if is_link(path) or not is_file(path) or version(path).nbytes != file.nbytes:
             return False
         self._submit(_check_opens, path, file)
         self._read(path, file, receipt, self._meter.compared)

@@ -20,8 +20,16 @@ from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Range
 from zexport.store.disk import write_durably, writing
-from zexport.store.files import read_whole
-from zexport.store.folders import children, is_file, is_folder, make_folder, matching, remove
+from zexport.store.files import changed_ns, read_whole
+from zexport.store.folders import (
+    children,
+    is_file,
+    is_folder,
+    make_folder,
+    matching,
+    real,
+    remove,
+)
 
 RECEIPTS_NAME = ".zexport_journal"
 """A folder within the unfinished folder; never part of the finished one."""
@@ -64,12 +72,17 @@ class Receipts:
         self._folder = folder / RECEIPTS_NAME
         self._paths = [source.path for source in plan.sources]
         self._digest = PlanDigest(plan)
+        self._unproven = _unproven(plan)
         with writing(self._folder):
             make_folder(self._folder)
 
     def begin(self) -> None:
         """Say which plan the folder is being filled for."""
-        write_durably(self._folder / _PLAN, [self._digest.whole.encode()])
+        write_durably(self._folder / _PLAN, [self._whole.encode()])
+
+    @property
+    def _whole(self) -> str:
+        return "\n".join([self._digest.whole, json.dumps(self._unproven)])
 
     def check_plan(self) -> None:
         """Refuse a folder that was begun for another plan."""
@@ -77,7 +90,7 @@ class Receipts:
             found = read_whole(self._folder / _PLAN).decode(errors="replace")
         except OSError:
             found = ""
-        if found != self._digest.whole:
+        if found != self._whole:
             raise OutputError(
                 "was begun for another plan",
                 path=self._folder.parent,
@@ -88,6 +101,7 @@ class Receipts:
         """Note a file that is on the disk."""
         table = {
             "plan": self._digest.of_file(file),
+            "unproven": self._unproven,
             "nbytes": receipt.nbytes,
             "blake3": receipt.blake3,
             "digests": receipt.digests.hex(),
@@ -107,7 +121,7 @@ class Receipts:
         if blake3(text).hexdigest().encode() != seal:
             return None
         table = json.loads(text)
-        if table["plan"] != self._digest.of_file(file):
+        if (table["plan"], table["unproven"]) != (self._digest.of_file(file), self._unproven):
             return None
         ranges = zip(self._paths, table["ranges"], strict=True)
         return Receipt(
@@ -130,6 +144,18 @@ class Receipts:
 
     def _entry(self, file: FilePlan) -> Path:
         return self._folder / f"{file.filename}{_ENTRY}"
+
+
+def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
+    """The sources that no checksum stands for, each with where it is and when it last changed.
+
+    Two base models may be alike in names, sizes and times, as where times are all set to one.
+    """
+    return [
+        [str(real(source.path)), changed_ns(source.path)]
+        for source in plan.sources
+        if not source.members or any(member.crc32 is None for member in source.members)
+    ]
 
 
 def finished_files(folder: Path) -> tuple[str, ...]:

@@ -31,6 +31,14 @@ def version(path: Path) -> Version:
     return Version(status.st_size, status.st_mtime_ns)
 
 
+def changed_ns(path: Path) -> int | None:
+    """When anything of a file last changed, which no copy can set; ``None`` if it is not there."""
+    try:
+        return steadily(path.stat).st_ctime_ns
+    except OSError:
+        return None
+
+
 def version_of(descriptor: int) -> Version:
     """The version of an open file."""
     status = os.fstat(descriptor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Self
@@ -59,7 +60,7 @@ class WeightReader(SourceReader):
         self._gathered = gathered
         self._check = check
         self._allow = allow
-        self._is_compared = False
+        self._compared: Ledger | None = None
 
     @classmethod
     def of_plan(cls, plan: ExportPlan) -> Self:
@@ -76,27 +77,29 @@ class WeightReader(SourceReader):
         """Hold the second copies against the first, piece by piece.
 
         Samples are read apart, so that a file of which nothing else is needed is not read whole for
-        the sake of its CRC-32.
+        the sake of its CRC-32. What is compared whole has a ledger of its own: what a record is
+        proven by are the bytes that are used, wherever both were read.
 
         Returns:
             What differs and was allowed or is only told, a finding for each tensor of the
             checkpoint.
         """
-        self._is_compared = True
+        self._compared = self.new_ledger()
+        whole = partial(self.read_into, ledger=self._compared)
         casts = [one for one in self._replicas if isinstance(one, CastReplica)]
         unnamed = [one for one in casts if one.names_it]
-        if differences := compare_casts(unnamed, self.read_into, full=True):
+        if differences := compare_casts(unnamed, whole, full=True):
             raise _other_weight(differences)
         named = [one for one in casts if not one.names_it]
         full = self._check is CheckMode.FULL
         with SourceReader(self._samples) as samples:
-            read = self.read_into if full else samples.read_into
+            read = whole if full else samples.read_into
             differences = compare_casts(named, read, full=full)
             gathered = compare_casts(self._gathered, samples.read_into, full=full)
         unequal = [
             one
             for one in self._replicas
-            if isinstance(one, Replica) and not are_equal(self.read_into, one.kept, one.other)
+            if isinstance(one, Replica) and not are_equal(whole, one.kept, one.other)
         ]
         problems = [_not_the_masters(differences, named)] if differences else []
         problems += [_diverged(unequal)] if unequal else []
@@ -114,8 +117,9 @@ class WeightReader(SourceReader):
 
     def finish(self, seen: Ledger | None = None) -> dict[Path, str]:
         """As every ``SourceReader``'s; the copies must have been compared before."""
-        if not self._is_compared:
+        if self._compared is None:
             raise AssertionError("weights were read and their copies not compared")
+        self._ledger.add(self._compared.ranges())
         return super().finish(seen)
 
 
