@@ -147,7 +147,7 @@ class _Reference:
                 return Extent(Path(wanted.name), 0, source.nbytes)
             if isinstance(source, Window):
                 inner = in_names(source.source)
-                return None if inner is None else replace(source, source=inner)
+                return None if inner is None else Window(inner, source.start, source.nbytes)
             if isinstance(source, Mosaic):
                 tiles = [(tile, in_names(tile.source)) for tile in source.tiles]
                 moved = [replace(tile, source=inner) for tile, inner in tiles if inner is not None]
