@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.facts import statements as facts
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.findings import FindingKind
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_range
-
-Fact = tuple[str, FindingKind | None, Mapping[int, object]]
-"""What is stated, what it is that it differs, and the value by number of whoever states it."""
 
 _STEP_BITS = 64
 _SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
@@ -26,51 +26,38 @@ def disagreements(
 ) -> Iterator[ZexportError]:
     """Every contradiction between the states of the ranks, by which they are not of one save."""
     steps = {rank: step_of(states) for rank, states in optimizer.items()}
-    yield from _other_facts(tag_dir, model, optimizer, steps)
+    for found in facts.disagreements(_statements(model, optimizer, steps)):
+        yield found.error(tag_dir, name_ranks)
     yield from _other_steps(tag_dir, model, steps)
     yield from _other_shapes(tag_dir, model)
 
 
-def _other_facts(
-    tag_dir: Path,
+def _statements(
     model: Mapping[int, ModelStates],
     optimizer: Mapping[int, OptimizerStates],
     steps: Mapping[int, float | None],
-) -> Iterator[ZexportError]:
-    """Facts that every rank of one save states alike, and these do not."""
-    versions = {r: s.ds_version for r, s in optimizer.items()}
+) -> Iterator[Statement]:
+    """What every rank of one save states alike."""
     prefixes = {r: s.file.path.name.partition("zero_")[0] or "no" for r, s in optimizer.items()}
-    facts: list[Fact] = [
-        ("partition count", None, {r: s.partition_counts for r, s in optimizer.items()}),
-        ("prefix of the file names, which tells of bf16", None, prefixes),
-        ("ZeRO stage", None, {r: s.stage for r, s in optimizer.items()}),
-        ("number of flat groups", None, {r: len(s.flat_groups) for r, s in optimizer.items()}),
-        ("optimizer step", FindingKind.MIXED_STEPS, steps),
-        ("global step", FindingKind.MIXED_STEPS, {r: s.global_steps for r, s in model.items()}),
-        ("number of data-parallel ranks", None, {r: s.dp_world_size for r, s in model.items()}),
-        ("DeepSpeed version", FindingKind.MIXED_VERSIONS, versions),
+    stated: list[tuple[Fact, Mapping[int, object]]] = [
+        (Fact.PARTITION_COUNT, {r: s.partition_counts for r, s in optimizer.items()}),
+        (Fact.FILE_PREFIX, prefixes),
+        (Fact.STAGE, {r: s.stage for r, s in optimizer.items()}),
+        (Fact.FLAT_GROUPS, {r: len(s.flat_groups) for r, s in optimizer.items()}),
+        (Fact.OPTIMIZER_STEP, steps),
+        (Fact.GLOBAL_STEP, {r: s.global_steps for r, s in model.items()}),
+        (Fact.DP_WORLD_SIZE, {r: s.dp_world_size for r, s in model.items()}),
+        (Fact.DEEPSPEED_VERSION, {r: s.ds_version for r, s in optimizer.items()}),
     ]
-    yield from differing(tag_dir, facts, name_ranks)
+    return stated_by_rank(stated)
 
 
-def differing(
-    tag_dir: Path, facts: Iterable[Fact], named: Callable[[Iterable[int]], str]
-) -> Iterator[ZexportError]:
-    """Facts that are not the same wherever they are stated; ``named`` says where, in words."""
-    for what, kind, by_rank in facts:
-        values = dict.fromkeys(str(value) for value in by_rank.values() if value is not None)
-        if len(values) > 1:
-            yield DamagedCheckpointError(
-                f"mixes files of different saves: the {what} differs",
-                path=tag_dir,
-                found="; ".join(
-                    f"{value} on {named(r for r, v in by_rank.items() if str(v) == value)}"
-                    for value in values
-                ),
-                expected="one save",
-                hint="Copy all rank files of one save again",
-                finding=kind,
-            )
+def stated_by_rank(
+    stated: Iterable[tuple[Fact, Mapping[int, object]]],
+) -> Iterator[Statement]:
+    """What each rank states of each fact."""
+    for fact, by_rank in stated:
+        yield from (Statement(fact, value, rank) for rank, value in by_rank.items())
 
 
 def _other_steps(

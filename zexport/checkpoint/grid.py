@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from zexport.checkpoint.agreement import Fact, differing, step_of
+from zexport.checkpoint.agreement import stated_by_rank, step_of
 from zexport.checkpoint.rank_files import RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import MAX_DEGREE
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
-from zexport.findings import FindingKind
+from zexport.facts import statements as facts
+from zexport.facts.table import Fact
 
 
 def tag_dir_of(cells: Mapping[int, RankStates]) -> Path | None:
@@ -61,15 +62,16 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
     """Facts that every model-parallel index of one save states alike, and these do not."""
     models = {i: cell.first_model for i, cell in sorted(cells.items()) if cell.first_model}
     steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
-    facts: list[Fact] = [
-        ("global step", FindingKind.MIXED_STEPS, {i: m.global_steps for i, m in models.items()}),
-        ("optimizer step", FindingKind.MIXED_STEPS, steps),
-        (
-            "DeepSpeed version",
-            FindingKind.MIXED_VERSIONS,
-            {i: m.ds_version for i, m in models.items()},
-        ),
-        ("data-parallel world size", None, {i: cells[i].world_size for i in models}),
-        ("ZeRO stage", None, {i: cells[i].is_zero3 for i in models}),
+    stated: list[tuple[Fact, Mapping[int, object]]] = [
+        (Fact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
+        (Fact.OPTIMIZER_STEP, steps),
+        (Fact.DEEPSPEED_VERSION, {i: m.ds_version for i, m in models.items()}),
+        (Fact.CELL_WORLD_SIZE, {i: cells[i].world_size for i in models}),
+        (Fact.STAGE, {i: cells[i].is_zero3 for i in models}),
     ]
-    return differing(tag_dir, facts, lambda found: f"model-parallel ranks {ranges_of(found)}")
+    for found in facts.disagreements(stated_by_rank(stated)):
+        yield found.error(tag_dir, _name_cells)
+
+
+def _name_cells(cells: Iterable[int]) -> str:
+    return f"model-parallel ranks {ranges_of(cells)}"

@@ -1,0 +1,141 @@
+"""Statements of facts, held against each other: where they differ, and what that leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.facts.table import Agreement, Fact, Severity
+from zexport.findings import Finding, FindingKind
+from zexport.printable import some
+
+_ABOUT_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What one place says of a fact.
+
+    Attributes:
+        fact: what it is about.
+        value: what is said; ``None`` says nothing, and agrees with everything.
+        by: who says it, in words, or the number of a rank.
+        about: what it is said of, where a fact is stated of several things: a module, a key.
+    """
+
+    fact: Fact
+    value: object
+    by: str | int
+    about: str = ""
+
+
+NameRanks = Callable[[Iterable[int]], str]
+"""Ranks in words."""
+
+
+def _number(ranks: Iterable[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Statements of one fact that contradict each other, by what they are about."""
+
+    fact: Fact
+    statements: dict[str, list[Statement]]
+
+    def found(self, named: NameRanks = _number) -> str:
+        """What is said by whom, in words."""
+        told = []
+        for about, statements in self.statements.items():
+            sides = "; ".join(
+                f"{one.value} {_said_by([s.by for s in statements if _same(s, one)], named)}"
+                for one in _distinct(statements)
+            )
+            told.append(f"{about} {sides}" if about else sides)
+        return some(told, _ABOUT_MAX)
+
+    def error(self, path: Path | None, named: NameRanks = _number) -> DamagedCheckpointError:
+        """The refusal of it."""
+        row = self.fact.value
+        return DamagedCheckpointError(
+            row.problem,
+            path=path,
+            found=self.found(named),
+            expected=row.expected or None,
+            hint=row.hint,
+            finding=row.kind,
+        )
+
+
+def disagreements(statements: Iterable[Statement]) -> Iterator[Disagreement]:
+    """Facts whose statements do not agree, each once, in the order in which they are stated."""
+    by_fact: dict[Fact, dict[str, list[Statement]]] = {}
+    for one in statements:
+        if one.value is not None:
+            by_fact.setdefault(one.fact, {}).setdefault(one.about, []).append(one)
+    for fact, by_about in by_fact.items():
+        differing = {about: said for about, said in by_about.items() if not _agree(fact, said)}
+        if differing:
+            yield Disagreement(fact, differing)
+
+
+def _agree(fact: Fact, statements: Sequence[Statement]) -> bool:
+    if fact.value.agreement is Agreement.EQUAL:
+        return len(_distinct(statements)) == 1
+    limit, *others = (one.value for one in statements if isinstance(one.value, int))
+    return all(value < limit for value in others)
+
+
+def _said_by(sources: Sequence[str | int], named: NameRanks) -> str:
+    ranks = [one for one in sources if isinstance(one, int)]
+    words = dict.fromkeys(one for one in sources if isinstance(one, str))
+    return f"on {named(ranks)}" if ranks else f"in {' and '.join(words)}"
+
+
+def _distinct(statements: Sequence[Statement]) -> list[Statement]:
+    """The first statement of each value."""
+    found: list[Statement] = []
+    for one in statements:
+        if not any(_same(one, other) for other in found):
+            found.append(one)
+    return found
+
+
+def _same(one: Statement, other: Statement) -> bool:
+    return one.value == other.value or str(one.value) == str(other.value)  # NaN is like NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What disagreements lead to.
+
+    Attributes:
+        refused: what ends an export.
+        findings: what is told by its kind, or was allowed.
+        warnings: what the user should know before using the result.
+        notes: what the user may want to know.
+    """
+
+    refused: list[ZexportError] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(statements: Iterable[Statement], allow: Set[FindingKind], path: Path | None) -> Judgement:
+    """What the statements lead to where they disagree, with those kinds allowed."""
+    judged = Judgement()
+    for found in disagreements(statements):
+        row, error = found.fact.value, found.error(path)
+        if row.severity is Severity.NOTED:
+            judged.notes.append(error.statement())
+        elif row.severity is Severity.WARNED:
+            judged.warnings.append(error.statement())
+        elif row.kind is None or row.kind not in allow:
+            judged.refused.append(error)
+        else:
+            judged.findings.append(Finding(row.kind, "", 0, error.statement(), accepted=True))
+    return judged

@@ -1,0 +1,74 @@
+"""The table of facts: for each one how its statements must agree, and what a difference is.
+
+A fact is added by adding a row here, and by stating it where it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zexport.findings import FindingKind
+
+
+class Severity(Enum):
+    """What a difference leads to."""
+
+    REFUSED = "refused"
+    WARNED = "warned of"
+    NOTED = "noted"
+
+
+class Agreement(Enum):
+    """When statements agree."""
+
+    EQUAL = "all are the same"
+    BELOW = "all are below the first"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is to be known of a fact.
+
+    Attributes:
+        name: of the fact, in words.
+        problem: what is wrong where statements differ, without a full stop.
+        expected: what there should be.
+        hint: the next step; empty where there is none.
+        severity: what a difference leads to.
+        kind: the finding that it is; a refusal is lifted by allowing it, where there is one.
+        agreement: when statements agree.
+    """
+
+    name: str
+    problem: str
+    expected: str = ""
+    hint: str = ""
+    severity: Severity = Severity.REFUSED
+    kind: FindingKind | None = None
+    agreement: Agreement = Agreement.EQUAL
+
+
+def _of_one_save(name: str, kind: FindingKind | None = None) -> Row:
+    """What all rank files of one save state alike."""
+    return Row(
+        name,
+        f"mixes files of different saves: the {name} differs",
+        expected="one save",
+        hint="Copy all rank files of one save again",
+        kind=kind,
+    )
+
+
+class Fact(Enum):
+    """What may be stated more than once."""
+
+    PARTITION_COUNT = _of_one_save("partition count")
+    FILE_PREFIX = _of_one_save("prefix of the file names, which tells of bf16")
+    STAGE = _of_one_save("ZeRO stage")
+    FLAT_GROUPS = _of_one_save("number of flat groups")
+    OPTIMIZER_STEP = _of_one_save("optimizer step", FindingKind.MIXED_STEPS)
+    GLOBAL_STEP = _of_one_save("global step", FindingKind.MIXED_STEPS)
+    DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
+    DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
+    CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
