@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
 from zexport.report.failure import Failure
 from zexport.run.execute import ExportReport
@@ -16,7 +17,6 @@ from zexport.run.manifest import Manifest
 from zexport.run.verify_report import VerifyReport
 from zexport.store.json import SCHEMA
 from zexport.train.outcome import TrainSummary
-from zexport.weights.provenance import Provenance
 
 _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
     "error": ("What every command prints with `--json` when it fails", SCHEMA, (Failure,)),

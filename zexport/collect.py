@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
-from zexport.adapters.find_updates import BaseModel
 from zexport.adapters.merging import (
     as_in_training,
     merge_adapter,
@@ -16,18 +15,22 @@ from zexport.adapters.merging import (
     with_saved,
 )
 from zexport.adapters.saved_beside import SavedBeside, saved_beside
+from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
 from zexport.errors import ZexportError
 from zexport.findings import Finding
 from zexport.formats.safetensors_file import SafetensorsHeader
-from zexport.model.added_tokens import last_added_token
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
-from zexport.model.names import Learner
-from zexport.model.names_client import NamesClient
-from zexport.model.sidecars import Sidecars, find_sidecars, tokenizer_files
-from zexport.model.spoilt_files import spoilt_files
+from zexport.model.names import Learner, NamesClient
+from zexport.model.sidecars import (
+    Sidecars,
+    find_sidecars,
+    last_added_token,
+    spoilt_files,
+    tokenizer_files,
+)
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.memory import share_memory
 from zexport.plan.plan import SourceFile
@@ -35,8 +38,15 @@ from zexport.plan.shards import DTYPES
 from zexport.ranges.copies import CastReplica
 from zexport.store.folders import is_link
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
-from zexport.weights.base import Base, base_of, read_base, source_files, under_names_of
-from zexport.weights.gathered_copy import gathered_copies, may_be_gathered
+from zexport.weights.base import (
+    Base,
+    base_of,
+    gathered_copies,
+    may_be_gathered,
+    read_base,
+    source_files,
+    under_names_of,
+)
 from zexport.weights.hub_names import in_form, is_adapted
 from zexport.weights.model_class import identify
 from zexport.weights.named import Weights

@@ -39,8 +39,7 @@ from zexport.formats import torch_zip as zip_container
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.model.config import ConfigFile
-from zexport.model.mending import mend_sizes
+from zexport.model.config import ConfigFile, mend_sizes
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.store import json as json_files

@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 
 from tests.support.live_models import checkpoint_of, live_model
 from zexport.api import consolidate
-from zexport.model.added_tokens import last_added_token, tokens_beyond
-from zexport.model.sidecars import find_sidecars
+from zexport.model.config import tokens_beyond
+from zexport.model.sidecars import find_sidecars, last_added_token
 
 
 def _tokenizer(folder: Path, words: int, added: int, *, pretty: bool = True) -> Path:

@@ -24,7 +24,7 @@ from tests.support.hf_models import (
 )
 from zexport.errors import NamesMismatchError
 from zexport.model.fit import ModelNames, as_it_is, best_fit, choose_class
-from zexport.model.heads import head_names, without_value_heads
+from zexport.weights.model_class import head_names, without_value_heads
 
 _SHAPES = {
     "model.embed.weight": (5, 3),

@@ -17,8 +17,7 @@ from tests.support.hf_models import (
     write_checkpoint,
     write_config,
 )
-from zexport.model.config import ConfigFile
-from zexport.model.mending import mend_sizes
+from zexport.model.config import ConfigFile, mend_sizes
 from zexport.store.json import Json
 
 Shapes = dict[str, tuple[int, ...]]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.names import Learner
-from zexport.model.names_client import NamesClient
+from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.ranges.dtypes import DType
 from zexport.store.json import Json

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from zexport.api import consolidate
-from zexport.model.spoilt_files import spoilt_files
+from zexport.model.sidecars import spoilt_files
 
 _LARGE = json.dumps({f"word{number}": number for number in range(200_000)})
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.adapters.config import (
+from zexport.adapters.peft_format import (
     ADAPTER_CONFIG,
     DEFAULT_ADAPTER,
     AdapterConfig,
+    adapters_of,
     find_adapter_config,
+    read_name,
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import (
@@ -20,12 +22,11 @@ from zexport.errors import (
     UnsupportedError,
     UsageError,
 )
-from zexport.model.peft_names import PEFT_PREFIX, adapters_of, read_name
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file, is_folder
-from zexport.weights.named import Weights
+from zexport.weights.named import PEFT_PREFIX, Weights
 
 
 @dataclass(frozen=True, slots=True)

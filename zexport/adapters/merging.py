@@ -12,28 +12,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from zexport.adapters.find import Adapter, check_whole
-from zexport.adapters.find_updates import KEEP_ADAPTER, BaseModel, check_method, find_updates
+from zexport.adapters.peft_format import inner_name, read_name
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.adapters.updates import (
+    KEEP_ADAPTER,
+    BaseModel,
     Orientation,
     Update,
+    check_method,
     elements,
     find_orientation,
+    find_updates,
     update_bias,
     update_weight,
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
-from zexport.model.added_tokens import TokensBeyond
+from zexport.model.config import TokensBeyond
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.peft_names import inner_name, read_name
 from zexport.options import Engine, ExportOptions
 from zexport.printable import some
 from zexport.ranges.computed import Recast
 from zexport.ranges.dtypes import DType, Shape
-from zexport.weights.base import Base, under_names_of, under_prefix
+from zexport.weights.base import Base, check_plain, under_names_of, under_prefix
 from zexport.weights.named import Weights
-from zexport.weights.quantized import check_plain
 from zexport.weights.ties import under_tied_sources
 
 Tensors = Mapping[str, StoredTensor]

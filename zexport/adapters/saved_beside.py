@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from zexport.adapters.find import Adapter
+from zexport.adapters.peft_format import read_name
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.model.peft_names import PEFT_PREFIX, read_name
 from zexport.options import CheckMode
 from zexport.ranges.copies import compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
-from zexport.weights.gathered_copy import copy_of
-from zexport.weights.named import Weights
+from zexport.weights.base import copy_of
+from zexport.weights.named import PEFT_PREFIX, Weights
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _PARAMETERS = ("weight", "bias")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zexport.adapters.config import AdapterConfig, find_adapter_config
 from zexport.adapters.find import adapter_folders, adapters_in, is_peft
+from zexport.adapters.peft_format import AdapterConfig, find_adapter_config, read_name
 from zexport.checkpoint.contents import Role, ZeroCheckpoint
 from zexport.errors import UnsafeError, ZexportError
-from zexport.model.peft_names import read_name
 from zexport.options import ExportOptions
 from zexport.weights.named import Weights
 

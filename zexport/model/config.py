@@ -1,13 +1,14 @@
-"""A model's ``config.json``: what it says, and the few keys of it that an export changes."""
+"""A model's ``config.json``: what it says, where weights tell otherwise, and what is changed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.store.json import Json, JsonObject
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -182,3 +183,120 @@ def _json_bytes(content: JsonObject) -> bytes:
         return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         return (json.dumps(content, indent=2) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TokensBeyond:
+    """A tokenizer whose last added token has no row in the embedding that the config tells of.
+
+    Such a token ends a model with an index error, or worse; those never added are not looked at.
+    """
+
+    last: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"tokens up to number {self.last}, and the embedding {self.rows} rows"
+
+
+def tokens_beyond(config: ConfigFile | None, last: int | None) -> TokensBeyond | None:
+    """A tokenizer's last added token, if it is beyond the config's vocabulary."""
+    sizes = [] if config is None else config.vocab_sizes.values()
+    rows = max((size for size in sizes if type(size) is int), default=None)
+    return None if rows is None or last is None or last < rows else TokensBeyond(last, rows)
+
+
+ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]
+"""The shapes that a model has for a config; ``None`` where they cannot be learnt."""
+
+
+class _Size(NamedTuple):
+    """A size that a config states, and training may change.
+
+    ``stand_in`` is one that no dimension of a real model has, and that costs little to build; no
+    model has more than ``most``, since each class has a name in a config.
+    """
+
+    key: str
+    stand_in: int
+    most: int
+    set: Callable[[ConfigFile, int], ConfigFile]
+    stated: Callable[[ConfigFile], Iterable[Json]]
+
+
+def _labels(config: ConfigFile) -> list[Json]:
+    names = config.content.get("id2label")
+    return [len(names) if isinstance(names, dict) else config.content.get("num_labels")]
+
+
+_SIZES = (
+    _Size(
+        "vocab_size",
+        10_000_019,
+        1 << 31,
+        ConfigFile.with_vocab_size,
+        lambda config: config.vocab_sizes.values(),
+    ),
+    _Size("num_labels", 4099, 1 << 20, ConfigFile.with_num_labels, _labels),
+)
+
+
+def mend_sizes(
+    config: ConfigFile, stored: Mapping[str, Shape], shapes_for: ShapesFor
+) -> ConfigFile:
+    """The config with the vocabulary and the number of classes that the weights have.
+
+    A config saved from ZeRO-3's placeholders says 0 for the vocabulary, one from before a resize
+    the old size. Which weights have that size is never guessed from their names: the model is asked
+    for its shapes with a number that nothing else has. A size is mended only where all weights of
+    that size agree on another one. A config that fits is asked about once.
+    """
+    by_ending: dict[str, set[Shape]] = {}
+    for name, shape in stored.items():
+        by_ending.setdefault(_ending(name), set()).add(shape)
+
+    def beside(expected: Mapping[str, Shape]) -> list[tuple[Shape, Shape]]:
+        """The model's shapes with the stored ones.
+
+        Names may carry a wrapper's prefix, or the hub's where the module has another; then the last
+        two parts tell which weight it is, if all that end so have one shape.
+        """
+        found = ((s, stored.get(n), by_ending.get(_ending(n), set())) for n, s in expected.items())
+        likely = ((s, {own} if own is not None else alike) for s, own, alike in found)
+        return [(shape, next(iter(shapes))) for shape, shapes in likely if len(shapes) == 1]
+
+    for size in _SIZES:
+        expected = shapes_for(config)
+        if expected is not None and all(one == other for one, other in beside(expected)):
+            return config
+        if expected is not None or not all(_is_positive(one) for one in size.stated(config)):
+            sized = shapes_for(size.set(config, size.stand_in)) or {}
+            sized = {name: shape for name, shape in sized.items() if size.stand_in in shape}
+            found = {count for count in _sizes(beside(sized), size.stand_in) if count <= size.most}
+            as_is = {name: shape for name, shape in (expected or {}).items() if name in sized}
+            differs = expected is None or any(one != other for one, other in beside(as_is))
+            if len(found) == 1 and differs:
+                config = _mended(config, size, *found)
+    return config
+
+
+def _mended(config: ConfigFile, size: _Size, new: int) -> ConfigFile:
+    was = ", ".join("unstated" if one is None else str(one) for one in size.stated(config))
+    note = f"{size.key} is {new}, as the weights have it (was {was})"
+    return replace(size.set(config, new), mended=(*config.mended, note))
+
+
+def _is_positive(size: Json) -> bool:
+    return isinstance(size, int) and size > 0
+
+
+def _sizes(pairs: Iterable[tuple[Shape, Shape]], stand_in: int) -> Iterator[int]:
+    """The sizes that weights have where the model, in each of its shapes, has the stand-in."""
+    for shape, stored in pairs:
+        axis = shape.index(stand_in)
+        if len(stored) == len(shape) and shape == (*stored[:axis], stand_in, *stored[axis + 1 :]):
+            yield stored[axis]
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])

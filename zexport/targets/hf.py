@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from zexport.adapters.merging import check_embedding
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collect import Collected
-from zexport.model.added_tokens import tokens_beyond
 from zexport.model.card import model_card
-from zexport.model.config import ConfigFile
+from zexport.model.config import ConfigFile, tokens_beyond
 from zexport.model.fit import Fit
-from zexport.model.heads import is_value_head
 from zexport.options import AdapterMode, ExportDType
 from zexport.plan.plan import FilePlan, SideFile
 from zexport.plan.shards import DTYPES, INDEX_FILE, SINGLE_FILE, plan_file
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import Selection, check_shapes, settle_names
+from zexport.weights.model_class import is_value_head
 from zexport.weights.select import select_tensors
 from zexport.weights.ties import settle_ties
 

@@ -11,19 +11,24 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zexport.adapters.config import ADAPTER_CONFIG, EMBEDDINGS, AdapterConfig
 from zexport.adapters.find import Adapter, check_whole, not_just_tensors
+from zexport.adapters.peft_format import (
+    ADAPTER_CONFIG,
+    EMBEDDINGS,
+    AdapterConfig,
+    inner_name,
+    read_name,
+)
 from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.checkpoint.contents import StoredTensor
 from zexport.collect import Collected
-from zexport.model.added_tokens import tokens_beyond
+from zexport.model.config import tokens_beyond
 from zexport.model.fit import NamesUnknown
-from zexport.model.peft_names import PEFT_PREFIX, inner_name, read_name
 from zexport.plan.plan import FilePlan, SideFile, qualified
 from zexport.plan.shards import DTYPES, plan_file
+from zexport.weights.base import check_plain
 from zexport.weights.hub_names import Selection
-from zexport.weights.named import Weights
-from zexport.weights.quantized import check_plain
+from zexport.weights.named import PEFT_PREFIX, Weights
 
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")
 

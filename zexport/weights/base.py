@@ -1,18 +1,23 @@
-"""The weights of the model folder given as a base: which file holds which tensor."""
+"""Weights in model folders: of the base, which no scales belong to, and beside the checkpoint."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.errors import DamagedCheckpointError
+from zexport.checkpoint.candidates import list_tags
+from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.states import ZERO3
+from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.plan.plan import SourceFile
 from zexport.plan.shards import INDEX_FILE, SINGLE_FILE
-from zexport.ranges.dtypes import Shape
+from zexport.printable import some
+from zexport.ranges.copies import CastReplica
+from zexport.ranges.dtypes import DType, Shape
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file, matching
 
@@ -138,4 +143,117 @@ def _twice(name: str, path: Path | None) -> DamagedCheckpointError:
         path=path,
         expected="one, with or without the prefix of the model's class",
         hint="Load the base with transformers, and give what save_pretrained writes of it",
+    )
+
+
+_AFTER_WEIGHT = re.compile(
+    r"(?P<weight>.+?)(?:_scale|_scales|_scale_inv|_global_scale|_zero_point|_packed|_shape|_g_idx"
+    r"|_blocks|_qdata|\._data|\._scale|\.absmax|\.quant_map|\.nested_absmax|\.nested_quant_map"
+    r"|\.quant_state\..+)"
+)
+_IN_MODULE = re.compile(r"(?P<module>.+)\.(?:SCB|weight_format|qweight|qzeros|scales|g_idx)")
+"""Names of scales: after a weight's own, or beside it in its module.
+
+Source: transformers 5.23 (``integrations/finegrained_fp8.py``, ``integrations/mxfp4.py``) and the
+forms that bitsandbytes, compressed-tensors, GPTQ, AWQ and torchao write.
+"""
+
+_PACKED = frozenset({DType.I8, DType.U8, DType.F8_E4M3, DType.F8_E5M2})
+_NUMBERS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.C64})
+
+
+def check_plain(
+    taken: Iterable[StoredTensor],
+    base: Base,
+    names: ModelNames | NamesUnknown,
+    absent: Iterable[str] = (),
+) -> None:
+    """Refuse weights taken from a base that are no numbers as they stand.
+
+    Where the model's names are not known a weight may be a buffer; then wide integers are taken
+    for what they are.
+
+    Args:
+        taken: those weights, under their names in the base.
+        base: that base.
+        names: the model; what it has itself is no packer's.
+        absent: weights that are wanted as well, and that the base does not have by their names.
+    """
+    is_known = isinstance(names, ModelNames)
+    scales = _scales(
+        base.tensors, names.all_names if isinstance(names, ModelNames) else frozenset()
+    )
+    packed: dict[str, str] = {}
+    for tensor in taken:
+        name, dtype = tensor.name, tensor.dtype
+        if dtype in _PACKED or (is_known and dtype not in _NUMBERS):
+            packed[name] = dtype.torch_name
+        elif name in scales or name in scales.values():
+            packed[name] = f"scaled by {scales.get(name, name)}"
+    packed |= {name: f"there is {scales[name]}" for name in absent if name in scales}
+    if packed:
+        raise UnsupportedError(
+            "the base model's weights are quantized, and some would be taken without their scales",
+            path=base.path,
+            found=some(tuple(f"{name} ({what})" for name, what in packed.items())),
+            expected="a floating-point type, with no scales beside it",
+            hint="Give the model before its quantization with --base, or leave these weights out "
+            "with --exclude-frozen",
+        )
+
+
+def _scales(base: Iterable[str], own: frozenset[str]) -> dict[str, str]:
+    """Name of a weight to that of what scales it, but for what is the model's own."""
+    scales: dict[str, str] = {}
+    for name in base:
+        if name in own:
+            continue
+        if found := _AFTER_WEIGHT.fullmatch(name):
+            scales[found["weight"]] = name
+        elif found := _IN_MODULE.fullmatch(name):
+            scales[f"{found['module']}.weight"] = name
+    return scales
+
+
+def may_be_gathered(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether weights beside the checkpoint can only be of its own step: there is no other tag."""
+    root = checkpoint.location.root
+    return checkpoint.stage == ZERO3 and len(list_tags(root)) == 1
+
+
+def gathered_copies(
+    checkpoint: ZeroCheckpoint, headers: Iterable[SafetensorsHeader]
+) -> tuple[CastReplica, ...]:
+    """The gathered copies of the masters; nothing unless all are there, and nothing unknown."""
+    known = {tensor.name: tensor for tensor in checkpoint.tensors}
+    known |= {a: known[n] for a, n in checkpoint.aliases.items() if n in known}
+    copies: dict[str, CastReplica] = {}
+    for header in headers:
+        for name, copy in header.tensors.items():
+            tensor = known.get(name)
+            if tensor is None or tensor.shape != copy.shape:
+                return ()
+            replica = copy_of(tensor, header, name)
+            if tensor.role is Role.TRAINABLE and replica is not None:
+                copies[tensor.name] = replica
+    trained = {t.name for t in checkpoint.of_role(Role.TRAINABLE) if t.numel}
+    return tuple(copies.values()) if trained <= copies.keys() else ()
+
+
+def copy_of(tensor: StoredTensor, header: SafetensorsHeader, name: str) -> CastReplica | None:
+    """A file's tensor as the copy of a checkpoint's; ``None`` where its shape or type forbid it."""
+    copy = header.tensors[name]
+    is_narrower = copy.dtype.is_floating and copy.dtype.itemsize < tensor.dtype.itemsize
+    if tensor.source is None or copy.shape != tensor.shape:
+        return None
+    if copy.dtype is not tensor.dtype and not is_narrower:
+        return None
+    return CastReplica(
+        name=tensor.name,
+        path=header.path,
+        kept=tensor.source,
+        kept_dtype=tensor.dtype,
+        other=header.source(name),
+        other_dtype=copy.dtype,
+        names_it=False,
     )

@@ -12,11 +12,10 @@ from zexport.findings import Finding, FindingKind
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Difference, Fit, ModelNames, NamesUnknown, absent, as_it_is
 from zexport.model.hub_layout import HubLayout
-from zexport.model.peft_names import PEFT_PREFIX
 from zexport.options import ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
-from zexport.weights.named import Weights
+from zexport.weights.named import PEFT_PREFIX, Weights
 
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
 

@@ -11,6 +11,9 @@ from zexport.errors import UsageError
 from zexport.model.fit import INNER_WRAPPERS, without_inner_wrappers
 from zexport.ranges.dtypes import Shape
 
+PEFT_PREFIX = "base_model.model."
+"""What a peft model puts before the names of the model in it, in memory and in its files."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

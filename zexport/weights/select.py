@@ -8,16 +8,15 @@ from dataclasses import replace
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
 from zexport.model.fit import ModelNames, NamesUnknown, absent, difference
-from zexport.model.heads import is_value_head
 from zexport.model.hub_layout import HubLayout
 from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
-from zexport.weights.base import Base
+from zexport.weights.base import Base, check_plain
 from zexport.weights.hub_names import Selection, check_complete
 from zexport.weights.hub_tensors import lay_out
+from zexport.weights.model_class import is_value_head
 from zexport.weights.named import Weights
-from zexport.weights.quantized import check_plain
 
 
 def select_tensors(
