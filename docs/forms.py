@@ -14,9 +14,9 @@ from zexport.report.failure import Failure
 from zexport.run.execute import ExportReport
 from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest
-from zexport.run.verify_report import VerifyReport
+from zexport.run.verify import VerifyReport
 from zexport.store.json import SCHEMA
-from zexport.train.outcome import TrainSummary
+from zexport.train.options import TrainSummary
 
 _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
     "error": ("What every command prints with `--json` when it fails", SCHEMA, (Failure,)),

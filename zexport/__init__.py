@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, Progress, VerifyMode
-    from zexport.run.verify_report import VerifyReport
+    from zexport.run.verify import VerifyReport
 
 __all__ = [
     "Cause",
@@ -71,7 +71,7 @@ _HOMES = {
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),
-    "run.verify_report": ("VerifyReport",),
+    "run.verify": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -21,7 +21,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.run import execute, verify
 from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zexport.run.verify_report import VerifyReport
+from zexport.run.verify import VerifyReport
 from zexport.store.boundary import Boundary
 from zexport.store.folders import exists, is_folder
 

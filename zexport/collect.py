@@ -32,9 +32,8 @@ from zexport.model.sidecars import (
     tokenizer_files,
 )
 from zexport.options import AdapterMode, ExportOptions, NameLayout
-from zexport.plan.memory import share_memory
-from zexport.plan.plan import SourceFile
-from zexport.plan.shards import DTYPES
+from zexport.plan.plan import DTYPES, SourceFile
+from zexport.plan.summary import share_memory
 from zexport.ranges.copies import CastReplica
 from zexport.store.folders import is_link
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names

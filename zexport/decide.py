@@ -11,8 +11,8 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collect import Collected
 from zexport.errors import DamagedCheckpointError
 from zexport.options import AdapterMode, Engine, RecordedOptions
-from zexport.plan.memory import share_memory
 from zexport.plan.plan import ExportPlan, FilePlan, Reference, SideFile, SourceFile
+from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
 from zexport.store.json import JsonObject, Natural, values_of
 from zexport.targets.hf import HubModel

@@ -43,8 +43,7 @@ from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.train import launch
-from zexport.train.options import TrainOptions, resumed
-from zexport.train.outcome import TrainSummary
+from zexport.train.options import TrainOptions, TrainSummary, resumed
 from zexport.weights.autoep_experts import fuse_experts
 from zexport.weights.hub_names import settle_names
 from zexport.weights.hub_tensors import lay_out
@@ -429,7 +428,7 @@ def test_a_rank_that_fails_says_how_and_where_the_rest_is(
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_an_output_error(tmp_path: Path) -> None:
-    from zexport.train.folder import claim_folder, describe_run
+    from zexport.train.rank_run import claim_folder, describe_run
 
     (tmp_path / "file").write_text("")
     below = TrainOptions(out=tmp_path / "file" / "run")

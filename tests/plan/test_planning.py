@@ -14,8 +14,8 @@ from zexport.api import plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
 from zexport.options import ExportDType, ExportOptions
-from zexport.plan.memory import memory_nbytes
 from zexport.plan.plan import ExportPlan, TensorPlan
+from zexport.plan.summary import memory_nbytes
 from zexport.ranges.dtypes import DType
 
 

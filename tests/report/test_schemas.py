@@ -30,7 +30,7 @@ from zexport.report.diff import diff_json
 from zexport.report.failure import Failure, Told
 from zexport.report.inspect import inspection_json
 from zexport.store.json import form_of
-from zexport.train.outcome import TrainSummary
+from zexport.train.options import TrainSummary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))

@@ -12,14 +12,13 @@ from tests.support.stopping import SHARDS, files, files_of, four_shards
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
-from zexport.run.begin import Begun, begin
+from zexport.run.begin import Begun, Workplace, begin
 from zexport.run.finish import Finished, finish
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
 from zexport.run.receipts import RECEIPTS_NAME
-from zexport.run.workplace import Workplace
 from zexport.weights.proof import WeightReader
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from zexport.errors import OutputError
 from zexport.run.staging import staged_folder
-from zexport.store.disk import check_space, writing
+from zexport.store.files import check_space, writing
 
 
 def _make(out_dir: Path, content: str = "new", **options: object) -> None:

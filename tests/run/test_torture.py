@@ -23,10 +23,10 @@ from tests.torture.small_disk import every_size
 from zexport.errors import DamagedCheckpointError, OutputError
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
-from zexport.run import writer
+from zexport.run import part
 from zexport.run.execute import run_plan
 from zexport.run.receipts import finished_files
-from zexport.train.files import write_atomically
+from zexport.store.files import write_durably
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -58,18 +58,18 @@ def test_bytes_that_a_disk_once_did_not_take_end_the_export(
     plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk says so once, here while the shard is being written; the next sync succeeds."""
-    whole = writer._FileWriter.flush
+    whole = part._FileWriter.flush
     calls: list[str] = []
 
-    def flush(self: writer._FileWriter) -> None:
+    def flush(self: part._FileWriter) -> None:
         calls.append(self.file.filename)
         if len(calls) == 1:
             time.sleep(0.3)  # until the shard's last flush is asked for
             raise OutputError("cannot be written: Input/output error") from OSError(5, "lost")
         whole(self)
 
-    monkeypatch.setattr(writer, "_FLUSH_NBYTES", 1)
-    monkeypatch.setattr(writer._FileWriter, "flush", flush)
+    monkeypatch.setattr(part, "_FLUSH_NBYTES", 1)
+    monkeypatch.setattr(part._FileWriter, "flush", flush)
     with pytest.raises(OutputError, match="Input/output error"):
         run_plan(plan)
     assert calls[0] == SHARDS[0]
@@ -92,7 +92,7 @@ def test_a_disk_without_room_for_a_shard_ends_the_export_before_it_reads(
     def read(*_: object) -> int:
         raise AssertionError("a byte was read")
 
-    monkeypatch.setattr("zexport.store.disk._take_room", refuse)
+    monkeypatch.setattr("zexport.store.files._take_room", refuse)
     monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(OutputError, match="quota"):
         run_plan(plan)
@@ -179,11 +179,11 @@ def test_a_training_run_killed_while_it_moves_latest_keeps_the_old_one(tmp_path:
     latest = tmp_path / "latest"
     seen = set()
     for at in range(1, 9):
-        write_atomically(latest, "old")
+        write_durably(latest, b"old")
         child = os.fork()
         if child == 0:
             with watched(Calls(lambda _, number, at=at: _kill(number == at))):  # type: ignore[misc]
-                write_atomically(latest, "new")
+                write_durably(latest, b"new")
             os._exit(0)
         os.waitpid(child, 0)
         seen.add(latest.read_text())

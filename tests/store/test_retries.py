@@ -18,10 +18,8 @@ from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
-from zexport.store.disk import OutputFile, write_durably
-from zexport.store.files import InputFile
+from zexport.store.files import InputFile, OutputFile, write_durably
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
-from zexport.train.files import write_atomically
 
 TRIES = len(PAUSES_SECONDS) + 1
 PASSING = (errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT)
@@ -165,7 +163,9 @@ def test_an_output_that_falters_is_written_all_the_same(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, call, Failing(getattr(os, call), errno.EIO, 3))
-        write_durably(tmp_path / "file", [b"one", b"two"])
+        with OutputFile(tmp_path / "file", is_new=True) as file:
+            file.reserve(6)
+            file.write(b"onetwo", 0)
     assert (tmp_path / "file").read_bytes() == b"onetwo"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -174,8 +174,11 @@ def test_an_output_that_goes_on_failing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwrite", Failing(os.pwrite, errno.EIO, 99))
-    with pytest.raises(OutputError, match="cannot be written: Input/output error"):
-        write_durably(tmp_path / "file", [b"one"])
+    with (
+        OutputFile(tmp_path / "file", is_new=True) as file,
+        pytest.raises(OutputError, match="cannot be written: Input/output error"),
+    ):
+        file.write(b"one", 0)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
@@ -186,7 +189,7 @@ def test_a_file_system_that_takes_no_room_beforehand_is_written_to_all_the_same(
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr("zexport.store.disk._fallocate", lambda: fallocate)
+    monkeypatch.setattr("zexport.store.files._fallocate", lambda: fallocate)
     with OutputFile(tmp_path / "file", is_new=True) as file:
         file.reserve(5)
     assert (tmp_path / "file").stat().st_size == 5
@@ -197,7 +200,7 @@ def test_a_small_file_of_a_training_run_is_tried_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 2))
-        write_atomically(tmp_path / "latest", "global_step3")
+        steadily(lambda: write_durably(tmp_path / "latest", b"global_step3"))
     assert (tmp_path / "latest").read_text() == "global_step3"
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zexport.store import disk
+from zexport.store import files
 
 WRITES = ("pwrite", "ftruncate", "fallocate", "open", "mkdir", "unlink", "rmdir")
 SYNCS = ("fsync", "fdatasync")
@@ -49,9 +49,9 @@ def watched(calls: Calls) -> Iterator[Calls]:
         for name in CALLS:
             if name != "fallocate":
                 patch.setattr(os, name, _through(calls, name, getattr(os, name)))
-        patch.setattr(disk, "_take_room", _through(calls, "fallocate", disk._take_room))
+        patch.setattr(files, "_take_room", _through(calls, "fallocate", files._take_room))
         patch.setattr("zexport.store.retries.PAUSES_SECONDS", (0.0,) * 4)
-        patch.setattr("zexport.run.writer._FLUSH_NBYTES", 1)  # small shards are flushed, too
+        patch.setattr("zexport.run.part._FLUSH_NBYTES", 1)  # small shards are flushed, too
         yield calls
 
 

@@ -16,10 +16,15 @@ from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
 from zexport.model.fit import ModelNames
 from zexport.model.names import Learner, NamesClient
-from zexport.train.ds_config import ds_config, settled
 from zexport.train.model import freeze
-from zexport.train.options import TrainOptions, read_ds_config, resumed
-from zexport.train.outcome import TrainSummary
+from zexport.train.options import (
+    TrainOptions,
+    TrainSummary,
+    read_ds_config,
+    resumed,
+    settled,
+)
+from zexport.train.rank_run import ds_config
 from zexport.train.sidecar import describe_source
 from zexport.train.text import Corpus
 
@@ -371,7 +376,7 @@ class TestTheSidecar:
     def test_has_the_names_that_save_pretrained_writes(self, tmp_path: Path) -> None:
         from transformers import MixtralConfig, MixtralForCausalLM
 
-        from zexport.train.gathered_model import meta_twin
+        from zexport.train.model import meta_twin
 
         config = MixtralConfig(
             vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,

@@ -24,11 +24,11 @@ from tests.support.train_runs import (
     trained,
 )
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError
-from zexport.train.files import cause_of, write_atomically
-from zexport.train.folder import check_free
-from zexport.train.options import TrainOptions
-from zexport.train.outcome import Failure, failure_of
-from zexport.train.save import recorded_failures
+from zexport.store.files import write_durably
+from zexport.train.launch import failure_of
+from zexport.train.options import TrainOptions, check_free
+from zexport.train.save import cause_of, recorded_failures
+from zexport.train.worker import Failure
 
 PROMPTLY_S = 60
 MANY_STEPS = ("--steps", 100_000)
@@ -224,8 +224,8 @@ class TestRecordedFailures:
 class TestFiles:
     def test_are_replaced_whole(self, tmp_path: Path) -> None:
         path = tmp_path / "latest"
-        write_atomically(path, "global_step1")
-        write_atomically(path, "global_step2")
+        write_durably(path, b"global_step1")
+        write_durably(path, b"global_step2")
         assert path.read_text() == "global_step2"
         assert list(tmp_path.iterdir()) == [path]
 
@@ -233,7 +233,7 @@ class TestFiles:
         path = tmp_path / "latest"
         path.mkdir()
         with pytest.raises(IsADirectoryError):
-            write_atomically(path, "global_step2")
+            write_durably(path, b"global_step2")
         assert list(tmp_path.iterdir()) == [path]
 
     def test_that_torch_could_not_write_tell_the_true_cause(self, tmp_path: Path) -> None:

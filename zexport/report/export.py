@@ -19,7 +19,7 @@ from zexport.report.text import (
 
 if TYPE_CHECKING:
     from zexport.run.execute import ExportReport
-    from zexport.run.verify_report import Problem, VerifyReport
+    from zexport.run.verify import Problem, VerifyReport
 
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {

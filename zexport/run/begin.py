@@ -13,10 +13,48 @@ from blake3 import blake3
 from zexport.errors import CheckpointError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.run.manifest import FileEntry
-from zexport.run.workplace import Workplace
-from zexport.store.disk import OutputFile, blocks, check_space, sync_path, writing
-from zexport.store.files import open_regular, version
+from zexport.run.progress import Meter
+from zexport.run.readback import Checks, VerifyMode
+from zexport.run.receipts import Receipts
+from zexport.store.files import (
+    OutputFile,
+    blocks,
+    check_space,
+    open_regular,
+    sync_path,
+    version,
+    writing,
+)
 from zexport.store.retries import steadily
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """An unfinished folder and what is to be in it.
+
+    Attributes:
+        plan: what is to be written.
+        folder: where.
+        receipts: for what is written already.
+        verify: how it is read again.
+        meter: counts the bytes.
+    """
+
+    plan: ExportPlan
+    folder: Path
+    receipts: Receipts
+    verify: VerifyMode
+    meter: Meter
+
+    @classmethod
+    def of(cls, plan: ExportPlan, folder: Path, verify: VerifyMode, meter: Meter) -> Workplace:
+        """The workplace in a folder that exists."""
+        return cls(plan, folder, Receipts(folder, plan), verify, meter)
+
+    def checks(self) -> Checks:
+        """Reading again what was written."""
+        return Checks(self.folder, self.verify, self.meter)
+
 
 _COPY_NBYTES = 1 << 20
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan
-from zexport.run.begin import begin
+from zexport.run.begin import Workplace, begin
 from zexport.run.finish import finish
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.staging import staged_folder
-from zexport.run.workplace import Workplace
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.weights.proof import WeightReader
 

@@ -11,7 +11,7 @@ from zexport.findings import Finding, FindingKind
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.dtypes import DType
-from zexport.run.begin import Begun, write_file
+from zexport.run.begin import Begun, Workplace, write_file
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -21,7 +21,6 @@ from zexport.run.manifest import (
 )
 from zexport.run.pieces import TensorReader
 from zexport.run.receipts import Receipt
-from zexport.run.workplace import Workplace
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,

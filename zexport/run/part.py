@@ -6,14 +6,24 @@ side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+from types import TracebackType
+
+from blake3 import blake3
 
 from zexport.plan.plan import FilePlan
-from zexport.run.pieces import TensorReader
+from zexport.ranges.casts import Statistics
+from zexport.run.begin import Workplace
+from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
 from zexport.run.receipts import Receipt
-from zexport.run.workplace import Workplace
-from zexport.run.writer import write_files
+from zexport.store.files import OutputFile
 
 
 def write_part(work: Workplace, files: Sequence[FilePlan], reader: TensorReader) -> None:
@@ -45,3 +55,246 @@ def write_part(work: Workplace, files: Sequence[FilePlan], reader: TensorReader)
         checks.wait()
         for noted in notes:
             noted.result()
+
+
+_FLUSH_NBYTES = 32 << 20
+"""Bytes between two requests to put them on the disk: few enough that the last is short."""
+
+
+def write_files(
+    files: Sequence[FilePlan],
+    folder: Path,
+    reader: TensorReader,
+    *,
+    jobs: int,
+    chunk_nbytes: int,
+    on_bytes: Callable[[int], None],
+    on_written: Callable[[FilePlan, Receipt], None],
+    on_disk: Callable[[FilePlan, Receipt], None],
+) -> None:
+    """Write files into ``folder``; on return, all of them are on the disk.
+
+    Strategy: the workers each hold one chunk; chunks begin in file order and are digested in file
+    order (each waits for the one before), but are read, cast and written whenever they are ready.
+    One more thread asks the disk to take what was written, all the while.
+
+    Args:
+        files: what to write.
+        folder: holds each of them already, with its room taken.
+        reader: where the stored bytes come from.
+        jobs: how many workers.
+        chunk_nbytes: what each of them holds.
+        on_bytes: told of bytes written, in the calling thread.
+        on_written: told of each file when all of it is written, if not yet on the disk; in the
+            calling thread.
+        on_disk: told of it later, when all of it is on the disk; in another thread.
+    """
+    with ExitStack() as stack:
+        closing = stack.enter_context(ExitStack())  # done last, when no thread uses them any more
+        flusher = _Flusher(stack.enter_context(ThreadPoolExecutor(1)))
+        workers = ThreadPoolExecutor(jobs)
+        stack.callback(workers.shutdown, cancel_futures=True)
+        buffers: SimpleQueue[Buffers] = SimpleQueue()
+        for _ in range(jobs):
+            buffers.put(Buffers(chunk_nbytes))
+        in_flight: deque[_Job] = deque()
+
+        def land() -> None:
+            job = in_flight.popleft()
+            job.future.result()
+            on_bytes(job.chunk.nbytes)
+            if job.is_last:
+                file, receipt = job.writer.file, job.writer.receipt()
+                on_written(file, receipt)
+                flusher.finish(job.writer, lambda: on_disk(file, receipt))
+            else:
+                flusher.written(job.writer, job.chunk.nbytes)
+
+        for writer, chunk, is_last, turn in _schedule(files, folder, reader, chunk_nbytes, closing):
+            if len(in_flight) == 2 * jobs:
+                land()
+            future = workers.submit(writer.move, chunk, turn, buffers)
+            in_flight.append(_Job(future, writer, chunk, is_last))
+        while in_flight:
+            land()
+        flusher.wait()
+
+
+class _Turn:
+    """One chunk's place in a row: it may go when the one before it has gone, failed or not."""
+
+    def __init__(self, before: _Turn | None = None) -> None:
+        self._gone = Event()
+        self._before = before._gone if before is not None else None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.wait()
+        self._gone.set()
+
+    def wait(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    future: Future[None]
+    writer: _FileWriter
+    chunk: Chunk
+    is_last: bool
+
+
+def _schedule(
+    files: Sequence[FilePlan],
+    folder: Path,
+    reader: TensorReader,
+    chunk_nbytes: int,
+    closing: ExitStack,
+) -> Iterator[tuple[_FileWriter, Chunk, bool, _Turn]]:
+    """Every chunk of every file in order: its writer, whether it is the file's last, its turn."""
+    for file in files:
+        writer = _FileWriter(folder / file.filename, file, reader)
+        closing.callback(writer.close)
+        writer.begin()
+        turn = _Turn()
+        for chunk in chunks(file, chunk_nbytes):
+            is_last = chunk.offset + chunk.nbytes == writer.nbytes
+            yield writer, chunk, is_last, turn
+            turn = _Turn(turn)
+
+
+class _FileWriter:
+    """One file on its way to the disk."""
+
+    def __init__(self, path: Path, file: FilePlan, reader: TensorReader) -> None:
+        self.file = file
+        self._reader = reader
+        self.nbytes = file.nbytes  # a sum over all tensors, made once
+        self._digests: dict[str, bytes] = {}
+        self._remarkable: dict[str, Statistics] = {}
+        self._split_digest = blake3()
+        self._split_statistics = Statistics()
+        self._ledger = reader.new_ledger()
+        self._output = OutputFile(path, is_new=False)
+
+    def begin(self) -> None:
+        """Write the file's header."""
+        self._output.write(self.file.head, 0)
+
+    def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
+        """Everything that happens to one chunk."""
+        with turn:
+            buffers = pool.get()
+            try:
+                seen = self._convert(chunk, buffers)
+                self._output.write(buffers.out[: chunk.nbytes], chunk.offset)
+                turn.wait()
+                self._take_split(seen)
+            finally:
+                pool.put(buffers)
+
+    def _convert(
+        self, chunk: Chunk, buffers: Buffers
+    ) -> list[tuple[Piece, memoryview, Statistics]]:
+        """Fill the chunk; whole tensors are done with, the pieces of others are returned."""
+        position = 0
+        split = []
+        for piece in chunk.pieces:
+            out = buffers.out[position : position + piece.nbytes]
+            statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
+            if piece.is_whole:
+                self._note(piece.tensor.name, blake3(out).digest(), statistics)
+            else:
+                split.append((piece, out, statistics))
+            position += piece.nbytes
+        return split
+
+    def _take_split(self, split: list[tuple[Piece, memoryview, Statistics]]) -> None:
+        """Add pieces to the digest of the tensor that goes on from chunk to chunk."""
+        for piece, out, statistics in split:
+            if piece.first == 0:
+                self._split_digest = blake3()
+                self._split_statistics = Statistics()
+            self._split_digest.update(out)
+            self._split_statistics += statistics
+            if piece.last == piece.tensor.numel:
+                name, digest = piece.tensor.name, self._split_digest.digest()
+                self._note(name, digest, self._split_statistics)
+
+    def _note(self, name: str, digest: bytes, seen: Statistics) -> None:
+        self._digests[name] = digest
+        if seen.is_remarkable:
+            self._remarkable[name] = seen
+
+    def receipt(self) -> Receipt:
+        """What was written, all of which is."""
+        digests = b"".join(self._digests[tensor.name] for tensor in self.file.tensors)
+        return Receipt(
+            self.file.filename,
+            self.nbytes,
+            blake3(self.file.head).update(digests).hexdigest(),
+            digests,
+            self._remarkable,
+            self._ledger.ranges(),
+        )
+
+    def flush(self) -> None:
+        """Put what is written on the disk."""
+        self._output.sync()
+
+    def finish(self, then: Callable[[], None]) -> None:
+        """Put all of it on the disk, close it, and do ``then``."""
+        self.flush()
+        self.close()
+        then()
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        self._output.close()
+
+
+class _Flusher:
+    """The thread that waits for the disk, so that no other has to."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self._executor = executor
+        self._running: Future[None] | None = None
+        self._finishing: list[Future[None]] = []
+        self._unflushed = 0
+
+    def written(self, writer: _FileWriter, nbytes: int) -> None:
+        """Note bytes written; once they are many and the disk is idle, have them put there."""
+        self._unflushed += nbytes
+        if self._unflushed < _FLUSH_NBYTES or not (self._running is None or self._running.done()):
+            return
+        if self._running is not None:
+            self._running.result()
+        self._unflushed = 0
+        self._running = self._executor.submit(writer.flush)
+
+    def finish(self, writer: _FileWriter, then: Callable[[], None]) -> None:
+        """Have a whole file put on the disk and closed, and ``then`` done.
+
+        A flush before it that failed counts: a disk tells of lost bytes once.
+        """
+        before = self._running
+
+        def finish() -> None:
+            if before is not None:
+                before.result()  # is done: there is one thread
+            writer.finish(then)
+
+        self._finishing.append(self._executor.submit(finish))
+
+    def wait(self) -> None:
+        """Return when everything is on the disk."""
+        for future in self._finishing:
+            future.result()

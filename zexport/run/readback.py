@@ -17,8 +17,7 @@ from zexport.ranges.digests import digest_file, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
-from zexport.store.disk import writing
-from zexport.store.files import InputFile, read_range, version
+from zexport.store.files import InputFile, read_range, version, writing
 from zexport.store.folders import is_file, is_link
 
 _READBACK_THREADS = 2

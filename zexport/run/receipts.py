@@ -19,8 +19,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Range
-from zexport.store.disk import write_durably, writing
-from zexport.store.files import changed_ns, read_whole
+from zexport.store.files import changed_ns, read_whole, write_durably, writing
 from zexport.store.folders import (
     children,
     is_file,
@@ -78,7 +77,8 @@ class Receipts:
 
     def begin(self) -> None:
         """Say which plan the folder is being filled for."""
-        write_durably(self._folder / _PLAN, [self._whole.encode()])
+        with writing(self._folder):
+            write_durably(self._folder / _PLAN, self._whole.encode())
 
     @property
     def _whole(self) -> str:
@@ -110,7 +110,8 @@ class Receipts:
         }
         text = json.dumps(table).encode()
         seal = blake3(text).hexdigest().encode()
-        write_durably(self._entry(file), [seal, b"\n", text])
+        with writing(self._entry(file)):
+            write_durably(self._entry(file), seal + b"\n" + text)
 
     def find(self, file: FilePlan) -> Receipt | None:
         """What was noted of a file; ``None`` where nothing was, or something of another plan."""

@@ -6,10 +6,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zexport.run.out_dir import check_content, check_place, real_path
+from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.errors import DamagedCheckpointError, OutputError
+from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
-from zexport.store.disk import writing
-from zexport.store.folders import make_folder, remove
+from zexport.store.files import writing
+from zexport.store.folders import (
+    children,
+    exists,
+    home,
+    is_file,
+    is_folder,
+    is_mount,
+    make_folder,
+    may_change,
+    real,
+    remove,
+    subfolders,
+    working_folder,
+)
+from zexport.store.json import read_json_object
 from zexport.store.publish import locked, parents, publish, restore, workplaces
 
 
@@ -75,3 +91,138 @@ def _may_pass(error: BaseException) -> bool:
     """Whether the cause lies with the user or the system, and not in what was read or written."""
     is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
     return is_interrupt or isinstance(error.__cause__, OSError)
+
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
+
+
+def real_path(out_dir: Path) -> Path:
+    """Where the folder will lie, links followed."""
+    try:
+        return real(out_dir)
+    except FileNotFoundError as cause:
+        raise OutputError(
+            "lies in a working directory that was removed",
+            path=out_dir,
+            hint="Change to a folder that is there",
+        ) from cause
+
+
+def check_place(target: Path, sources: Iterable[Path]) -> None:
+    """Refuse a folder that holds where the user is or lives, or that what is read lies in."""
+    for place, what in _inhabited():
+        if place.is_relative_to(target):
+            raise OutputError(
+                f"is or holds {what}, which an export never replaces",
+                path=target,
+                found=place,
+                hint="Choose a folder of its own for the output",
+            )
+    _check_apart(target, sources)
+
+
+def _inhabited() -> Iterator[tuple[Path, str]]:
+    yield home(), "your home folder"
+    try:
+        yield working_folder(), "the working directory"
+    except FileNotFoundError:
+        return  # it was removed: nobody can be hurt there
+
+
+def _check_apart(target: Path, sources: Iterable[Path]) -> None:
+    """Refuse a folder that holds a source, or a checkpoint's own folder and what is below it.
+
+    A model folder given as a base (safetensors) may have an export below it: its files stay as they
+    are.
+    """
+    for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
+        place = real(folder)
+        if place.is_relative_to(target) or (is_checkpoint and target.is_relative_to(place)):
+            raise OutputError(
+                "would be mixed with the files that are read",
+                path=target,
+                found=f"sources in {folder}",
+                hint="Choose a folder outside the checkpoint",
+            )
+
+
+def check_content(target: Path, *, overwrite: bool) -> None:
+    """Refuse what lies at ``target``, unless that is nothing or an older model to be replaced."""
+    with writing(target):
+        is_there, is_a_folder, is_a_mount = exists(target), is_folder(target), is_mount(target)
+        holds_something = is_a_folder and bool(children(target))
+        is_checkpoint = is_a_folder and _holds_checkpoint(target)
+    if is_there and not is_a_folder:
+        raise OutputError("is not a folder", path=target, hint="Choose another name")
+    if is_a_mount:
+        raise OutputError(
+            "is a mount point, which no finished folder can take the place of",
+            path=target,
+            hint="Choose a folder below it",
+        )
+    if is_checkpoint:
+        raise OutputError(
+            "holds a checkpoint, which an export never replaces",
+            path=target,
+            hint="Choose another name; OUT is the last of the folders",
+        )
+    if holds_something and not overwrite:
+        raise OutputError(
+            "exists and is not empty", path=target, hint="Choose another name, or pass --overwrite"
+        )
+    if holds_something:
+        _check_replaceable(target)
+        _check_removable(target)
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    return is_tag_dir(folder) or bool(list_tags(folder) or list_run_checkpoints(folder))
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse a folder of folders that is not known for a model's by a file at its top.
+
+    Folders of people's own work have folders in them; what a failed or foreign export has left
+    behind has none.
+    """
+    with writing(target):
+        is_model = (
+            is_file(target / MANIFEST_NAME)
+            or any(path.match(pattern) for path in children(target) for pattern in _WEIGHTS)
+            or _is_model_config(target / "config.json")
+            or not any(map(is_folder, children(target)))
+        )
+    if not is_model:
+        raise OutputError(
+            "holds folders and is no model's, which --overwrite does not replace",
+            path=target,
+            expected=f"{MANIFEST_NAME}, weights, or a model's config.json in it",
+            hint="Choose another name, or remove it yourself",
+        )
+
+
+def _is_model_config(path: Path) -> bool:
+    try:
+        return "model_type" in read_json_object(path)
+    except DamagedCheckpointError:
+        return False
+
+
+def _check_removable(target: Path) -> None:
+    """Refuse a folder with one in it that could not be removed once the new one is there."""
+    try:
+        for folder, holds_something in subfolders(target):
+            if holds_something and not may_change(folder):
+                raise _stays(folder, "no permission to empty it")
+            if is_mount(folder):
+                raise _stays(folder, "it is a mount point")
+    except OSError as cause:
+        raise _stays(Path(cause.filename), cause.strerror or "it cannot be read") from cause
+
+
+def _stays(folder: Path, why: str) -> OutputError:
+    return OutputError(
+        f"cannot be removed with the older model: {why}",
+        path=folder,
+        hint="Remove it yourself, or choose another name for the output",
+    )

@@ -3,27 +3,80 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
+
+from blake3 import blake3
 
 from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.plan.plan import ExportPlan, qualified
+from zexport.plan.plan import ExportPlan, TensorPlan, qualified
 from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
+from zexport.ranges.ledger import Ledger
+from zexport.run.finish import source_entries
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    SourceEntry,
+    TensorEntry,
     is_as_written,
     read_manifest,
 )
+from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Phase, Progress
-from zexport.run.verify_report import Problem, VerifyReport
-from zexport.run.verify_source import source_problems
 from zexport.store.files import read_range, read_regular, version
 from zexport.store.folders import exists, is_file, matching
+from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART
+from zexport.weights.proof import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One contradiction.
+
+    Attributes:
+        file: name of the file within the output folder; empty where it has none.
+        tensor: name of the tensor in the output; empty where it has none.
+        problem: what is wrong, without a full stop.
+    """
+
+    file: str
+    tensor: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was looked at, and everything that is wrong with it.
+
+    Attributes:
+        out_dir: the folder.
+        ok: whether nothing is wrong.
+        files: files whose bytes were compared.
+        tensors: tensors whose bytes were compared.
+        against_checkpoint: whether every tensor was also made again from the checkpoint.
+        problems: everything that is wrong.
+    """
+
+    out_dir: Path
+    ok: bool = field(init=False)
+    files: Natural
+    tensors: Natural
+    against_checkpoint: bool
+    problems: tuple[Problem, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ok", not self.problems)
+
+    def to_json(self) -> JsonObject:
+        """The report as JSON values, with a ``schema`` number."""
+        return form_of(self)
+
 
 _INDEX_NBYTES_MAX = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
@@ -216,3 +269,79 @@ def _shard_problems(
                 Problem(header.path.name, name, "does not hold the values that were written")
             )
     return problems
+
+
+def source_problems(
+    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
+) -> list[Problem]:
+    """Where an export is not what the checkpoint gives, every tensor of which is made again."""
+    planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
+    problems = [
+        Problem("", name, "is in the checkpoint but not in the export")
+        for name in sorted(planned.keys() - manifest.tensors.keys())
+    ] + [
+        Problem("", name, "is in the export but not in the checkpoint")
+        for name in sorted(manifest.tensors.keys() - planned.keys())
+    ]
+    with WeightReader.of_plan(plan) as files:
+        files.compare()
+        reader = FileReader(files)
+        ledger = reader.new_ledger()
+        for tensor, digest in _digests_from_source(plan, reader, ledger):
+            entry = manifest.tensors.get(tensor.name)
+            difference = _difference(tensor, digest, entry) if entry is not None else ""
+            if entry is not None and difference:
+                problems.append(Problem(entry.shard, tensor.name, difference))
+            on_bytes(tensor.nbytes)
+        reader.take(ledger.ranges())
+        read = source_entries(plan, reader.finish())
+    return problems or _source_file_problems(read, manifest)
+
+
+def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> list[Problem]:
+    """Where the files that were read are not those that the manifest lists, though the tensors are.
+
+    A file of another modification time is the same file, if its bytes are: it may have been copied.
+    """
+    found = {entry.path: entry for entry in read}
+    listed = {entry.path: entry for entry in manifest.sources}
+    problems = [
+        Problem("", "", f"source {path} was not read for the export")
+        for path in found.keys() - listed
+    ] + [Problem("", "", f"source {path} is not read any more") for path in listed.keys() - found]
+    for path in sorted(found.keys() & listed.keys()):
+        now, then = found[path], listed[path]
+        if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
+            problems.append(Problem("", "", f"source {path} is not what was read for the export"))
+    return problems
+
+
+def _difference(tensor: TensorPlan, digest: str, entry: TensorEntry) -> str:
+    if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+        return "has another shape or dtype in the checkpoint"
+    return "" if entry.blake3 == digest else "has other values in the checkpoint"
+
+
+def _digests_from_source(
+    plan: ExportPlan, reader: TensorReader, ledger: Ledger
+) -> Iterator[tuple[TensorPlan, str]]:
+    """Every tensor of a plan with the digest of what it would be written as."""
+    pool: SimpleQueue[Buffers] = SimpleQueue()
+    for _ in range(plan.jobs):
+        pool.put(Buffers(plan.chunk_nbytes))
+
+    def digest_of(tensor: TensorPlan) -> str:
+        buffers = pool.get()
+        try:
+            digest = blake3()
+            for piece in pieces(tensor, plan.chunk_nbytes):
+                out = buffers.out[: piece.nbytes]
+                convert(piece, reader, buffers.stored, out, ledger)
+                digest.update(out)
+            return digest.hexdigest()
+        finally:
+            pool.put(buffers)
+
+    with ThreadPoolExecutor(plan.jobs) as workers:
+        for shard in plan.shards:
+            yield from zip(shard.tensors, workers.map(digest_of, shard.tensors), strict=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from zexport.errors import OutputError
-from zexport.store.disk import HINTS, sync_path, writing
+from zexport.store.files import HINTS, sync_path, writing
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"

@@ -13,8 +13,7 @@ from zexport.model.card import model_card
 from zexport.model.config import ConfigFile, tokens_beyond
 from zexport.model.fit import Fit
 from zexport.options import AdapterMode, ExportDType
-from zexport.plan.plan import FilePlan, SideFile
-from zexport.plan.shards import DTYPES, INDEX_FILE, SINGLE_FILE, plan_file
+from zexport.plan.plan import DTYPES, INDEX_FILE, SINGLE_FILE, FilePlan, SideFile, plan_file
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import Selection, check_shapes, settle_names

@@ -24,8 +24,7 @@ from zexport.checkpoint.contents import StoredTensor
 from zexport.collect import Collected
 from zexport.model.config import tokens_beyond
 from zexport.model.fit import NamesUnknown
-from zexport.plan.plan import FilePlan, SideFile, qualified
-from zexport.plan.shards import DTYPES, plan_file
+from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.weights.base import check_plain
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import PEFT_PREFIX, Weights

@@ -16,19 +16,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageError
-from zexport.train.ds_config import settled
-from zexport.train.folder import check_free
-from zexport.train.options import TrainOptions
-from zexport.train.outcome import (
-    LAUNCHER_LOG,
-    MARK,
-    SUMMARY_FILE,
-    TrainSummary,
-    failure_of,
-    log_file,
-)
+from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageError, ZexportError
+from zexport.train.options import TrainOptions, TrainSummary, check_free, settled
+from zexport.train.worker import MARK, SUMMARY_FILE, Failure, log_file, run_worker
 
+LAUNCHER_LOG = "launcher.log"
 _GRACE_S = 10
 """Seconds that ranks get to end by themselves before they are killed."""
 
@@ -91,8 +83,6 @@ def _run_here(
         )
     # A handler in Python does not run while this rank waits in a collective call for one that died.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    from zexport.train.worker import run_worker  # noqa: PLC0415 - of no use to the launched kind
-
     with _run_folder() as run:
         log = log_file(run, int(os.environ["RANK"]))
         return run_worker(replace(options, world_size=started), log, progress)
@@ -195,3 +185,27 @@ def _relay(
             f"the first step was not done after {timeout_s} seconds",
             hint=f"Give it longer with --timeout; output of the ranks: {run}",
         )
+
+
+def failure_of(run: Path, status: int) -> ZexportError:
+    """Why the ranks of a run ended, as far as they could say it.
+
+    A rank that a signal ended has not said anything, and what the others say is that it was gone:
+    so the launcher's table of dead ranks is asked first, for signals other than its own SIGTERM.
+    """
+    log = run / LAUNCHER_LOG
+    table = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    for rank, number in re.findall(r"rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*-(\d+)", table):
+        if int(number) != signal.SIGTERM:
+            return TrainingError(
+                f"rank {rank} was ended by {signal.Signals(int(number)).name}",
+                hint=f"Output of the ranks: {run}",
+            )
+    failures = [Failure.from_json(path.read_text()) for path in run.glob("failure*.json")]
+    if failures:
+        return min(failures, key=lambda failure: failure.when).error()
+    return TrainingError(
+        "the ranks ended without a word",
+        found=f"exit status {status} of torch.distributed.run",
+        hint=f"Output of the ranks and of the launcher: {run}",
+    )

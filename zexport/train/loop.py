@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zexport.errors import CheckpointError, UsageError
-from zexport.train.files import write_atomically
-from zexport.train.options import TrainOptions
-from zexport.train.outcome import TrainSummary
+from zexport.store.files import write_durably
+from zexport.train.options import TrainOptions, TrainSummary
 from zexport.train.ranks import Ranks
 from zexport.train.save import GATHERED, Saver, tag_of, tags_in
 
@@ -158,7 +157,7 @@ class _StepLog:
             return
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if json.loads(line)["step"] <= step]
-        write_atomically(self.path, "".join(kept))
+        write_durably(self.path, "".join(kept).encode())
 
     def add(self, step: int, loss: float, lr: float) -> None:
         """One line for one step."""

@@ -102,3 +102,20 @@ def freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UsageError("--freeze leaves no parameter to train", hint="Freeze less")
+
+
+def meta_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model without data, to name and convert the weights of one that is partitioned.
+
+    A partitioned module reports every shape as 0, which transformers' conversions ask for. The
+    twin remembers the conversions that loading applied, so that saving undoes the same ones.
+    """
+    with torch.device("meta"):
+        twin: PreTrainedModel = type(model)(model.config)
+    twin.tie_weights()
+    twin.to(dtype)
+    if hasattr(model, "_weight_conversions"):
+        twin._weight_conversions = model._weight_conversions
+    if model.can_generate():
+        twin.generation_config = model.generation_config
+    return twin

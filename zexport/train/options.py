@@ -1,15 +1,16 @@
-"""What a training run is asked to do, and which of it a resumed run must keep."""
+"""What a training run is asked to do, what of it a resumed run must keep, and what came of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from zexport.errors import UsageError
-from zexport.store.json import SCHEMA, decoded, form_of
+from zexport.errors import OutputError, UsageError
+from zexport.store.json import SCHEMA, Natural, decoded, form_of
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
@@ -148,3 +149,95 @@ def _stored_options(out: Path) -> TrainOptions:
         return TrainOptions.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", path=path) from error
+
+
+def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
+    """The options with ``stage`` and ``dtype`` as ``--ds-config`` has them."""
+    theirs = options.ds_config
+    says: dict[str, object] = {}
+    if "stage" in _section(theirs, "zero_optimization"):
+        says["stage"] = _section(theirs, "zero_optimization")["stage"]
+    for dtype in ("bf16", "fp16"):
+        if _section(theirs, dtype).get("enabled") is True:
+            says["dtype"] = dtype
+    for name, value in says.items():
+        asked = getattr(options, name)
+        if name in explicit and asked != value:
+            raise UsageError(
+                f"--ds-config contradicts --{name}",
+                found=value,
+                expected=asked,
+                hint="Change one of the two",
+            )
+    return replace(options, **says)  # type: ignore[arg-type]
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder in which something lies already."""
+    if out.exists() and not out.is_dir():
+        raise OutputError("is not a folder", path=out)
+    if out.is_dir() and any(out.iterdir()):
+        raise OutputError(
+            "is not empty",
+            path=out,
+            hint="Continue the run in it with --resume, or name another folder",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """The result of a run.
+
+    Attributes:
+        out: the run's folder.
+        tag: the last checkpoint on disk; empty if none could be saved.
+        steps: the step the training ended with.
+        first_loss: mean over the ranks, of the first step of this run.
+        last_loss: the same of the last step.
+        checkpoints: the tags on disk, oldest first.
+        world_size: ranks.
+        stage: ZeRO stage.
+        partitioned: every rank's part was saved, so that the run can be resumed.
+        save_error: why the last save failed; empty if it did not, as always where it is printed: a
+            run whose last save failed ends with an error.
+    """
+
+    out: Path
+    tag: str
+    steps: Natural
+    first_loss: float
+    last_loss: float
+    checkpoints: tuple[str, ...]
+    world_size: Natural
+    stage: Natural
+    partitioned: bool = True
+    save_error: str = ""
+
+    def to_json(self) -> str:
+        """One JSON object on one line, with a ``schema`` number."""
+        return json.dumps(form_of(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainSummary:
+        """The summary that :meth:`to_json` wrote."""
+        return decoded(text, cls)
+
+    def to_text(self) -> str:
+        """Three lines: how the loss went, what was saved, and what to type next."""
+        here = Path.cwd()
+        out = self.out.relative_to(here) if self.out.is_relative_to(here) else self.out
+        where = out / self.tag if self.partitioned else out / "gathered" / self.tag
+        lines = [
+            f"trained {self.steps} steps on {self.world_size} ranks, ZeRO stage {self.stage}:"
+            f" loss {self.first_loss:.3f} -> {self.last_loss:.3f}",
+            f"checkpoint: {where}",
+        ]
+        if self.partitioned:
+            run, model = shlex.quote(str(out)), shlex.quote(f"{out}-model")
+            lines.append(f"next: zexport consolidate {run} {model}")
+        return "\n".join(lines)

@@ -1,22 +1,23 @@
-"""How one rank builds model, text and engine, and then trains."""
+"""How one rank builds model, text and engine, begins the folder, and then trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zexport.train.ds_config import ds_config
-from zexport.train.folder import claim_folder, describe_run
-from zexport.train.gathered_model import AdapterWriter, ModelWriter, meta_twin
+from zexport.errors import OutputError
+from zexport.store.files import write_durably
+from zexport.store.retries import steadily
 from zexport.train.loop import Place, resumed_place, train_steps
-from zexport.train.model import add_adapter, freeze, make_model
-from zexport.train.options import TrainOptions
-from zexport.train.outcome import TrainSummary
+from zexport.train.model import add_adapter, freeze, make_model, meta_twin
+from zexport.train.options import OPTIONS_FILE, TrainOptions, TrainSummary, check_free
 from zexport.train.ranks import Ranks, join_ranks
-from zexport.train.save import Saver
+from zexport.train.save import AdapterWriter, ModelWriter, Saver, open_like_config
 from zexport.train.sidecar import describe_source
 from zexport.train.text import Corpus, make_corpus, make_tokenizer, read_text
 
@@ -105,3 +106,107 @@ def _writer(
         return AdapterWriter(adapted, tokenizer), adapted
     half = torch.bfloat16 if options.dtype == "fp32" else DTYPES[options.dtype]
     return ModelWriter(meta_twin(base, half), tokenizer), base
+
+
+SOURCE_FILE = "zexport_source.json"
+"""The sidecar that tells an export the hub names (see ``source``)."""
+
+
+def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """OUT exists and is ours, with the base model of an adapter that has no other home.
+
+    That one is saved in ``dtype``, rounded as DeepSpeed will round it.
+
+    Called on rank 0, before an adapter changes the model's names.
+    """
+    out = options.out
+    if options.resume:
+        return
+    try:
+        check_free(out)
+        out.mkdir(parents=True, exist_ok=True)
+        if options.lora and options.model is None:
+            rounded = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+            meta_twin(model, dtype).save_pretrained(options.base, state_dict=rounded)
+            open_like_config(options.base)
+    except OSError as error:
+        raise OutputError(f"cannot be made: {error.strerror}", path=out) from error
+
+
+def describe_run(
+    options: TrainOptions,
+    model: PreTrainedModel,
+    writer: ModelWriter | AdapterWriter,
+    source: str,
+) -> None:
+    """Configuration, tokenizer, sidecar and options lie in OUT. Called on rank 0."""
+    out = options.out
+    try:
+        model.config.save_pretrained(out)
+        if model.can_generate():
+            model.generation_config.save_pretrained(out)
+        writer.tokenizer.save_pretrained(out)
+        if isinstance(writer, AdapterWriter):
+            writer.write_config(out)
+        # The folder may be moved and resumed elsewhere: its own place is not part of the options.
+        kept = replace(options, out=Path()).to_json()
+        for name, text in ((SOURCE_FILE, source), (OPTIONS_FILE, kept)):
+            steadily(partial(write_durably, out / name, text.encode()))
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", path=out) from error
+
+
+WARMUP_STEPS = 4
+
+
+def ds_config(options: TrainOptions) -> dict[str, Any]:
+    """The configuration that ``deepspeed.initialize`` is given.
+
+    The learning rate warms up and then stays: a schedule that knew the last step would make a run
+    of 20 steps, resumed to 40, differ from one of 40.
+    """
+    ours: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options.batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": options.lr,
+                "betas": [0.9, 0.95],
+                "weight_decay": 0.0,
+                "torch_adam": True,  # needs no compiled operator
+            },
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": options.lr / WARMUP_STEPS,
+                "warmup_max_lr": options.lr,
+                "warmup_num_steps": WARMUP_STEPS,
+                "warmup_type": "linear",
+            },
+        },
+        "zero_optimization": {
+            "stage": options.stage,
+            "stage3_gather_16bit_weights_on_model_save": options.gathered,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+    }
+    if options.dtype == "bf16":
+        ours["bf16"] = {"enabled": True}
+    if options.dtype == "fp16":
+        ours["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    if "train_batch_size" in options.ds_config:
+        del ours["gradient_accumulation_steps"]  # DeepSpeed works out the third of the three
+    return _merged(ours, options.ds_config)
+
+
+def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    result = {**ours, **theirs}
+    for key in ours.keys() & theirs.keys():
+        if isinstance(ours[key], dict) and isinstance(theirs[key], dict):
+            result[key] = _merged(ours[key], theirs[key])
+    return result

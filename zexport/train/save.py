@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,17 +11,85 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from zexport.store.disk import sync_path
+from zexport.store.files import sync_path, write_durably
 from zexport.store.retries import steadily
-from zexport.train.files import cause_of, write_atomically
-from zexport.train.gathered_model import ADAPTER_FILE, AdapterWriter, ModelWriter, gathered_weights
 from zexport.train.options import TrainOptions
 from zexport.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
+    """Every weight and persistent buffer under its name in memory, on rank 0; None elsewhere.
+
+    In 16 bit: those of an fp32 run are rounded to bf16. A collective call.
+    """
+    if engine.zero_optimization_partition_weights():
+        weights = engine._zero3_consolidated_16bit_state_dict()
+    else:
+        weights = engine.module_state_dict()
+    if engine.global_rank != 0:
+        return None
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        return dict(weights)
+    return {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWriter:
+    """Writes what ``save_pretrained`` writes: weights under hub names, config and tokenizer."""
+
+    twin: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """A model folder that transformers loads."""
+        self.twin.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+        open_like_config(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWriter:
+    """Writes what peft's ``save_pretrained`` writes: the adapter's weights and configuration."""
+
+    model: PeftModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """An adapter folder that peft loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write_config(folder)
+        self.write_weights(folder / ADAPTER_FILE, weights)
+        self.tokenizer.save_pretrained(folder)
+
+    def write_config(self, folder: Path) -> None:
+        """``adapter_config.json`` alone."""
+        self.model.peft_config["default"].save_pretrained(folder, inference_mode=True)
+
+    def write_weights(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        """The adapter's part of ``weights``, under the names peft gives them in a file."""
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 - of the extra
+
+        adapter: dict[str, Any] = get_peft_model_state_dict(
+            self.model, state_dict=weights, save_embedding_layers=False
+        )
+        tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod((path.parent / "adapter_config.json").stat().st_mode)
+
 
 GATHERED = "gathered"
 """The folder in OUT with the gathered models, one folder a tag."""
@@ -120,7 +189,7 @@ class Saver:
         if self.options.gathered:
             self._fresh_model(tag).replace(out / GATHERED / tag)
         if self.options.partitioned:
-            write_atomically(out / "latest", tag)
+            steadily(lambda: write_durably(out / "latest", tag.encode()))
         for folder in (out, out / GATHERED):
             for old in tags_in(folder)[:-keep] if keep else ():
                 if old != tag:
@@ -170,3 +239,31 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
         yield causes
     finally:
         del files.save, files.makedirs, engine._copy_recovery_script
+
+
+def open_like_config(folder: Path) -> None:
+    """The weights in a model folder are as readable as its configuration.
+
+    safetensors 0.8 makes its files readable by their owner alone, whatever the umask says.
+    """
+    mode = next(folder.glob("*config.json")).stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(mode)
+
+
+def cause_of(error: Exception, path: Path) -> str:
+    """Why a write to ``path`` failed, as the operating system says it.
+
+    torch's zip writer reports a full disk as a wrong position in the file: so a few more bytes are
+    written to it, which gets the true reason, if there is one.
+    """
+    if not isinstance(error, OSError):
+        try:
+            with path.open("ab", buffering=0) as file:
+                file.write(bytes(4096))
+                os.fsync(file.fileno())
+        except OSError as reason:
+            error = reason
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or path}: {error.strerror}"
+    return f"{path}: {str(error).splitlines()[0]}"

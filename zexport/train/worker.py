@@ -1,8 +1,9 @@
-"""A rank's process: its output kept in a log, its failure written down, its end when orphaned."""
+"""A rank's process: its output kept in a log, its failure told, its end when orphaned."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import threading
@@ -10,11 +11,73 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.errors import TrainingError, ZexportError
-from zexport.train.options import TrainOptions
-from zexport.train.outcome import MARK, SUMMARY_FILE, Failure, TrainSummary, failure_file, log_file
+from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError, ZexportError
+from zexport.store.json import decoded, values_of
+from zexport.train.options import TrainOptions, TrainSummary
+
+MARK = "zexport train: "
+"""Begins a line that rank 0 means for the user; the launcher prints to the same place."""
+
+SUMMARY_FILE = "summary.json"
+
+_TREE: dict[str, type[ZexportError]] = {
+    error.kind: error for error in (UsageError, CheckpointError, OutputError, TrainingError)
+}
+
+
+def log_file(run: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return run / f"rank{rank}.log"
+
+
+def failure_file(run: Path, rank: int) -> Path:
+    """Where a rank says why it failed."""
+    return run / f"failure{rank}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way from a rank's process to the command's.
+
+    Attributes:
+        when: seconds since the epoch; the earliest of several is the cause of the others.
+    """
+
+    when: float
+    kind: str
+    problem: str
+    path: Path | None
+    found: str | None
+    expected: str | None
+    hint: str
+
+    @classmethod
+    def of(cls, error: ZexportError, when: float) -> Failure:
+        """The failure that ``error`` is."""
+        kind = error.kind if error.kind in _TREE else TrainingError.kind
+        return cls(when, kind, error.problem, error.path, error.found, error.expected, error.hint)
+
+    def to_json(self) -> str:
+        """A JSON object with the fields."""
+        return json.dumps(values_of(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        """The failure that :meth:`to_json` wrote."""
+        return decoded(text, cls)
+
+    def error(self) -> ZexportError:
+        """The error again."""
+        return _TREE[self.kind](
+            self.problem,
+            path=self.path,
+            found=self.found,
+            expected=self.expected,
+            hint=self.hint,
+        )
 
 
 def run_worker(options: TrainOptions, log: Path, progress: Callable[[str], None]) -> TrainSummary:

@@ -13,8 +13,7 @@ from zexport.checkpoint.states import ZERO3
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.plan.plan import SourceFile
-from zexport.plan.shards import INDEX_FILE, SINGLE_FILE
+from zexport.plan.plan import INDEX_FILE, SINGLE_FILE, SourceFile
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
