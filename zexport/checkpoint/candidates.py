@@ -126,12 +126,7 @@ def by_age(folder: Path, boundary: Boundary) -> tuple[str, ...]:
 
 
 def recorded_steps(folders: Mapping[str, Path], boundary: Boundary) -> dict[str, int | None]:
-    """The steps of the tags that are looked into: those without a number, and the highest.
-
-    Args:
-        folders: the tag folder of each name.
-        boundary: where its files may lie.
-    """
+    """The steps of the tags that are looked into: those without a number, and the highest."""
     ordered = sorted(folders, key=lambda tag: (not _DIGITS.search(tag), _by_number(tag)))
     return {tag: recorded_step(folders[tag], boundary) for tag in ordered[-READ_MAX:]}
 

@@ -94,12 +94,7 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
 
 
 def newer_than(location: Location, step: int | None) -> Iterator[str]:
-    """Tells of a newer checkpoint of the same run, where the tag was not chosen by the user.
-
-    Args:
-        location: a tag in a folder that may be a run's ``output_dir``.
-        step: the steps that it records.
-    """
+    """Tells of a newer checkpoint of the same run, where the tag was not chosen by the user."""
     if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
         return
     if not list_ages(location.root):

@@ -22,13 +22,7 @@ def tag_dir_of(cells: Mapping[int, RankStates]) -> Path | None:
 
 
 def check_cells(cells: Mapping[int, RankStates], count: int, what: str) -> None:
-    """Refuse a grid in which cells are missing or in excess.
-
-    Args:
-        cells: by model-parallel index.
-        count: how many there must be.
-        what: what a cell is, in the plural, such as ``tensor ranks``.
-    """
+    """Refuse a grid in which cells are missing or in excess."""
     if count > MAX_DEGREE:
         raise DamagedCheckpointError(
             f"records an impossible number of {what}",

@@ -106,10 +106,6 @@ def check_spelling(model: ModelStates, surplus: Iterable[str]) -> None:
     It would pass for a frozen weight that no table names (ZeRO-1), beside its own master. A hook of
     the module may leave trained names out, or take parts out of them; none is known that spells one
     part otherwise. Numbers tell apart what is alike, and are no misspelling.
-
-    Args:
-        model: the model states, the module whole.
-        surplus: names of the module that are no trained weight, record, buffer or tie.
     """
     lacking: dict[tuple[Shape, int], list[str]] = {}
     for shapes in model.param_shapes:
@@ -137,13 +133,7 @@ def _is_misspelt(name: str, other: str) -> bool:
 
 
 def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -> dict[str, str]:
-    """Tied name to stored name: what is recorded, and what the module's tensors themselves show.
-
-    Args:
-        model: the model states that record ties.
-        stored: the names that have values of their own, in order.
-        is_zero3: whether the module holds placeholders for its parameters.
-    """
+    """Tied name to stored name: what is recorded, and what the module's tensors themselves show."""
     aliases = _recorded(model, set(stored), is_zero3=is_zero3)
     if is_zero3:
         shown = _same_placeholders(model, set(stored))

@@ -30,9 +30,6 @@ def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
     what only rank 0 knows: of those, the one that lies with the optimizer file of rank 0 is taken,
     and the others must describe the same weights at the same step. Whether all ranks are there is
     for ``zexport.checkpoint.ranks.read_ranks`` to say.
-
-    Args:
-        locations: at least one; those of a single one come back as they are.
     """
     tags = sorted({location.tag for location in locations})
     if len(tags) > 1:

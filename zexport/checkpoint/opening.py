@@ -317,8 +317,7 @@ def raise_problems(
 ) -> tuple[Finding, ...]:
     """Raise what stands in the way of an export, if anything: all of it, as the gravest kind.
 
-    Returns:
-        What was found and does not stand in the way: it is only told, or was allowed by name.
+    What is only told, or was allowed by name, is given back.
     """
     raise_all(
         [problem for problem in checkpoint.problems if problem.finding not in allow],

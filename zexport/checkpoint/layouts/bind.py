@@ -70,13 +70,8 @@ def bind(
 ) -> Bound:
     """The tensors of ``run``, out of what its owners hold of it.
 
-    Args:
-        run: what lies in it.
-        owners: the states of the ranks that share it, in the order of their parts; ``None`` for one
-            that is missing.
-        is_zero3: whether every tensor is cut into stripes, or the whole run into partitions.
-        state: name of the state tensor that is meant (``GroupState.tensors``), such as ``exp_avg``.
-        module: the module's tensors, by whose types the masters were trained.
+    The owners are in the order of their parts, ``None`` for one that is missing. ``state`` is
+    ``MASTERS`` or the name of a state tensor (``GroupState.tensors``), such as ``exp_avg``.
     """
     there = [states for states in owners if states is not None]
     parts = [[*_parts(states, run, state)] for states in there]

@@ -65,13 +65,7 @@ def concatenated(shards: Sequence[Shape], dim: int) -> Joined:
 
 
 def interleaved(shards: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Joined:
-    """Fused sub-parameters, each split over the ranks by itself.
-
-    Args:
-        shards: shape of each rank's shard, which holds its part of every sub-parameter in turn.
-        dim: the dimension along which they are fused and split.
-        widths: for each sub-parameter, every rank's width along ``dim``.
-    """
+    """Fused sub-parameters, each split by itself: ``widths`` has a row of ranks for each."""
     _check_dim(shards, dim)
     held = [sum(of_rank) for of_rank in zip(*widths, strict=False)]
     found = [shard[dim] for shard in shards]
@@ -116,12 +110,6 @@ def box_start(box: Shape, whole: Shape, offset: int, strides: Sequence[int]) -> 
 
     A block without elements, as a rank has where there are fewer heads than ranks, begins at 0:
     its recorded offset is the end of the ranks before it, which need not be in the tensor.
-
-    Args:
-        box: size of the block.
-        whole: shape of the tensor, stored in row-major order.
-        offset: element of the tensor that is the block's first.
-        strides: elements of the tensor between neighbours, for each dimension.
     """
     dense = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
     if not len(box) == len(whole) == len(strides) or offset < 0:

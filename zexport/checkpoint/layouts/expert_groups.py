@@ -62,15 +62,7 @@ def bind_experts(
     world_size: int,
     state: str = MASTERS,
 ) -> BoundExperts:
-    """The tensors of the flat groups ``indices``, which hold experts and nothing else.
-
-    Args:
-        ranks: the states of one model-parallel index.
-        model: the model states that names and shapes come from.
-        indices: numbers of the flat groups.
-        world_size: number of its ranks.
-        state: name of the state of the optimizer that is meant.
-    """
+    """The tensors of the flat groups ``indices``, which hold experts and nothing else."""
     optimizers = [ranks.optimizer[rank] for rank in sorted(ranks.optimizer) if rank < world_size]
     if not optimizers or not indices:
         return BoundExperts()
@@ -179,11 +171,6 @@ def find_placement(
     model: ModelStates, optimizers: Sequence[OptimizerStates], groups: Sequence[ExpertGroup]
 ) -> tuple[Placement, tuple[str, ...]]:
     """How the ranks share experts: what the partitions hold decides, then the configuration.
-
-    Args:
-        model: the model states that the configuration is in.
-        optimizers: the states of every rank, in order.
-        groups: the flat groups of experts.
 
     Returns:
         The placement, and what the user should know of how it was decided.

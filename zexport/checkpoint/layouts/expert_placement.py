@@ -70,11 +70,7 @@ class ExpertRun:
 
 
 def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
-    """The experts of a layer in their own order, out of what each expert-parallel rank holds.
-
-    Args:
-        held: for each expert-parallel rank, the experts in the order of its tensor.
-    """
+    """The experts of a layer in their own order, out of what each expert-parallel rank holds."""
     places = {
         expert: (ep_rank, position)
         for ep_rank, experts in enumerate(held)
@@ -109,9 +105,6 @@ def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
     That is the order of their experts: in both placements of DeepSpeed the expert-parallel rank
     grows with the first rank of its set.
-
-    Args:
-        sets: for each rank, the ranks it shares the group with, itself among them.
     """
     distinct = sorted(set(sets))
     if sorted(rank for ranks in distinct for rank in ranks) != list(range(len(sets))) or any(

@@ -53,14 +53,7 @@ def take_expert_inventory(
     experts: Sequence[ExpertStates],
     optimizers: Mapping[int, TorchFile] | None = None,
 ) -> Inventory:
-    """The tensors of a checkpoint with experts, numbered globally, of one model-parallel index.
-
-    Args:
-        ranks: the states of its ranks.
-        model: the model states that names and shapes come from.
-        experts: its expert files (none under ZeRO-3).
-        optimizers: under ZeRO-0, its optimizer files by expert-parallel rank.
-    """
+    """The tensors of a checkpoint with experts, numbered globally, of one model-parallel index."""
     _refuse(model)
     layers = find_layers(ranks, model, experts)
     indices = expert_groups(model, layers)

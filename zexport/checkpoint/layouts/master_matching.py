@@ -105,13 +105,7 @@ def match(
     groups: Sequence[Sequence[Run]],
     sample: Callable[[Sequence[Run], DType], Iterable[bytes]],
 ) -> Masters:
-    """By kind and order; by samples where these leave a doubt; else what is like nothing else.
-
-    Args:
-        units: what masters may stand for, in the module's order.
-        groups: the masters of each parameter group.
-        sample: what the values of runs look like, seen as an element type: asked in doubt only.
-    """
+    """By kind and order; by samples where these leave a doubt; else what is like nothing else."""
     masters = [master for group in groups for master in group]
     misfit: LayoutError | None = None
     try:
@@ -152,14 +146,7 @@ def _match_unordered(
     looks: tuple[Sequence[_Look], Sequence[_Look]],
     misfit: LayoutError,
 ) -> Masters:
-    """By samples alone; a weight and a master of one kind, each like nothing, are a contradiction.
-
-    Args:
-        units: what masters may stand for.
-        masters: all of them.
-        looks: the kinds and samples of both.
-        misfit: why their order does not help.
-    """
+    """By samples alone; a weight and a master of one kind that are like nothing are at odds."""
     ends: dict[_Look, Span] = {}
     for at, look in enumerate(looks[0]):
         ends[look] = Span(ends[look].first if look in ends else at, at)
@@ -211,10 +198,6 @@ def match_in_order(
     masters never to the same one, and the masters of a group come in the order of the parameters.
     Parameters may be left over. A certain span is then the only possibility. It errs towards doubt:
     a span may be uncertain although a search through all combinations would leave one.
-
-    Args:
-        parameters: the kind of each parameter, in the model's order.
-        groups: the kinds of each group's masters, in the optimizer's order.
     """
     matching = _Matching(parameters, groups)
     while any(matching.narrow(number) for number in range(len(groups))):
@@ -288,10 +271,6 @@ def _unlike_any(
 
     They contradict each other: one of the two comes from elsewhere. Parameters that are only alike,
     and so cannot be told apart, do not.
-
-    Args:
-        parameters: the kind of each parameter, and what it looks like.
-        masters: the same of each master.
 
     Returns:
         Their indices: of those that no master is like, where there are any.

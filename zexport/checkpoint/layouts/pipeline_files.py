@@ -71,11 +71,6 @@ def check_holds_trained(
     (DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py``), so the names are the same. Two things may
     differ without harm: a layer may keep weights out of its state dict, and a wrapper's hook may
     rename them (torch 2.13, ``checkpoint_wrapper.py``). Each then has one of its shape here.
-
-    Args:
-        layer: the file.
-        masters: those of all layers, by their full names.
-        buffers: the full names of all layers' buffers.
     """
     prefix = f"{layer.layer}."
     shapes = {prefix + key: tensor.shape for key, tensor in layer.tensors.items()}

@@ -200,10 +200,6 @@ def order_slices(
     Source: DeepSpeed 0.19.8, ``runtime/bf16_optimizer.py`` (``_create_param_mapping``): each rank
     records, for every parameter that reaches into its partition, where in it its part begins and
     how many elements it has.
-
-    Args:
-        partitions: for each rank, name to first element in the partition and number of elements.
-        partition_numel: elements of a rank's partition.
     """
     numels: dict[str, int] = {}
     end, last = 0, None

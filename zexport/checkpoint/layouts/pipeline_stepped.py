@@ -62,11 +62,6 @@ def check_weights_are_there(
 
     Every weight that a stage steps is in a layer file with its shape (DeepSpeed 0.10 to 0.19,
     ``runtime/pipe/module.py``, ``save_state_dict``): in its own layer's, or a tied layer's first.
-
-    Args:
-        tag_dir: the tag folder.
-        stages: the model states of every stage, the optimizer inside.
-        layers: all layer files.
     """
     buffers = {name for model in stages for name in model.buffer_names}
     held = Counter(

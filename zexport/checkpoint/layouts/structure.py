@@ -132,13 +132,6 @@ def missing_files(
     """Names of the rank files that an export needs and that are not there.
 
     Model files but the first of ZeRO-3 are needed for their parts of frozen weights alone.
-
-    Args:
-        structure: what ``recognise`` says.
-        parallelism: the degrees, which say how many model-parallel indices there must be.
-        files: those that are there.
-        cells: the states of each model-parallel index.
-        inventory: the tensors; without a source where files are missing.
     """
     there = {file.path.name for file in files}
     needed = _needed(structure, parallelism, files, cells, inventory)

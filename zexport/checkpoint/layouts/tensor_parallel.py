@@ -32,10 +32,6 @@ def join_tensor_ranks(
 
     What several ranks hold whole is taken from the lowest and returned as replicas too; tied names
     come last, so that an alias of a split tensor means the joined one.
-
-    Args:
-        cells: the rank states of every model-parallel index.
-        inventories: the shards of each, as whole tensors of their own.
     """
     model = _lowest_model(cells)
     grid = model.grid

@@ -59,13 +59,7 @@ class UniversalInventory:
 
 
 def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> UniversalInventory:
-    """The tensors of a universal checkpoint.
-
-    Args:
-        tag_dir: the folder with ``zero`` and the copied model files.
-        cells: what ``read_ranks`` made of the model files, by model-parallel index. Their problems
-            are for the caller; that optimizer files are missing is none here.
-    """
+    """The tensors of a universal checkpoint."""
     if not cells:
         raise _lacking_model(tag_dir)
     models = {cell: _first_model(tag_dir, ranks) for cell, ranks in cells.items()}

@@ -17,15 +17,7 @@ from zexport.ranges.dtypes import Shape
 def check_whole(
     name: str, whole: Shape, shards: Sequence[Shape], *, experts: int | None, cut: bool
 ) -> None:
-    """Hold a whole weight against its shape in each model-parallel rank's ``param_shapes``.
-
-    Args:
-        name: the weight, for the message.
-        whole: its shape in the universal checkpoint.
-        shards: the shape that each model-parallel rank had, at least one.
-        experts: number of experts, where it stacks all experts and a shard only a rank's own.
-        cut: whether the converter cut padding off its first dimension (a padded vocabulary).
-    """
+    """Hold a whole weight against its shape in each model-parallel rank's ``param_shapes``."""
     if experts is not None:
         fits = whole[:1] == (experts,) and all(shard[1:] == whole[1:] for shard in shards)
     elif cut:
@@ -54,14 +46,7 @@ def _is_split(whole: Shape, shards: Sequence[Shape]) -> bool:
 def shape_of_flat(
     name: str, numel: int, shards: Sequence[Shape], world_size: int | None = None
 ) -> Shape:
-    """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism.
-
-    Args:
-        name: the weight, for the message.
-        numel: number of elements that are stored; the weight's own are the first.
-        shards: the shape that each model-parallel rank had, at least one.
-        world_size: number of ranks that it was striped over, where that is known.
-    """
+    """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism."""
     whole = prod(shards[0])
     lengths = {whole, _with_padding(whole, world_size)} if world_size else {whole}
     if len(set(shards)) != 1 or numel not in lengths:

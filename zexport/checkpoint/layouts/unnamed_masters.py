@@ -29,13 +29,7 @@ FUSED = "fp32_groups_flat"
 def find_masters(
     file: TorchFile, weights: Sequence[Weight], others: Sequence[TorchFile] = ()
 ) -> Masters:
-    """The masters that a file's optimizer holds of ``weights``; none where it holds none.
-
-    Args:
-        file: the file.
-        weights: the module's weights in the module's order, each once.
-        others: further files that weights lie in.
-    """
+    """The masters that a file's optimizer holds of ``weights``; none where it holds none."""
     floating = [weight for weight in weights if weight.dtype.is_floating and weight.numel]
     optimizer = optimizer_in(file)
     form = form_of(optimizer)

@@ -50,16 +50,7 @@ def bind_trained(
     others: Collection[int] = (),
     state: str = MASTERS,
 ) -> list[Bound]:
-    """The trained tensors of all flat groups, out of the masters or another state.
-
-    Args:
-        owners: the states of the ranks that share them.
-        model: the model states.
-        is_zero3: whether every tensor is striped over the ranks.
-        shapes: of every flat group, name to shape, if not those of ``param_shapes``.
-        others: numbers of flat groups that are shared in another way.
-        state: name of the state tensor that is meant.
-    """
+    """The trained tensors of all flat groups, out of the masters or another state."""
     found = []
     for run in _runs(owners, shapes or model.param_shapes, others, is_zero3=is_zero3):
         found.append(bind(run, owners, is_zero3=is_zero3, state=state, module=model.module))
@@ -115,14 +106,7 @@ def _check_records(run: FlatRun, owners: Sequence[OptimizerStates | None]) -> No
 def with_untrained(
     trained: Sequence[Bound], ranks: RankStates, model: ModelStates, world_size: int | None
 ) -> Inventory:
-    """The trained tensors, and with them all else that the model files have.
-
-    Args:
-        trained: the trained ones.
-        ranks: the states of the ranks.
-        model: the model states that names come from, as ``with_parameter_names`` gives them.
-        world_size: the number of ranks that frozen weights are striped over.
-    """
+    """The trained tensors, and with them all else that the model files have."""
     tensors = [tensor for bound in trained for tensor in bound.tensors]
     masters = tensors[0].dtype if tensors else DType.F32
     tensors += [*_frozen(ranks, model, world_size or 0), *_buffers(model)]
@@ -169,14 +153,7 @@ def _copies(
 def rounded_copy(
     master: StoredTensor, file: TorchFile, copy: TensorRef, name: str | None = None
 ) -> Iterator[CastReplica]:
-    """The module's copy of a master, if both are there and one is the other, rounded.
-
-    Args:
-        master: what is exported.
-        file: the file that holds the copy.
-        copy: the copy.
-        name: what to call it, if not by the master's name.
-    """
+    """The module's copy of a master, if both are there and one is the other, rounded."""
     if copy.shape != master.shape:
         raise LayoutError(f"{master.name!r} has two shapes", list(copy.shape), list(master.shape))
     if copy.numel and copy.dtype in _WHOLE_NUMBERS:

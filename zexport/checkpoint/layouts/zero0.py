@@ -36,12 +36,7 @@ from zexport.ranges.dtypes import DType
 
 
 def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
-    """The tensors of a ZeRO-0 model file; see the module's docstring for which values are taken.
-
-    Args:
-        model: the model file's states.
-        unmastered: names whose masters are not to be taken although they are there.
-    """
+    """The tensors of a ZeRO-0 model file; see the module's docstring for which values are taken."""
     distinct, aliases = _distinct(model)
     weights = weights_of(model, distinct)
     masters = find_masters(model.file, weights)

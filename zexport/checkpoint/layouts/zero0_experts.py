@@ -46,14 +46,7 @@ def take_unsharded_experts(
     layers: ExpertLayers,
     optimizers: Mapping[int, TorchFile],
 ) -> Inventory:
-    """The tensors of a ZeRO-0 checkpoint with experts.
-
-    Args:
-        dense: the model states without experts, the router's second names in ``shared_params``.
-        stored: what the expert files hold, under the names of the whole model.
-        layers: where the experts are.
-        optimizers: the optimizer files by expert-parallel rank.
-    """
+    """The tensors of a ZeRO-0 checkpoint with experts."""
     named_twice = {n: t for n, t in dense.shared_params.items() if n in dense.module}
     own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
     weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
@@ -172,12 +165,9 @@ def _tied(
     """Matrices without a master of their own that are another one with a master, by all samples.
 
     Tied weights share no storage here: the save of a model with experts clones every tensor, and
-    ZeRO-0 fills no ``shared_params``. All their elements are compared when they are exported.
-
-    Returns:
-        The tied names with the names of their masters, and those that may as well be frozen copies
-        (a reference model beside the policy, say), which may differ from the masters by less than
-        16 bits show.
+    ZeRO-0 fills no ``shared_params``. All their elements are compared when they are exported. The
+    second ones are those that may as well be frozen copies (a reference model beside the policy),
+    which may differ from the masters by less than 16 bits show.
     """
     lacking = [one for one in weights if one.name not in found]
     kinds = {(one.shape, one.dtype) for one in lacking}

@@ -31,10 +31,8 @@ def place_parameters(
 ) -> Iterator[FlatParameter]:
     """Every parameter of one group with its place, in order.
 
-    Args:
-        shapes: name to shape, in the order of the flat data.
-        paddings: elements of padding after each parameter (``param_alignment_paddings``, written by
-            DeepSpeed 0.19 where ``parameter_alignment`` is on); empty where there are none.
+    ``paddings`` are elements of padding after each one (``param_alignment_paddings``, written by
+    DeepSpeed 0.19 where ``parameter_alignment`` is on); empty where there are none.
     """
     _check_paddings(shapes, paddings)
     offset = 0
@@ -88,11 +86,6 @@ def check_fragments(
 
     It shows rank files that were exchanged and parameters in another order, where lengths do not.
     Where no rank records anything there is nothing to hold.
-
-    Args:
-        parameters: those of the group.
-        partition_numel: elements of a whole partition.
-        recorded: of each rank (``param_slice_mappings``).
     """
     for rank, found in enumerate(recorded if any(recorded) else ()):
         expected = fragments(parameters, partition_numel, rank)

@@ -59,12 +59,7 @@ def padding_numel(parameters: Iterable[StripedParameter], world_size: int) -> in
 def check_flat_numels(
     param_shapes: Sequence[Mapping[str, Shape]], flat_numels: Sequence[int]
 ) -> None:
-    """Hold every rank's flat length against the shapes: they must agree to the element.
-
-    Args:
-        param_shapes: one dict per sub-group, name to shape.
-        flat_numels: elements of all flat groups together, one number a rank.
-    """
+    """Hold every rank's flat length against the shapes: they must agree to the element."""
     world_size = len(flat_numels)
     expected = sum(
         stripe_numel(prod(shape), world_size)
