@@ -24,9 +24,8 @@ import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.malice import REFUSED, call, inject, injected, text, tricks
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.expert_files import copies_in_files
-from zexport.checkpoint.layouts.expert_layers import ExpertLayers
-from zexport.checkpoint.layouts.expert_states import AutoEpLayer
+from zexport.checkpoint.layouts.expert_layers import AutoEpLayer, ExpertLayers
+from zexport.checkpoint.layouts.experts import copies_in_files
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

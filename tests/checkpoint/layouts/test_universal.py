@@ -18,8 +18,11 @@ from tests.support.model_parallel import assembled, unequal
 from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.assemble import Assembled
 from zexport.checkpoint.layouts.structure import Structure
-from zexport.checkpoint.layouts.universal import take_universal_inventory
-from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
+from zexport.checkpoint.layouts.universal import (
+    check_whole,
+    shape_of_flat,
+    take_universal_inventory,
+)
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (
     DamagedCheckpointError,

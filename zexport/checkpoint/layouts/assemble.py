@@ -132,7 +132,7 @@ def _experts_of(
     ranks: RankStates, files: Sequence[RankFile]
 ) -> tuple[Inventory, tuple[TorchFile, ...]]:
     """What one model-parallel index holds, and its files beside the rank states."""
-    from zexport.checkpoint.layouts.expert_states import (  # noqa: PLC0415
+    from zexport.checkpoint.layouts.expert_layers import (  # noqa: PLC0415
         read_expert_optimizers,
         read_expert_states,
     )

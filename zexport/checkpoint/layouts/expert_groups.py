@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind
-from zexport.checkpoint.layouts.expert_placement import (
-    Placement,
-    ep_size_of,
-    same_where_shared,
-    sharing_sets,
-)
-from zexport.checkpoint.layouts.expert_states import (
-    check_own_partition,
-    read_autoep_layers,
-    read_blocks_option,
-)
+from zexport.checkpoint.layouts.expert_layers import read_autoep_layers
 from zexport.checkpoint.layouts.zero import flat_run
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
-from zexport.errors import LayoutError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+
+
+class Placement(Enum):
+    """How the ranks are cut into sets with the same experts.
+
+    ``BLOCKS`` is ``use_data_before_expert_parallelism``; without it neighbours differ.
+    """
+
+    INTERLEAVED = "interleaved"
+    BLOCKS = "blocks"
+
+    def ranks(self, ep_rank: int, ep_size: int, world_size: int) -> range:
+        """The ranks that hold the experts of ``ep_rank``, in the order of their partitions."""
+        if self is Placement.BLOCKS:
+            count = world_size // ep_size
+            return range(ep_rank * count, (ep_rank + 1) * count)
+        return range(ep_rank, world_size, ep_size)
+
+
+def ep_size_of(partition_count: int, world_size: int) -> int:
+    """The expert-parallel degree of a flat group of ``partition_count`` partitions."""
+    if partition_count < 1 or world_size % partition_count:
+        raise LayoutError(
+            "the partitions of the experts do not divide the ranks",
+            f"{partition_count} partitions",
+            f"a divisor of {world_size} ranks",
+        )
+    return world_size // partition_count
+
+
+def same_where_shared(placement: Placement, ep_size: int, contents: Sequence[Hashable]) -> bool:
+    """Whether ``contents``, one a rank, is the same on all ranks that hold the same partition.
+
+    These hold it for different experts, whose parameters have the same local names.
+    """
+    world_size = len(contents)
+    sets = [placement.ranks(ep_rank, ep_size, world_size) for ep_rank in range(ep_size)]
+    return all(len({contents[rank] for rank in ranks}) == 1 for ranks in zip(*sets, strict=True))
+
+
+def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The distinct sets of ranks that share a flat group, by their first rank.
+
+    That is the order of their experts: in both placements of DeepSpeed the expert-parallel rank
+    grows with the first rank of its set.
+    """
+    distinct = sorted(set(sets))
+    if sorted(rank for ranks in distinct for rank in ranks) != list(range(len(sets))) or any(
+        rank not in ranks for rank, ranks in enumerate(sets)
+    ):
+        raise LayoutError(
+            "the ranks do not agree on who shares a flat group",
+            [list(ranks) for ranks in distinct],
+            f"sets that hold each of the ranks 0 to {len(sets) - 1} once",
+        )
+    return distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +282,33 @@ def _fits(
         for expected in (zero12.fragments(group.run.places(), full, partition),)
         for rank in sharing
     )
+
+
+def read_blocks_option(model: ModelStates) -> bool | None:
+    """Whether the run had ``use_data_before_expert_parallelism``; ``None`` where nothing says it.
+
+    Source: DeepSpeed 0.19, ``runtime/constants.py``: off where the configuration does not name it.
+    """
+    if not model.ds_config:
+        return None
+    option = model.ds_config.get("use_data_before_expert_parallelism", False)
+    return option if isinstance(option, bool) else None
+
+
+def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:
+    """Refuse ZeRO-3 states under AutoEP that another rank wrote than their file is named for.
+
+    Every flat group names the ranks that share it and which of these wrote the file: the same rank
+    of the same process group (DeepSpeed 0.19, ``runtime/zero/stage3.py``).
+    """
+    for group in optimizer.shared_groups:
+        part = group.part
+        if part is None or group.ranks[part : part + 1] == (rank,):
+            continue
+        raise DamagedCheckpointError(
+            "holds the states of another rank than its name says",
+            path=optimizer.file.path,
+            found=f"part {part} of those that ranks {list(group.ranks)} share",
+            expected=f"rank {rank}'s part",
+            hint="Give the rank files their own names back, or copy them again",
+        )

@@ -2,26 +2,232 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zexport.checkpoint.layouts.expert_placement import expert_runs
-from zexport.checkpoint.layouts.expert_states import (
-    AutoEpLayer,
-    ExpertStates,
-    parse_native,
-    read_autoep_layers,
-)
-from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.checkpoint.ranks import RankStates
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
+from zexport.checkpoint.ranks import RankStates, check_written_as_named
 from zexport.checkpoint.states import ModelStates
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
+from zexport.formats.pickles import TensorRef
+from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.extents import ByteSource, Window
 
 _T = TypeVar("_T")
+
+
 _AUTOEP_WEIGHTS = ("w1", "w2", "w3")
+
+
+_NATIVE = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,9})\.(.+)", re.ASCII)
+
+
+_PLACEMENT_VERSION = 1
+
+
+_PARTITIONED_VERSION = 1
+
+
+_MAX_EXPERTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStates:
+    """What a ``layer_L_expert_E_mp_rank_MM_model_states.pt`` holds.
+
+    Attributes:
+        file: the file it was read from.
+        layer: number of the layer among those with experts.
+        expert: number of the expert in the whole layer.
+        tensors: its weights and buffers in the module's element types, under whole names.
+    """
+
+    file: TorchFile
+    layer: int
+    expert: int
+    tensors: Mapping[str, TensorRef]
+
+
+@dataclass(frozen=True, slots=True)
+class AutoEpLayer:
+    """One layer that AutoEP replaced.
+
+    Attributes:
+        number: its number among the layers with experts.
+        module: name of the layer in the module.
+        experts: name of the experts in the module.
+        ep_rank: expert-parallel rank of the rank that wrote this; ``None`` where it is not said.
+        held: for each expert-parallel rank, the experts in the order of its tensors.
+    """
+
+    number: int
+    module: str
+    experts: str
+    ep_rank: int | None
+    held: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts in the whole layer."""
+        return sum(len(experts) for experts in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeName:
+    """The name of an expert's weight in DeepSpeed-MoE: prefix, number of the expert, rest."""
+
+    prefix: str
+    number: int
+    rest: str
+
+    def renumbered(self, number: int) -> str:
+        """The name of the same weight of another expert."""
+        return f"{self.prefix}.{number}.{self.rest}"
+
+
+def parse_native(name: str) -> NativeName | None:
+    """``name`` taken apart, or ``None`` if it is no weight of a DeepSpeed-MoE expert."""
+    match = _NATIVE.fullmatch(name)
+    return NativeName(match[1], int(match[2]), match[3]) if match else None
+
+
+def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
+    """The typed records of the expert files, by layer and expert."""
+    read: dict[tuple[int, int], ExpertStates] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        key = file.layer, file.expert
+        if key in read:
+            raise DamagedCheckpointError(
+                "is a second file of the same expert",
+                path=file.path,
+                found=f"{read[key].file.path.name} beside it",
+                hint="Remove the files of the other run",
+            )
+        tensors = Value(file.path, "expert states", torch_file.value).tensors()
+        read[key] = ExpertStates(torch_file, *key, tensors)
+    return tuple(read[key] for key in sorted(read))
+
+
+def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
+    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in."""
+    read: dict[int, TorchFile] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        read[file.rank] = torch_file
+    return read
+
+
+def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
+    """The layers that AutoEP replaced; nothing where it did not run."""
+    return tuple(_autoep_layer(entry) for entry in model.autoep_layers)
+
+
+def _autoep_layer(entry: Value) -> AutoEpLayer:
+    version = entry.get("checkpoint_format_version").value
+    if version not in (None, _PARTITIONED_VERSION):
+        raise _unknown_version(entry, "checkpoint_format_version", version)
+    layer = AutoEpLayer(
+        number=entry.need("moe_layer_id").number(),
+        module=entry.need("module_path").text(),
+        experts=entry.need("expert_key_prefix").text(),
+        ep_rank=entry.get("ep_rank").number_or_none(),
+        held=_held(entry),
+    )
+    stated = entry.need("num_experts").number(), entry.need("ep_size").number()
+    if stated != (layer.num_experts, len(layer.held)):
+        entry.fail(
+            "contradicts its own placement of experts", f"{stated[0]} experts on {stated[1]}"
+        )
+    return layer
+
+
+def _held(entry: Value) -> tuple[tuple[int, ...], ...]:
+    """Who holds which expert; equal shares in the files of versions that do not write it down."""
+    if not entry.has("expert_placement"):
+        count, ep_size = entry.need("num_experts").number(), entry.need("ep_size").number()
+        if not 0 < ep_size <= count <= _MAX_EXPERTS:
+            entry.fail("states impossible numbers of experts", f"{count} experts on {ep_size}")
+        shares = uniform(count, ep_size)
+        return tuple(tuple(share) for share in shares)
+    placement = entry.get("expert_placement")
+    version = placement.need("version").number()
+    if version != _PLACEMENT_VERSION:
+        raise _unknown_version(entry, "expert_placement", version)
+    ranks = {
+        item.need("rank").number(): tuple(one.number() for one in item.need("experts").items())
+        for item in placement.need("ranks").items()
+    }
+    if sorted(ranks) != list(range(len(ranks))):
+        placement.fail("does not name each expert-parallel rank once", f"{sorted(ranks)}")
+    return tuple(ranks[rank] for rank in sorted(ranks))
+
+
+def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedError:
+    return UnsupportedError(
+        "stores its experts in a form of AutoEP that this version does not know",
+        path=entry.path,
+        found=f"{key} {version}",
+        expected="1",
+        hint="Look for a newer zexport",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRun:
+    """``count`` experts that follow each other in the layer and in the tensor of one ``ep_rank``.
+
+    Attributes:
+        ep_rank: who holds them.
+        position: place of the first among those that ``ep_rank`` holds.
+        count: how many.
+    """
+
+    ep_rank: int
+    position: int
+    count: int
+
+
+def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
+    """The experts of a layer in their own order, out of what each expert-parallel rank holds."""
+    places = {
+        expert: (ep_rank, position)
+        for ep_rank, experts in enumerate(held)
+        for position, expert in enumerate(experts)
+    }
+    named = sorted(expert for experts in held for expert in experts)
+    if named != list(range(len(named))):
+        raise LayoutError("the expert placement does not name each expert once", named, "0, 1, ...")
+    runs: list[ExpertRun] = []
+    for expert in named:
+        ep_rank, position = places[expert]
+        last = runs[-1] if runs else None
+        if last and (last.ep_rank, last.position + last.count) == (ep_rank, position):
+            runs[-1] = ExpertRun(ep_rank, last.position, last.count + 1)
+        else:
+            runs.append(ExpertRun(ep_rank, position, 1))
+    return runs
+
+
+def uniform(num_experts: int, ep_size: int) -> list[range]:
+    """The experts of each expert-parallel rank, dealt in equal and consecutive shares."""
+    if ep_size < 1 or num_experts % ep_size:
+        raise LayoutError(
+            "the experts cannot be dealt out equally", f"{num_experts} experts", f"{ep_size} shares"
+        )
+    count = num_experts // ep_size
+    return [range(e * count, (e + 1) * count) for e in range(ep_size)]
 
 
 @dataclass(frozen=True, slots=True)

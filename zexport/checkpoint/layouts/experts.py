@@ -7,35 +7,29 @@ what is no master (frozen weights, buffers) nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from math import prod
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.bind import Bound, check_one_type
-from zexport.checkpoint.layouts.expert_files import (
-    copies_in_files,
-    expert_aliases,
-    frozen_twice,
-    stored_experts,
-)
 from zexport.checkpoint.layouts.expert_groups import bind_experts
 from zexport.checkpoint.layouts.expert_layers import (
+    AutoEpLayer,
     ExpertLayers,
+    ExpertStates,
     expert_groups,
     find_layers,
     in_expert_order,
-    without_experts,
-)
-from zexport.checkpoint.layouts.expert_placement import uniform
-from zexport.checkpoint.layouts.expert_states import (
-    AutoEpLayer,
-    ExpertStates,
     parse_native,
+    uniform,
+    without_experts,
 )
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
     check_names,
     owners_of,
+    rounded_copy,
     with_untrained,
 )
 from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
@@ -43,8 +37,10 @@ from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
+from zexport.formats.pickles import TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.extents import Chain
+from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.extents import ByteSource, Chain, Window
 
 
 def take_expert_inventory(
@@ -165,3 +161,125 @@ def _joined(alike: Sequence[StoredTensor], layer: AutoEpLayer) -> StoredTensor:
     whole = len(sources) == len(alike)
     source = Chain(tuple(in_expert_order(sources, layer))) if whole else None
     return replace(first, shape=(layer.num_experts, *local[1:]), source=source)
+
+
+def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> Iterator[CastReplica]:
+    """The same weights in the expert files, as the module trained with them."""
+    held = {
+        name: (states.file, tensor)
+        for files in layers.files.values()
+        for states in files
+        for name, tensor in states.tensors.items()
+    }
+    for tensor in trained:
+        layer = layers.autoep.get(tensor.name)
+        if layer is not None and layer.number not in layers.files:
+            continue
+        for name, part in [(tensor.name, tensor)] if layer is None else _slices(tensor):
+            if name not in held or held[name][1].shape != part.shape:
+                raise LayoutError(
+                    f"the expert file of {name!r} does not hold what the flat groups hold",
+                    held[name][1].shape if name in held else "no such weight",
+                    part.shape,
+                )
+            yield from rounded_copy(part, *held[name], name)
+
+
+def _slices(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The experts one by one, under the names of their files: there may be any number of them."""
+    for number in range(tensor.shape[0]):
+        yield f"{tensor.name}.{number}", _slice(tensor, number)
+
+
+def _slice(tensor: StoredTensor, expert: int) -> StoredTensor:
+    """One expert's part of a tensor that holds all of them, as a tensor of its own."""
+    shape = tensor.shape[1:]
+    nbytes = prod(shape) * tensor.dtype.itemsize
+    source = tensor.source and Window(tensor.source, expert * nbytes, nbytes)
+    return replace(tensor, shape=shape, source=source)
+
+
+def stored_experts(
+    model: ModelStates, layers: ExpertLayers, known: Set[str]
+) -> Iterator[StoredTensor]:
+    """The weights and buffers of experts that no optimizer trained: all but ``known``.
+
+    Those of DeepSpeed-MoE are alike in all files of a layer: ``find_layers`` lets no other pass.
+    """
+    for name, layer in layers.autoep.items():
+        if name not in known and layer.number in layers.files:
+            yield _stacked(name, layer, layers)
+    stacked = {layer.number for layer in layers.autoep.values()}
+    for number, files in layers.files.items():
+        for states in files if number not in stacked else ():
+            for name, tensor in states.tensors.items():
+                if name not in known:
+                    source = states.file.source(tensor)
+                    role = _role(name, model)
+                    yield StoredTensor(name, tensor.shape, tensor.dtype, role, source)
+
+
+def _role(name: str, model: ModelStates) -> Role:
+    """``buffer_names`` mentions the experts of rank 0 alone, and all experts are built alike."""
+    parsed = parse_native(name)
+    local = parsed.renumbered(0) if parsed is not None else name
+    return Role.BUFFER if local in model.buffer_names else Role.FROZEN
+
+
+def _stacked(name: str, layer: AutoEpLayer, layers: ExpertLayers) -> StoredTensor:
+    """A frozen weight of all experts of an AutoEP layer, one slice out of each file."""
+    slices: list[tuple[TensorRef, ByteSource]] = []
+    for states in layers.files[layer.number]:
+        tensor = states.tensors.get(f"{name}.{states.expert}")
+        if tensor is None:
+            raise LayoutError(
+                f"{states.file.path.name} lacks its part of {name!r}", "no such weight", "one"
+            )
+        slices.append((tensor, states.file.source(tensor)))
+    kinds = {(tensor.shape, tensor.dtype) for tensor, _ in slices}
+    if len(kinds) != 1:
+        raise LayoutError(f"the experts of {name!r} are not alike", sorted(map(str, kinds)), "one")
+    ((shape, dtype),) = kinds
+    source = Chain(tuple(part for _, part in slices))
+    return StoredTensor(name, (len(slices), *shape), dtype, Role.FROZEN, source)
+
+
+def expert_aliases(model: ModelStates, layers: ExpertLayers, known: Set[str]) -> dict[str, str]:
+    """Names within an expert that are tied to ``known`` ones, for all experts of the layer."""
+    aliases: dict[str, str] = {}
+    for alias, target in model.shared_params.items():
+        one, other = parse_native(alias), parse_native(target)
+        if one is None and other is None:
+            continue
+        if one is None or other is None or (one.prefix, one.number) != (other.prefix, other.number):
+            raise UnsupportedError(
+                f"ties {alias!r} to {target!r} across experts",
+                path=model.file.path,
+                expected="ties within one expert",
+                hint="Give each expert weights of its own and save again",
+            )
+        for number in range(layers.native.get(one.prefix, 0)):
+            if other.renumbered(number) in known:
+                aliases[one.renumbered(number)] = other.renumbered(number)
+    return aliases
+
+
+def frozen_twice(
+    model: ModelStates, layers: ExpertLayers, stored: Iterable[StoredTensor]
+) -> Iterator[Replica]:
+    """The first rank's frozen experts, which the model file holds as well (ZeRO-2)."""
+    for tensor in stored:
+        fragment = model.frozen_fragments.get(tensor.name)
+        if fragment is None or tensor.source is None:
+            continue
+        kept, layer = tensor.source, layers.autoep.get(tensor.name)
+        if layer is not None:
+            files = layers.files[layer.number]
+            names = [(files[expert], f"{tensor.name}.{expert}") for expert in layer.held[0]]
+            kept = Chain(tuple(one.file.source(one.tensors[name]) for one, name in names))
+        other = model.file.source(fragment)
+        if other.nbytes != kept.nbytes:
+            raise LayoutError(
+                f"the frozen weight {tensor.name!r} has two sizes", other.nbytes, kept.nbytes
+            )
+        yield Replica(tensor.name, kept, other)

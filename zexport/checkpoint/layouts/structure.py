@@ -90,7 +90,9 @@ def _stages(model: ModelStates, files: Sequence[RankFile]) -> Parallelism:
 
 
 def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parallelism:
-    from zexport.checkpoint.layouts.expert_states import read_autoep_layers  # noqa: PLC0415
+    from zexport.checkpoint.layouts.expert_layers import (  # noqa: PLC0415
+        read_autoep_layers,
+    )
 
     grid = models[0].grid
     layers = [layer for model in models for layer in read_autoep_layers(model)]
@@ -107,7 +109,9 @@ def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parall
 
 def _native_degrees(model: ModelStates, files: Sequence[RankFile]) -> Iterator[int]:
     """DeepSpeed-MoE: an optimizer file for every expert rank, or the share that one rank names."""
-    from zexport.checkpoint.layouts.expert_states import parse_native  # noqa: PLC0415
+    from zexport.checkpoint.layouts.expert_layers import (  # noqa: PLC0415
+        parse_native,
+    )
 
     ranks = [file.rank for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
     if ranks:

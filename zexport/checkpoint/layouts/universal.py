@@ -10,14 +10,14 @@ Source: DeepSpeed 0.19, ``checkpoint/ds_to_universal.py``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
-from zexport.checkpoint.layouts.universal_shapes import check_whole, shape_of_flat
 from zexport.checkpoint.layouts.zero import bind_trained, rounded_copy, with_untrained
+from zexport.checkpoint.layouts.zero3 import stripe_numel
 from zexport.checkpoint.module_names import names_in_state_dict, with_parameter_names
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
@@ -38,10 +38,14 @@ from zexport.ranges.extents import Window
 from zexport.store.folders import child_folders, exists, is_file
 
 _FOLDER = "zero"
+
+
 _FROZEN_LOST = (
     "frozen weights, if there were any, are in no file: a pipeline keeps them in layer files, "
     "which the conversion to universal leaves behind"
 )
+
+
 _COPY_AGAIN = "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export its source"
 
 
@@ -344,3 +348,57 @@ def _merge_rest(
 def _untrained(parts: list[Inventory]) -> Iterator[StoredTensor]:
     for part in parts:
         yield from (tensor for tensor in part.tensors if tensor.role is not Role.TRAINABLE)
+
+
+def check_whole(
+    name: str, whole: Shape, shards: Sequence[Shape], *, experts: int | None, cut: bool
+) -> None:
+    """Hold a whole weight against its shape in each model-parallel rank's ``param_shapes``."""
+    if experts is not None:
+        fits = whole[:1] == (experts,) and all(shard[1:] == whole[1:] for shard in shards)
+    elif cut:
+        rows = sum(shard[0] for shard in shards if shard)
+        fits = all(shard[1:] == whole[1:] for shard in shards) and 0 < whole[0] <= rows
+    else:
+        fits = all(shard == whole for shard in shards) or _is_split(whole, shards)
+    if not fits:
+        raise LayoutError(
+            f"the weight {name!r} has another shape than the model files say",
+            list(whole),
+            " and ".join(str(list(shard)) for shard in shards),
+        )
+
+
+def _is_split(whole: Shape, shards: Sequence[Shape]) -> bool:
+    """Whether shards may be pieces of the whole: none is larger, and together they suffice."""
+    return (
+        len(shards) > 1
+        and all(len(shard) == len(whole) for shard in shards)
+        and all(n <= size for shard in shards for n, size in zip(shard, whole, strict=True))
+        and prod(whole) <= sum(prod(shard) for shard in shards)
+    )
+
+
+def shape_of_flat(
+    name: str, numel: int, shards: Sequence[Shape], world_size: int | None = None
+) -> Shape:
+    """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism."""
+    whole = prod(shards[0])
+    lengths = {whole, _with_padding(whole, world_size)} if world_size else {whole}
+    if len(set(shards)) != 1 or numel not in lengths:
+        raise LayoutError(
+            f"the weight {name!r} has another length than the model files say",
+            f"{numel} elements",
+            " and ".join(str(list(shard)) for shard in shards),
+        )
+    return shards[0]
+
+
+def _with_padding(numel: int, world_size: int) -> int:
+    """The length that a converter gives a weight some of whose stripes are padding alone.
+
+    It leaves behind the weight all stripes of padding but one, as it strips the absolute number of
+    elements by which a stripe is beyond the end. Source: DeepSpeed 0.15 to 0.19.2,
+    ``checkpoint/ds_to_universal.py`` (``extract_zero_shards_stage3``); 0.19.8 leaves none.
+    """
+    return max(numel, (world_size - 1) * stripe_numel(numel, world_size))
