@@ -164,7 +164,7 @@ def test_tensor_ranks_without_any_model_states_are_refused(tmp_path: Path) -> No
     for path in tag.glob("mp_rank_*"):
         path.unlink()
     with pytest.raises(DamagedCheckpointError, match="no model states that can be read"):
-        join_tensor_ranks(cells(tag), {})
+        join_tensor_ranks(tag, cells(tag), {})
 
 
 def test_a_pipeline_without_layer_files_is_incomplete(tmp_path: Path) -> None:

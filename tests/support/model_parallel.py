@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Tensors
 from zexport.checkpoint.contents import Inventory
-from zexport.checkpoint.layouts.assemble import Assembled, assemble
+from zexport.checkpoint.layouts.assemble import assemble
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import RankStates, read_ranks
@@ -51,16 +51,16 @@ def cells(tag: Path) -> dict[int, RankStates]:
     return {i: read_ranks(tag, [f for f in files if f.mp_rank == i]) for i in indices}
 
 
-def assembled(tag: Path, structure: Structure) -> Assembled:
+def assembled(tag: Path, structure: Structure) -> Inventory:
     return assemble(tag, list_rank_files(tag), cells(tag), structure)
 
 
 def joined_ranks(tag: Path) -> Inventory:
-    return assembled(tag, Structure.TENSOR).inventory
+    return assembled(tag, Structure.TENSOR)
 
 
 def joined_stages(tag: Path) -> Inventory:
-    return assembled(tag, Structure.PIPELINE).inventory
+    return assembled(tag, Structure.PIPELINE)
 
 
 def values(inventory: Inventory) -> Tensors:

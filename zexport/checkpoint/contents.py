@@ -12,7 +12,7 @@ from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import ZexportError
 from zexport.findings import Finding
-from zexport.formats.pickles import Global
+from zexport.formats.pickles import Global, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
@@ -77,6 +77,11 @@ def source_of(tensor: StoredTensor) -> ByteSource:
     return source
 
 
+def whole_tensor(file: TorchFile, name: str, tensor: TensorRef, role: Role) -> StoredTensor:
+    """A tensor that a file holds whole."""
+    return StoredTensor(name, tensor.shape, tensor.dtype, role, file.source(tensor))
+
+
 @dataclass(frozen=True, slots=True)
 class FlatData:
     """The partitions of one flat group, of all ranks that share it, laid end to end.
@@ -109,6 +114,8 @@ class Inventory:
         flats: the flat data that the trained ones lie in, each once.
         notes: what the user should know of how values were chosen.
         problems: contradictions that a user may allow.
+        files: files that hold some of the tensors and are no rank's states.
+        module_dtype: the element type the module trained in.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -118,6 +125,8 @@ class Inventory:
     notes: tuple[str, ...] = ()
     flats: tuple[FlatData, ...] = ()
     problems: tuple[ZexportError, ...] = ()
+    files: tuple[TorchFile, ...] = ()
+    module_dtype: DType | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[Inventory]) -> Inventory:
@@ -132,6 +141,7 @@ class Inventory:
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             flats=tuple(flat for part in parts for flat in part.flats),
             problems=tuple(problem for part in parts for problem in part.problems),
+            files=tuple(file for part in parts for file in part.files),
         )
 
 

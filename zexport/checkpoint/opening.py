@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than
-from zexport.checkpoint.grid import disagreements
-from zexport.checkpoint.layouts.assemble import Assembled, assemble
+from zexport.checkpoint.layouts.assemble import assemble
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (
     Structure,
+    disagreements,
     lacking_optimizer_files,
     missing_files,
     parallelism_of,
@@ -93,14 +93,14 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
         for index in lacking_optimizer_files(structure, files, cells)
     ]
     problems += disagreements(location.tag_dir, cells)
-    assembled = Assembled(Inventory((), {}, ()))
+    inventory = Inventory((), {}, ())
     try:
-        assembled = assemble(location.tag_dir, files, cells, structure)
+        inventory = assemble(location.tag_dir, files, cells, structure)
     except ZexportError as error:
         problems.append(_swapped_out(location.tag_dir) or error)
-    problems += assembled.inventory.problems
-    problems += _missing_frozen(location.tag_dir, cells, assembled.inventory)
-    return _describe(location, files, cells, structure, assembled, tuple(problems))
+    problems += inventory.problems
+    problems += _missing_frozen(location.tag_dir, cells, inventory)
+    return _describe(location, files, cells, structure, inventory, tuple(problems))
 
 
 def _check_links(locations: Sequence[Location]) -> None:
@@ -132,16 +132,15 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     files: Sequence[RankFile],
     cells: Mapping[int, RankStates],
     structure: Structure,
-    assembled: Assembled,
+    inventory: Inventory,
     problems: tuple[ZexportError, ...],
 ) -> ZeroCheckpoint:
-    inventory = assembled.inventory
     cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
     model, optimizer = cell.first_model, cell.first_optimizer
     stage = _stage(cell)
     parallelism = parallelism_of(structure, files, cells)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
-    torch_files = (*_torch_files(cells), *assembled.files)
+    torch_files = (*_torch_files(cells), *inventory.files)
     return ZeroCheckpoint(
         location=location,
         layout=_layout(cells, structure, parallelism, stage),
@@ -152,7 +151,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         global_steps=model.global_steps if model is not None else None,
         optimizer=_optimizer_name(model),
         lr_step=model.lr_step if model is not None else None,
-        module_dtype=assembled.module_dtype,
+        module_dtype=inventory.module_dtype,
         cast_dtype=model.cast_dtype if model is not None else None,
         master_dtype=masters[0].dtype if masters else None,
         tensors=inventory.tensors,
@@ -164,7 +163,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
             sorted({r for c in cells.values() for r in c.missing_model_ranks})
         ),
         missing_files=missing_files(structure, parallelism, files, cells, inventory),
-        files=_describe_files((*files, *_others(files, assembled)), torch_files, inventory),
+        files=_describe_files((*files, *_others(files, inventory)), torch_files, inventory),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
@@ -217,10 +216,10 @@ def _layout(
     return f"{words}, {', '.join(parallelism.words()) or structure.value}"
 
 
-def _others(files: Sequence[RankFile], assembled: Assembled) -> Iterator[RankFile]:
+def _others(files: Sequence[RankFile], inventory: Inventory) -> Iterator[RankFile]:
     """Files that were read and are of no rank: a universal checkpoint's parameters."""
     listed = {file.path for file in files}
-    for torch_file in assembled.files:
+    for torch_file in inventory.files:
         if torch_file.path not in listed:
             yield RankFile(torch_file.path, RankFileKind.PARAMETER)
 

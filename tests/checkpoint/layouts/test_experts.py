@@ -38,7 +38,7 @@ _CASES = [
 
 
 def inventory_of(tag_dir: Path) -> Inventory:
-    return assembled(tag_dir, Structure.EXPERTS).inventory
+    return assembled(tag_dir, Structure.EXPERTS)
 
 
 def read(source: ByteSource | None) -> bytes:

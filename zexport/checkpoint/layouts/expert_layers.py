@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
-from zexport.checkpoint.ranks import RankStates, check_written_as_named
+from zexport.checkpoint.layouts.module_files import ModuleFile
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
+from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import (
@@ -18,8 +19,6 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.formats.pickles import TensorRef
-from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.extents import ByteSource, Window
 
 _T = TypeVar("_T")
@@ -38,23 +37,6 @@ _PARTITIONED_VERSION = 1
 
 
 _MAX_EXPERTS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStates:
-    """What a ``layer_L_expert_E_mp_rank_MM_model_states.pt`` holds.
-
-    Attributes:
-        file: the file it was read from.
-        layer: number of the layer among those with experts.
-        expert: number of the expert in the whole layer.
-        tensors: its weights and buffers in the module's element types, under whole names.
-    """
-
-    file: TorchFile
-    layer: int
-    expert: int
-    tensors: Mapping[str, TensorRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,35 +80,6 @@ def parse_native(name: str) -> NativeName | None:
     """``name`` taken apart, or ``None`` if it is no weight of a DeepSpeed-MoE expert."""
     match = _NATIVE.fullmatch(name)
     return NativeName(match[1], int(match[2]), match[3]) if match else None
-
-
-def read_expert_states(files: Iterable[RankFile]) -> tuple[ExpertStates, ...]:
-    """The typed records of the expert files, by layer and expert."""
-    read: dict[tuple[int, int], ExpertStates] = {}
-    for file in files:
-        torch_file = read_torch_file(file.path)
-        check_written_as_named(torch_file)
-        key = file.layer, file.expert
-        if key in read:
-            raise DamagedCheckpointError(
-                "is a second file of the same expert",
-                path=file.path,
-                found=f"{read[key].file.path.name} beside it",
-                hint="Remove the files of the other run",
-            )
-        tensors = Value(file.path, "expert states", torch_file.value).tensors()
-        read[key] = ExpertStates(torch_file, *key, tensors)
-    return tuple(read[key] for key in sorted(read))
-
-
-def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
-    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in."""
-    read: dict[int, TorchFile] = {}
-    for file in files:
-        torch_file = read_torch_file(file.path)
-        check_written_as_named(torch_file)
-        read[file.rank] = torch_file
-    return read
 
 
 def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
@@ -242,7 +195,7 @@ class ExpertLayers:
 
     native: Mapping[str, int]
     autoep: Mapping[str, AutoEpLayer]
-    files: Mapping[int, Sequence[ExpertStates]]
+    files: Mapping[int, Sequence[ModuleFile]]
 
     def has(self, name: str) -> bool:
         """Whether ``name`` is a weight of experts."""
@@ -250,7 +203,7 @@ class ExpertLayers:
 
 
 def find_layers(
-    ranks: RankStates, model: ModelStates, experts: Sequence[ExpertStates]
+    ranks: RankStates, model: ModelStates, experts: Sequence[ModuleFile]
 ) -> ExpertLayers:
     """The layers with experts."""
     by_autoep = read_autoep_layers(model)
@@ -271,8 +224,8 @@ def find_layers(
 
 
 def _files_by_layer(
-    model: ModelStates, experts: Sequence[ExpertStates]
-) -> dict[int, list[ExpertStates]]:
+    model: ModelStates, experts: Sequence[ModuleFile]
+) -> dict[int, list[ModuleFile]]:
     """The expert files of each layer, all that there should be and no other."""
     present = {(states.layer, states.expert): states for states in experts}
     counts = model.num_experts
@@ -299,7 +252,7 @@ def _files_by_layer(
     }
 
 
-def _check_autoep_files(layer: AutoEpLayer, files: Sequence[ExpertStates]) -> None:
+def _check_autoep_files(layer: AutoEpLayer, files: Sequence[ModuleFile]) -> None:
     """The files of a layer are one for each expert, and hold no other weights than AutoEP's."""
     if len(files) != layer.num_experts:
         raise LayoutError(
@@ -317,7 +270,7 @@ def _check_autoep_files(layer: AutoEpLayer, files: Sequence[ExpertStates]) -> No
             )
 
 
-def _native_prefix(files: Sequence[ExpertStates]) -> str:
+def _native_prefix(files: Sequence[ModuleFile]) -> str:
     """The one prefix of all names in the files of a DeepSpeed-MoE layer."""
     prefixes = set()
     for states in files:
@@ -339,7 +292,7 @@ def _native_prefix(files: Sequence[ExpertStates]) -> str:
     return prefixes.pop()
 
 
-def _check_alike(files: Sequence[ExpertStates]) -> None:
+def _check_alike(files: Sequence[ModuleFile]) -> None:
     """The files of a DeepSpeed-MoE layer hold the same weights, each under its expert's number.
 
     The experts are deep copies of one module, whose state dicts are saved whole, frozen weights and

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
-from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.bind import Bound, check_one_type
 from zexport.checkpoint.layouts.expert_groups import bind_experts
 from zexport.checkpoint.layouts.expert_layers import (
     AutoEpLayer,
     ExpertLayers,
-    ExpertStates,
     expert_groups,
     find_layers,
     in_expert_order,
@@ -25,6 +25,9 @@ from zexport.checkpoint.layouts.expert_layers import (
     uniform,
     without_experts,
 )
+from zexport.checkpoint.layouts.module_files import read_module_files
+from zexport.checkpoint.layouts.pipeline import merge_stages
+from zexport.checkpoint.layouts.structure import check_cells, models_of
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
     check_names,
@@ -32,32 +35,84 @@ from zexport.checkpoint.layouts.zero import (
     rounded_copy,
     with_untrained,
 )
-from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
+from zexport.checkpoint.layouts.zero0_experts import read_expert_optimizers, take_unsharded_experts
 from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.ranks import RankStates, is_zero0
+from zexport.checkpoint.rank_files import RankFile, RankFileKind
+from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.pickles import TensorRef
-from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.extents import ByteSource, Chain, Window
 
 
-def take_expert_inventory(
-    ranks: RankStates,
-    model: ModelStates,
-    experts: Sequence[ExpertStates],
-    optimizers: Mapping[int, TorchFile] | None = None,
+def take_experts(
+    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Inventory:
-    """The tensors of a checkpoint with experts, numbered globally, of one model-parallel index."""
-    _refuse(model)
-    layers = find_layers(ranks, model, experts)
-    indices = expert_groups(model, layers)
+    """The tensors of a checkpoint with experts; several model-parallel indices are stages.
+
+    Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``): with experts a stage's
+    dense weights are in its model file, not in layer files, and its MoE layers are counted anew.
+    """
+    if not cells:
+        raise no_first_model(tag_dir)
+    models = [*models_of(cells).values()]
+    if len(cells) > 1 or any(model.tensor_parallel > 1 for model in models):
+        _check_is_pipeline(tag_dir, cells, models)
+    taken = [
+        _take_cell(cells[index], [file for file in files if file.mp_rank == index])
+        for index in sorted(cells)
+    ]
+    return taken[0] if len(taken) == 1 else merge_stages(taken)
+
+
+def _check_is_pipeline(
+    tag_dir: Path, cells: Mapping[int, RankStates], models: Sequence[ModelStates]
+) -> None:
+    """Refuse experts of several model-parallel indices unless these are a pipeline's stages."""
+    grid = models[0].grid if models else None
+    if grid is None or grid.tensor > 1:
+        raise UnsupportedError(
+            "combines experts with tensor parallelism, or does not say with what",
+            path=tag_dir,
+            found=f"{len(cells)} model-parallel ranks, {grid.tensor} of them tensor ranks"
+            if grid
+            else f"{len(cells)} model-parallel ranks",
+            expected="stages of a pipeline, in checkpoint_parallel_dimensions",
+            hint="Resume the run without tensor parallelism, with DeepSpeed 0.19 or later, save "
+            "once more, and export that",
+        )
+    check_cells(tag_dir, cells, grid.stages, "pipeline stages")
+
+
+def _take_cell(ranks: RankStates, files: Sequence[RankFile]) -> Inventory:
+    """What one model-parallel index holds, its experts numbered as in the whole layer."""
+    model = ranks.first_model
+    if model is None:
+        return Inventory((), {}, ())
+    parts = read_module_files(file for file in files if file.kind is RankFileKind.EXPERT)
+    masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
+    optimizers = read_expert_optimizers(masters) if is_zero0(ranks) else {}
+    _refuse_folded(model)
+    layers = find_layers(ranks, model, parts)
     dense = without_experts(model, layers)
     if is_zero0(ranks):
         stored = list(stored_experts(model, layers, set()))
-        unsharded = take_unsharded_experts(dense, stored, layers, optimizers or {})
-        return replace(unsharded, tensors=_in_order(unsharded.tensors))
+        inventory = take_unsharded_experts(dense, stored, layers, optimizers)
+    else:
+        inventory = _take_sharded(ranks, model, dense, layers)
+    return replace(
+        inventory,
+        tensors=_in_order(inventory.tensors),
+        files=(*(part.file for part in parts), *optimizers.values()),
+    )
+
+
+def _take_sharded(
+    ranks: RankStates, model: ModelStates, dense: ModelStates, layers: ExpertLayers
+) -> Inventory:
+    """The tensors out of flat groups: those of all ranks, and those that sets of ranks share."""
+    indices = expert_groups(model, layers)
     dense, world_size = with_parameter_names(dense), _world_size(ranks, model) or 0
     owners, shapes = owners_of(ranks, world_size), model.param_shapes
     bound = bind_trained(owners, dense, is_zero3=ranks.is_zero3, shapes=shapes, others=indices)
@@ -78,8 +133,7 @@ def take_expert_inventory(
         notes=own.notes,
         flats=tuple(one.flat for group in own.groups for one in group if one.flat is not None),
     )
-    inventory = Inventory.joined([others, of_experts])
-    return replace(inventory, tensors=_in_order(inventory.tensors))
+    return Inventory.joined([others, of_experts])
 
 
 def _world_size(ranks: RankStates, model: ModelStates) -> int | None:
@@ -94,7 +148,7 @@ def _nowhere(layers: ExpertLayers, found: Iterable[StoredTensor]) -> tuple[str, 
     return tuple(name for name in layers.autoep if name not in known)
 
 
-def _refuse(model: ModelStates) -> None:
+def _refuse_folded(model: ModelStates) -> None:
     if model.splits_experts:
         raise UnsupportedError(
             "holds experts that are split over tensor ranks as well",
@@ -214,9 +268,7 @@ def stored_experts(
         for states in files if number not in stacked else ():
             for name, tensor in states.tensors.items():
                 if name not in known:
-                    source = states.file.source(tensor)
-                    role = _role(name, model)
-                    yield StoredTensor(name, tensor.shape, tensor.dtype, role, source)
+                    yield whole_tensor(states.file, name, tensor, _role(name, model))
 
 
 def _role(name: str, model: ModelStates) -> Role:

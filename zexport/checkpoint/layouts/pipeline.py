@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from zexport.checkpoint.contents import Inventory, Role, StoredTensor
-from zexport.checkpoint.grid import check_cells
-from zexport.checkpoint.layouts.pipeline_files import (
-    TIED,
-    LayerFile,
-    check_holds_trained,
-    layer_of,
-)
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
+from zexport.checkpoint.layouts.module_files import ModuleFile, read_module_files
 from zexport.checkpoint.layouts.pipeline_masters import (
+    TIED,
     StageMasters,
+    layer_of,
     model_of,
     take_masters,
     tie_unnamed,
 )
 from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
+from zexport.checkpoint.layouts.structure import check_cells, models_of
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
-from zexport.checkpoint.layouts.zero import rounded_copy
+from zexport.checkpoint.layouts.zero import commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
-from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import Grid
-from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
 from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.dtypes import Shape
 
 _SHOWN = 8
+_SHOWN_SHAPES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class _Known:
 
 
 def join_stages(
-    tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]
+    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Inventory:
     """The whole tensors of a pipeline, under the names its module has: ``<layer>.<name>``.
 
@@ -58,9 +63,10 @@ def join_stages(
     replicas for every other. What has no master comes from the layer files: buffers, frozen
     weights, and without ZeRO all weights of an fp32 run.
     """
+    layers = read_module_files(file for file in files if file.kind is RankFileKind.PIPELINE_LAYER)
     grid = _grid(tag_dir, cells, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
-    check_cells(cells, grid.stages * grid.tensor, what)
+    check_cells(tag_dir, cells, grid.stages * grid.tensor, what)
     ranks = range(grid.tensor)
     columns = [_column(tag_dir, grid, cells, layers, rank) for rank in ranks]
     stages = [
@@ -69,12 +75,17 @@ def join_stages(
         else join_shards([model_of(cells[grid.index(stage, rank)]) for rank in ranks], shards)
         for stage, shards in enumerate(zip(*columns, strict=True))
     ]
-    return merge_stages(stages)
+    weights = [tensor for layer in layers for tensor in layer.tensors.values()]
+    return replace(
+        merge_stages(stages),
+        files=tuple(layer.file for layer in layers),
+        module_dtype=commonest_dtype(weights),
+    )
 
 
-def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[LayerFile]) -> Grid:
+def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[ModuleFile]) -> Grid:
     """The recorded degrees, or what follows from layer files and model-parallel world size."""
-    models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
+    models = [*models_of(cells).values()]
     if not models or not layers:
         lacking = RankFileKind.PIPELINE_LAYER if models else RankFileKind.MODEL
         raise IncompleteCheckpointError(
@@ -99,7 +110,7 @@ def _column(
     tag_dir: Path,
     grid: Grid,
     cells: Mapping[int, RankStates],
-    layers: Sequence[LayerFile],
+    layers: Sequence[ModuleFile],
     tensor_rank: int,
 ) -> list[Inventory]:
     """The inventories of every stage of one tensor rank."""
@@ -160,14 +171,14 @@ def _known(column: Sequence[StageMasters]) -> _Known:
     return _Known(masters, buffers, tied)
 
 
-def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) -> Inventory:
+def _complete(cell: StageMasters, layers: Iterable[ModuleFile], known: _Known) -> Inventory:
     """A stage's masters, and what its layer files hold beside them."""
     tensors, notes = list(cell.masters.tensors), list(cell.masters.notes)
     copies: list[Replica | CastReplica] = []
     weights = Role.TRAINABLE if cell.weights_are_masters or cell.doubt else Role.FROZEN
     for layer in layers:
         prefix = f"{layer.layer}."
-        check_holds_trained(layer, known.masters, known.buffers)
+        _check_holds_trained(layer, known)
         names = {prefix + key for key in layer.tensors}
         tied = None if names & (known.buffers | known.masters.keys()) else _tied_layer(layer, known)
         if tied is not None:
@@ -177,7 +188,7 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
             name = prefix + key
             role = Role.BUFFER if name in known.buffers else weights
             if name not in known.masters:
-                tensors.append(layer.stored(key, name, role))
+                tensors.append(whole_tensor(layer.file, name, layer.tensors[key], role))
                 continue
             # Where the name is a guess, nothing else may say that the two are of one layer.
             is_guess = tied is not None or cell.are_unnamed
@@ -201,7 +212,39 @@ def _complete(cell: StageMasters, layers: Iterable[LayerFile], known: _Known) ->
     )
 
 
-def _tied_layer(layer: LayerFile, known: _Known) -> str | None:
+def _check_holds_trained(layer: ModuleFile, known: _Known) -> None:
+    """Refuse a layer file that has other weights in the place of those that its layer trains.
+
+    A layer file is the state dict of the very module whose parameters ``param_shapes`` names
+    (DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py``), so the names are the same. Two things may
+    differ without harm: a layer may keep weights out of its state dict, and a wrapper's hook may
+    rename them (torch 2.13, ``checkpoint_wrapper.py``). Each then has one of its shape here.
+    """
+    prefix = f"{layer.layer}."
+    shapes = {prefix + key: tensor.shape for key, tensor in layer.tensors.items()}
+    named = known.buffers | known.masters.keys()
+    surplus = {name: shape for name, shape in shapes.items() if name not in named}
+    trained = {name: one.shape for name, one in known.masters.items() if name.startswith(prefix)}
+    lacking = {name: shape for name, shape in trained.items() if name not in shapes}
+    if surplus and Counter(lacking.values()) - Counter(surplus.values()):
+        raise DamagedCheckpointError(
+            f"lacks weights that layer {layer.layer} trains, and holds others",
+            path=layer.file.path,
+            found=_shown(prefix, surplus),
+            expected=_shown(prefix, lacking),
+            hint="Copy this layer file of the same save again",
+        )
+
+
+def _shown(prefix: str, shapes: Mapping[str, Shape]) -> str:
+    first = [
+        f"{name.removeprefix(prefix)} {list(shapes[name])}"
+        for name in sorted(shapes)[:_SHOWN_SHAPES]
+    ]
+    return ", ".join(first) + (", ..." if len(shapes) > _SHOWN_SHAPES else "")
+
+
+def _tied_layer(layer: ModuleFile, known: _Known) -> str | None:
     """The tied layer that a layer file without any known name is a copy of, if it is one.
 
     A layer that has all of a tied one's tensors and more may be either: it is refused.

@@ -8,7 +8,7 @@ from math import prod
 
 from zexport.checkpoint.contents import Inventory, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Weight
-from zexport.checkpoint.layouts.pipeline_files import TIED, LayerFile, layer_of
+from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero import bind_trained, take_inventory, with_untrained
 from zexport.checkpoint.layouts.zero0 import stored_weights
@@ -18,6 +18,9 @@ from zexport.checkpoint.states import ModelStates, OptimizerStates, read_inner_s
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
+
+TIED = "tied_modules."
+"""How the name of a tied layer's parameter begins; its key and its name in the layer follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def model_of(ranks: RankStates) -> ModelStates:
     return model
 
 
-def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMasters:
+def take_masters(ranks: RankStates, layers: Mapping[int, ModuleFile]) -> StageMasters:
     """A stage's masters: by ``param_shapes``, or without ZeRO by what else there is."""
     model = model_of(ranks)
     if model.param_shapes:
@@ -71,7 +74,7 @@ def take_masters(ranks: RankStates, layers: Mapping[int, LayerFile]) -> StageMas
     return StageMasters(model, with_untrained(trained, ranks, model, len(owners)))
 
 
-def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageMasters:
+def _take_unnamed(model: ModelStates, layers: Mapping[int, ModuleFile]) -> StageMasters:
     """A stage's masters without names, matched with the weights of all layer files.
 
     Source: DeepSpeed 0.19, ``runtime/fp16/unfused_optimizer.py`` and ``fused_optimizer.py``.
@@ -97,7 +100,7 @@ def _take_unnamed(model: ModelStates, layers: Mapping[int, LayerFile]) -> StageM
     return StageMasters(model, inventory, doubt=masters.doubt, are_unnamed=True)
 
 
-def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[LayerFile]) -> list[StageMasters]:
+def tie_unnamed(column: Sequence[StageMasters], layers: Iterable[ModuleFile]) -> list[StageMasters]:
     """The stages, each master in the first that has it; in later ones it becomes a replica.
 
     Masters without names that are like the weight of an earlier stage are a tied layer's, which
@@ -136,7 +139,7 @@ def _without(
 
 
 def _check_all_have_masters(
-    column: Iterable[StageMasters], layers: Iterable[LayerFile], cell: StageMasters, name: str
+    column: Iterable[StageMasters], layers: Iterable[ModuleFile], cell: StageMasters, name: str
 ) -> None:
     known = {known for one in column for known in one.names}
     every = {f"{layer.layer}.{key}" for layer in layers for key in layer.tensors}
@@ -183,7 +186,7 @@ def _all_optimizers(ranks: RankStates) -> list[OptimizerStates]:
 
 
 def _shapes_by_slices(
-    states: Sequence[OptimizerStates], layers: Mapping[int, LayerFile]
+    states: Sequence[OptimizerStates], layers: Mapping[int, ModuleFile]
 ) -> Iterator[Mapping[str, Shape]]:
     """What ``param_shapes`` would be: names from the slices, shapes from the layer files."""
     for group, flat in enumerate(states[0].flat_groups):
@@ -218,7 +221,7 @@ def order_slices(
     return numels
 
 
-def _shape_of(name: str, numel: int, layers: Mapping[int, LayerFile]) -> Shape:
+def _shape_of(name: str, numel: int, layers: Mapping[int, ModuleFile]) -> Shape:
     """A parameter's shape, from its layer file; a tied one's from any layer that can be it."""
     number = layer_of(name)
     key = (name.removeprefix(TIED) if number is None else name).partition(".")[2]
@@ -234,3 +237,9 @@ def _shape_of(name: str, numel: int, layers: Mapping[int, LayerFile]) -> Shape:
             hint="Copy all layer files, or save with ZeRO-1",
         )
     return shapes.pop()
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a full name belongs to; ``None`` for a tied layer's."""
+    head = name.partition(".")[0]
+    return int(head) if head.isascii() and head.isdecimal() else None

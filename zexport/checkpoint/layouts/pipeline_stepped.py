@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.checkpoint.layouts.pipeline_files import LayerFile
+from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.pickles import TensorRef
@@ -56,7 +56,7 @@ class _Moments:
 
 
 def check_weights_are_there(
-    tag_dir: Path, stages: Sequence[ModelStates], layers: Sequence[LayerFile]
+    tag_dir: Path, stages: Sequence[ModelStates], layers: Sequence[ModuleFile]
 ) -> None:
     """Refuse layer files that hold fewer weights than are stepped, where nothing names these.
 
@@ -114,7 +114,7 @@ def _moments(model: ModelStates) -> Iterator[_Moments]:
 
 
 def _count_uses_without_file(
-    stages: Sequence[Sequence[_Moments]], layers: Sequence[LayerFile], reader: SourceReader
+    stages: Sequence[Sequence[_Moments]], layers: Sequence[ModuleFile], reader: SourceReader
 ) -> int:
     """How many weights later stages step that earlier ones step and have the files of.
 

@@ -7,11 +7,19 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
+from zexport.checkpoint.agreement import stated_by_rank, step_of
 from zexport.checkpoint.contents import Inventory, Parallelism, Role
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates
-from zexport.errors import LayoutError, ZexportError
+from zexport.checkpoint.states import MAX_DEGREE, ModelStates
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    ZexportError,
+)
+from zexport.facts import statements as facts
+from zexport.facts.table import Fact
 from zexport.store.folders import is_folder
 
 _MAX_NAMES = 100_000
@@ -28,12 +36,18 @@ class Structure(Enum):
     UNIVERSAL = "none: converted to a universal checkpoint"
 
 
+def models_of(cells: Mapping[int, RankStates]) -> dict[int, ModelStates]:
+    """The model states of every model-parallel index that has some, in order."""
+    found = {index: cell.first_model for index, cell in sorted(cells.items())}
+    return {index: model for index, model in found.items() if model is not None}
+
+
 def recognise(
     tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
 ) -> Structure:
     """The structure of the checkpoint in ``tag_dir``."""
     kinds = {file.kind for file in files}
-    models = [cell.first_model for cell in cells.values() if cell.first_model is not None]
+    models = models_of(cells).values()
     optimizers = [cell.first_optimizer for cell in cells.values()]
     if is_folder(tag_dir / "zero") and RankFileKind.OPTIMIZER not in kinds:
         return Structure.UNIVERSAL
@@ -60,15 +74,15 @@ def lacking_optimizer_files(
     if structure is Structure.UNIVERSAL:
         return []
     written = {file.mp_rank for file in files if file.kind is RankFileKind.OPTIMIZER}
-    models = {index: cell.first_model for index, cell in cells.items() if index not in written}
-    return [index for index, model in models.items() if model and any(model.param_shapes)]
+    models = {i: model for i, model in models_of(cells).items() if i not in written}
+    return [index for index, model in models.items() if any(model.param_shapes)]
 
 
 def parallelism_of(
     structure: Structure, files: Sequence[RankFile], cells: Mapping[int, RankStates]
 ) -> Parallelism:
     """The degrees that a checkpoint states; ones where it says nothing that can be read."""
-    models = [cell.first_model for _, cell in sorted(cells.items()) if cell.first_model is not None]
+    models = [*models_of(cells).values()]
     if structure in (Structure.DATA, Structure.UNIVERSAL) or not models:
         return Parallelism()
     try:
@@ -162,3 +176,53 @@ def _needed(
                 yield rank_file_name(RankFileKind.OPTIMIZER, rank, index, prefix=prefix)
         for rank in world if per_rank and has_stripes else (0,):
             yield rank_file_name(kind, rank, index)
+
+
+def check_cells(tag_dir: Path, cells: Mapping[int, RankStates], count: int, what: str) -> None:
+    """Refuse a grid in which cells are missing or in excess."""
+    if count > MAX_DEGREE:
+        raise DamagedCheckpointError(
+            f"records an impossible number of {what}",
+            path=tag_dir,
+            found=count,
+            expected=f"1 to {MAX_DEGREE}",
+            hint="Copy the model files again",
+        )
+    have = models_of(cells).keys()
+    missing = sorted(set(range(count)) - have)
+    if missing:
+        name = rank_file_name(RankFileKind.MODEL, mp_rank=missing[0])
+        raise IncompleteCheckpointError(
+            f"lacks the model files of {what} {ranges_of(missing)}",
+            path=tag_dir,
+            found=f"{what} {ranges_of(have)}",
+            expected=f"{count} of them, *{name} and the like",
+            hint="Copy them from the nodes that wrote them",
+        )
+    if surplus := sorted(set(cells) - set(range(count))):
+        raise DamagedCheckpointError(
+            f"has files of {what} {ranges_of(surplus)}, more than it records",
+            path=tag_dir,
+            found=f"{len(cells)} model-parallel indices",
+            expected=count,
+            hint="Remove what another save left here",
+        )
+
+
+def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[ZexportError]:
+    """Facts that every model-parallel index of one save states alike, and these do not."""
+    models = models_of(cells)
+    steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
+    stated: list[tuple[Fact, Mapping[int, object]]] = [
+        (Fact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
+        (Fact.OPTIMIZER_STEP, steps),
+        (Fact.DEEPSPEED_VERSION, {i: m.ds_version for i, m in models.items()}),
+        (Fact.CELL_WORLD_SIZE, {i: cells[i].world_size for i in models}),
+        (Fact.STAGE, {i: cells[i].is_zero3 for i in models}),
+    ]
+    for found in facts.disagreements(stated_by_rank(stated)):
+        yield found.error(tag_dir, _name_cells)
+
+
+def _name_cells(cells: Iterable[int]) -> str:
+    return f"model-parallel ranks {ranges_of(cells)}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
-from zexport.checkpoint.grid import check_cells, tag_dir_of
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
+from zexport.checkpoint.layouts.structure import check_cells, models_of
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates
@@ -26,25 +27,29 @@ from zexport.ranges.mosaic import Mosaic, Tile, row_major
 
 
 def join_tensor_ranks(
-    cells: Mapping[int, RankStates], inventories: Mapping[int, Inventory]
+    tag_dir: Path, cells: Mapping[int, RankStates], inventories: Mapping[int, Inventory]
 ) -> Inventory:
     """The whole tensors of a checkpoint whose model-parallel indices are tensor ranks.
 
     What several ranks hold whole is taken from the lowest and returned as replicas too; tied names
     come last, so that an alias of a split tensor means the joined one.
     """
-    model = _lowest_model(cells)
-    grid = model.grid
+    models = [*models_of(cells).values()]
+    if not models:
+        raise DamagedCheckpointError(
+            "has no model states that can be read, so that nothing tells how tensors are split",
+            path=tag_dir,
+        )
+    grid = models[0].grid
     if grid is not None and grid.stages > 1:
         raise IncompleteCheckpointError(
             "lacks the layer files of its pipeline",
-            path=tag_dir_of(cells),
+            path=tag_dir,
             found=f"{grid.stages} pipeline stages and no layer file",
             expected=f"{rank_file_name(RankFileKind.PIPELINE_LAYER)} and the like",
             hint="Copy them from the nodes that wrote them",
         )
-    check_cells(cells, grid.tensor if grid else model.tensor_parallel, "tensor ranks")
-    models = [one for rank in sorted(cells) if (one := cells[rank].first_model) is not None]
+    check_cells(tag_dir, cells, grid.tensor if grid else models[0].tensor_parallel, "tensor ranks")
     return join_shards(models, [inventories[rank] for rank in sorted(inventories)])
 
 
@@ -187,14 +192,3 @@ def _check_same_names(by_rank: Sequence[Mapping[str, StoredTensor]]) -> None:
                 f"{len(differing)} names that only one has, such as {differing[0]!r}",
                 f"the same {len(names)} names",
             )
-
-
-def _lowest_model(cells: Mapping[int, RankStates]) -> ModelStates:
-    models = [cells[index].first_model for index in sorted(cells)]
-    model = next((model for model in models if model is not None), None)
-    if model is None:
-        raise DamagedCheckpointError(
-            "has no model states that can be read, so that nothing tells how tensors are split",
-            path=tag_dir_of(cells),
-        )
-    return model

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -49,20 +49,7 @@ _FROZEN_LOST = (
 _COPY_AGAIN = "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export its source"
 
 
-@dataclass(frozen=True, slots=True)
-class UniversalInventory:
-    """The tensors, and the files that hold the trained ones.
-
-    Attributes:
-        inventory: every tensor.
-        files: the ``fp32.pt`` of every trained weight.
-    """
-
-    inventory: Inventory
-    files: tuple[TorchFile, ...]
-
-
-def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> UniversalInventory:
+def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
     """The tensors of a universal checkpoint."""
     if not cells:
         raise _lacking_model(tag_dir)
@@ -87,14 +74,19 @@ def take_universal_inventory(tag_dir: Path, cells: Mapping[int, RankStates]) -> 
     rest, replicas = _merge_rest(tag_dir, parts)
     copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
     joined = Inventory.joined(parts)
-    inventory = replace(
+    notes = () if any(model.module for model in models.values()) else (_FROZEN_LOST,)
+    if joined.left_out:  # what the converter dropped is told, not missed
+        lost = f"the conversion to universal lost the values of {', '.join(joined.left_out)}"
+        notes = (*notes, lost)
+    return replace(
         joined,
         tensors=(*(tensor for tensor, _ in weights), *rest),
         aliases={alias: name for alias, name in joined.aliases.items() if alias not in names},
+        left_out=(),
         replicas=(*replicas, *copies),
-        notes=(_FROZEN_LOST,) if not any(model.module for model in models.values()) else (),
+        notes=notes,
+        files=tuple(file for _, file in weights),
     )
-    return UniversalInventory(inventory, tuple(file for _, file in weights))
 
 
 def _first_model(tag_dir: Path, ranks: RankStates) -> ModelStates:

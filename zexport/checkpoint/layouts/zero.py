@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind, check_one_type
 from zexport.checkpoint.module_names import (
@@ -109,7 +109,7 @@ def with_untrained(
     """The trained tensors, and with them all else that the model files have."""
     tensors = [tensor for bound in trained for tensor in bound.tensors]
     masters = tensors[0].dtype if tensors else DType.F32
-    tensors += [*_frozen(ranks, model, world_size or 0), *_buffers(model)]
+    tensors += [*_frozen(ranks, model, world_size or 0), *stored_buffers(model)]
     check_names(tensors)
     known = {tensor.name for tensor in tensors}
     aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
@@ -237,17 +237,11 @@ def _frozen_stripes(
     return Window(Chain(tuple(parts)), 0, numel * dtype.itemsize)
 
 
-def _buffers(model: ModelStates) -> Iterator[StoredTensor]:
+def stored_buffers(model: ModelStates) -> Iterator[StoredTensor]:
     """Persistent buffers, which every model file holds whole."""
     for name in model.buffer_names:
         if name in model.module:
-            yield _whole(model, name, Role.BUFFER)
-
-
-def _whole(model: ModelStates, name: str, role: Role) -> StoredTensor:
-    """A tensor that the module's state dict holds whole."""
-    tensor = model.module[name]
-    return StoredTensor(name, tensor.shape, tensor.dtype, role, model.file.source(tensor))
+            yield whole_tensor(model.file, name, model.module[name], Role.BUFFER)
 
 
 def _unlisted(masters: DType, model: ModelStates, name: str) -> StoredTensor:
@@ -256,7 +250,7 @@ def _unlisted(masters: DType, model: ModelStates, name: str) -> StoredTensor:
     Source: DeepSpeed 0.19, ``runtime/utils.py``, ``is_optimized_parameter``: a parameter without
     elements is in no group. A tensor-parallel rank has such where there are fewer heads than ranks.
     """
-    whole = _whole(model, name, Role.FROZEN)
+    whole = whole_tensor(model.file, name, model.module[name], Role.FROZEN)
     if whole.numel or not whole.dtype.is_floating:
         return whole
     return replace(whole, role=Role.TRAINABLE, dtype=masters, module_dtype=whole.dtype)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
+from zexport.checkpoint.layouts.zero import stored_buffers
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
@@ -59,15 +60,11 @@ def inventory_of(
     experts: Iterable[StoredTensor] = (),
 ) -> Inventory:
     """The tensors of a model file, and experts' buffers; nothing yet of what is to be compared."""
-    held = {name: model.module[name] for name in model.buffer_names if name in model.module}
-    buffers = [
-        StoredTensor(name, one.shape, one.dtype, Role.BUFFER, model.file.source(one))
-        for name, one in held.items()
-    ]
+    buffers = list(stored_buffers(model))
     return Inventory(
         tensors=(*stored_weights(weights, masters), *buffers, *experts),
         aliases={},
-        left_out=tuple(name for name in model.buffer_names if name not in held),
+        left_out=tuple(name for name in model.buffer_names if name not in model.module),
         notes=_notes(weights, masters),
     )
 

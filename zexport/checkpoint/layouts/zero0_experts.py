@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.expert_layers import (
     ExpertLayers,
-    ExpertStates,
     in_expert_order,
     parse_native,
     uniform,
 )
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
+from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,
@@ -31,10 +31,15 @@ from zexport.checkpoint.layouts.zero0 import (
     inventory_of,
     weights_of,
 )
-from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
+from zexport.checkpoint.ranks import check_written_as_named
 from zexport.checkpoint.states import ModelStates, optimizer_in
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
-from zexport.formats.torch_file import TorchFile
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedError,
+)
+from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica, fingerprint
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, paths_of
@@ -124,7 +129,7 @@ def _local_experts(
                 yield from (by_name[name] for name in files[expert].tensors if name in by_name)
 
 
-def _stacked(name: str, held: Sequence[ExpertStates]) -> Weight:
+def _stacked(name: str, held: Sequence[ModuleFile]) -> Weight:
     """AutoEP's weight of all experts of one rank, one slice out of each file."""
     slices = [(states, states.tensors[f"{name}.{states.expert}"]) for states in held]
     first = slices[0][1]
@@ -217,6 +222,16 @@ def _casts(weights: Sequence[Weight], shares: Sequence[Share]) -> Iterator[CastR
     for index, share in enumerate(shares):
         compared = [*weights, *share.experts] if index == 0 else share.experts
         yield from casts(compared, share.masters.found, share.file)
+
+
+def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
+    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in."""
+    read: dict[int, TorchFile] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        read[file.rank] = torch_file
+    return read
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,50 @@
+"""Files that hold a part of the module each: one layer of a pipeline, or one expert of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zexport.checkpoint.rank_files import RankFile, RankFileKind
+from zexport.checkpoint.ranks import check_written_as_named
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError
+from zexport.formats.pickles import TensorRef
+from zexport.formats.torch_file import TorchFile, read_torch_file
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """The weights and buffers of one part as the module has them; numbers are its name's.
+
+    Names are relative to a pipeline's layer, and whole for an expert. Source: DeepSpeed 0.10 to
+    0.19, ``runtime/pipe/module.py`` (``save_state_dict``: every layer that has a state dict; a
+    second use of a tied layer through a function of its own has none) and ``runtime/engine.py``
+    (``_save_moe_checkpoint``).
+    """
+
+    file: TorchFile
+    layer: int
+    expert: int
+    tensor_rank: int
+    tensors: Mapping[str, TensorRef]
+
+
+def read_module_files(files: Iterable[RankFile]) -> tuple[ModuleFile, ...]:
+    """The contents of ``files``, by tensor rank, layer and expert."""
+    read: dict[tuple[int, int, int], ModuleFile] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        key = file.tensor_rank, file.layer, file.expert
+        if key in read:
+            raise DamagedCheckpointError(
+                f"is a second file of the same {file.kind.value}",
+                path=file.path,
+                found=f"{read[key].file.path.name} beside it",
+                hint="Remove the files of the other run",
+            )
+        where = "expert states" if file.kind is RankFileKind.EXPERT else "layer states"
+        tensors = Value(file.path, where, torch_file.value).tensors()
+        read[key] = ModuleFile(torch_file, file.layer, file.expert, file.tensor_rank, tensors)
+    return tuple(read[key] for key in sorted(read))
