@@ -38,15 +38,9 @@ class TagChoice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """One tag folder and what lies around it.
+    """One tag folder in ``root``, and what lies around it: the other tags, by their numbers.
 
-    Attributes:
-        root: the folder that holds the tags (and ``latest``, config and tokenizer).
-        tag: name of the tag folder.
-        chosen: how the tag was chosen.
-        framework: who arranged the folders.
-        tags: names of all tag folders in ``root``, by the numbers in them.
-        boundary: where its files, and those of the other tags, may lie.
+    Its files, and those of the other tags, may lie within ``boundary``.
     """
 
     root: Path

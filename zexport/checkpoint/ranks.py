@@ -41,16 +41,10 @@ _States = TypeVar("_States", ModelStates, OptimizerStates)
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """The states of every rank that could be read.
+    """The states of every rank that could be read, by rank, and everything found wrong.
 
-    Attributes:
-        model: by rank; under ZeRO-1/2 rank 0 alone.
-        optimizer: by rank.
-        is_zero3: whether the parameters are striped over the ranks.
-        world_size: number of ranks that a whole checkpoint has; ``None`` where nothing says it.
-        missing_ranks: ranks without an optimizer file.
-        missing_model_ranks: ranks without the model file they should have.
-        problems: everything found wrong.
+    Under ZeRO-1/2 rank 0 alone has model states. ``world_size`` is the number of ranks of a whole
+    checkpoint, ``None`` where nothing says it; missing are ranks without the file they should have.
     """
 
     model: Mapping[int, ModelStates]

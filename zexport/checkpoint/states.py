@@ -38,10 +38,6 @@ class Grid:
 
     Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``: ranks of a replica in
     the order of the axes pipe, model).
-
-    Attributes:
-        stages: pipeline stages.
-        tensor: tensor-parallel ranks of each.
     """
 
     stages: int
@@ -57,23 +53,15 @@ class ModelStates:
     """What a ``*_model_states.pt`` says.
 
     Attributes:
-        file: the file it was read from.
         module: the module's state dict; under ZeRO-3 its parameters are empty placeholders.
-        buffer_names: names in ``module`` that are buffers.
         param_shapes: one dict per flat group, name to shape, in the order of the flat data.
         frozen_shapes: shapes of the frozen parameters; ``None`` where the key holds ``None``:
             frozen parameters are not recorded as such (ZeRO-1) or were left out (ZeRO-2, 3).
         frozen_fragments: the frozen parameters: whole (ZeRO-2) or this rank's stripe (ZeRO-3).
         shared_params: alias to stored name; only rank 0's is filled.
-        global_steps: steps of the training.
-        skipped_steps: how many of them the optimizer did not take, for an overflow.
-        dp_world_size: number of data-parallel ranks.
-        ds_version: version of DeepSpeed that wrote the file.
-        ds_config: the DeepSpeed configuration of the run.
-        lr_step: step of the learning-rate scheduler.
+        skipped_steps: how many steps the optimizer did not take, for an overflow.
         has_optimizer: whether the optimizer is inside (ZeRO-0).
         has_experts: whether expert parameters live elsewhere (MoE, AutoEP).
-        tensor_parallel: degree of tensor parallelism.
     """
 
     file: TorchFile
@@ -192,12 +180,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class SharedGroup:
-    """Which ranks share a flat group of ZeRO-3 under AutoEP, and whose part this file has.
-
-    Attributes:
-        ranks: those that share it, in the order of their parts.
-        part: number of the part; ``None`` where it is not said.
-    """
+    """The ranks that share a flat group of ZeRO-3 under AutoEP, in order, and whose part it is."""
 
     ranks: tuple[int, ...]
     part: int | None
@@ -205,19 +188,17 @@ class SharedGroup:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """What a ``*_optim_states.pt`` says.
+    """What a ``*_optim_states.pt`` says; tuples have an entry for each flat group, or are empty.
 
     Attributes:
-        file: the file it was read from.
         stage: ZeRO stage; ``None`` for BF16_Optimizer, which does not record one.
         partition_counts: number of partitions per group (one number under ZeRO-3).
         flat_groups: the master weights of this rank, one 1-D tensor per flat group.
         group_states: per flat group, what else the optimizer keeps of it.
-        alignment_paddings: per group, elements of padding after each parameter; empty where absent.
-        slices: per group, what this rank's partition holds of which parameter; empty where absent.
-            Parameters of which it holds no element are left out.
+        alignment_paddings: per group, elements of padding after each parameter.
+        slices: per group, what this rank's partition holds of which parameter; those of which it
+            holds no element are left out.
         step: the optimizer's step, or where to read it.
-        ds_version: version of DeepSpeed that wrote the file.
         stripes_experts: whether groups are striped over different sets of ranks (AutoEP).
     """
 

@@ -27,10 +27,8 @@ MASTERS = "fp32"
 class FlatRun:
     """The slots of one flat run: trained tensors that lie end to end, in this order.
 
-    Attributes:
-        groups: numbers of the flat groups that it is made of.
-        shapes: of each, name to shape.
-        paddings: elements of padding after each tensor (ZeRO-1/2); empty where there is none.
+    It is made of ``groups``, with name and shape for each; ``paddings`` are the elements of padding
+    after each tensor (ZeRO-1/2), empty where there is none.
     """
 
     groups: tuple[int, ...]
@@ -49,12 +47,7 @@ class FlatRun:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The tensors of a flat run, each with its bytes.
-
-    Attributes:
-        tensors: those of the run, without sources where rank files are missing.
-        flat: the data that they lie in, if it is all there.
-    """
+    """The tensors of a flat run, each with its bytes, and all these: where no file is missing."""
 
     tensors: tuple[StoredTensor, ...]
     flat: FlatData | None

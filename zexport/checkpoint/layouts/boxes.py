@@ -19,14 +19,7 @@ from zexport.ranges.dtypes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box that a rank's shard shares with the whole tensor.
-
-    Attributes:
-        rank: tensor-parallel rank.
-        start: its first index in the whole.
-        origin: its first index in the shard.
-        shape: its size, the same in both.
-    """
+    """A box that a rank's shard shares with the whole: its first index in either, and its size."""
 
     rank: int
     start: Shape
@@ -36,13 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A whole tensor made of its ranks' pieces.
-
-    Attributes:
-        shape: of the whole.
-        pieces: one for each box of the whole.
-        copies: a piece and a second one, of another rank, that holds the same box.
-    """
+    """A whole tensor made of its ranks' pieces: one for each box, and pairs that hold the same."""
 
     shape: Shape
     pieces: tuple[Piece, ...]

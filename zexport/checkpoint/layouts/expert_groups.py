@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,33 +24,12 @@ class Placement(Enum):
     INTERLEAVED = "interleaved"
     BLOCKS = "blocks"
 
-    def ranks(self, ep_rank: int, ep_size: int, world_size: int) -> range:
-        """The ranks that hold the experts of ``ep_rank``, in the order of their partitions."""
-        if self is Placement.BLOCKS:
-            count = world_size // ep_size
-            return range(ep_rank * count, (ep_rank + 1) * count)
-        return range(ep_rank, world_size, ep_size)
-
-
-def ep_size_of(partition_count: int, world_size: int) -> int:
-    """The expert-parallel degree of a flat group of ``partition_count`` partitions."""
-    if partition_count < 1 or world_size % partition_count:
-        raise LayoutError(
-            "the partitions of the experts do not divide the ranks",
-            f"{partition_count} partitions",
-            f"a divisor of {world_size} ranks",
-        )
-    return world_size // partition_count
-
-
-def same_where_shared(placement: Placement, ep_size: int, contents: Sequence[Hashable]) -> bool:
-    """Whether ``contents``, one a rank, is the same on all ranks that hold the same partition.
-
-    These hold it for different experts, whose parameters have the same local names.
-    """
-    world_size = len(contents)
-    sets = [placement.ranks(ep_rank, ep_size, world_size) for ep_rank in range(ep_size)]
-    return all(len({contents[rank] for rank in ranks}) == 1 for ranks in zip(*sets, strict=True))
+    def sets(self, ep_size: int, world_size: int) -> list[range]:
+        """For each expert-parallel rank, those with its experts, in their partitions' order."""
+        if self is Placement.INTERLEAVED:
+            return [range(ep_rank, world_size, ep_size) for ep_rank in range(ep_size)]
+        count = world_size // ep_size
+        return [range(ep_rank * count, (ep_rank + 1) * count) for ep_rank in range(ep_size)]
 
 
 def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -73,12 +52,7 @@ def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """One flat group of experts, shared by the ranks that hold the same experts.
-
-    Attributes:
-        run: what lies in it.
-        ep_size: number of expert-parallel ranks.
-    """
+    """A flat group that the ranks share which hold the same experts, one of ``ep_size`` sets."""
 
     run: FlatRun
     ep_size: int
@@ -91,12 +65,7 @@ class ExpertGroup:
 
 @dataclass(frozen=True, slots=True)
 class BoundExperts:
-    """The tensors of experts, as each expert-parallel rank names and shapes its own.
-
-    Attributes:
-        groups: for each flat group, what every expert-parallel rank has of it.
-        notes: what the user should know of how it was decided.
-    """
+    """For each flat group, what every expert-parallel rank has of it; and how that was decided."""
 
     groups: tuple[tuple[Bound, ...], ...] = ()
     notes: tuple[str, ...] = ()
@@ -124,10 +93,7 @@ def bind_experts(
         sets = _named_sets(ranks, optimizers, groups)
     else:
         placement, notes = find_placement(model, optimizers, groups)
-        sets = [
-            [placement.ranks(ep_rank, one.ep_size, world_size) for ep_rank in range(one.ep_size)]
-            for one in groups
-        ]
+        sets = [placement.sets(one.ep_size, world_size) for one in groups]
     return BoundExperts(
         tuple(
             tuple(
@@ -178,8 +144,14 @@ def _group(
             len(counts),
             f"{len(model.param_shapes)}, one for each dictionary of param_shapes",
         )
+    if counts[index] < 1 or world_size % counts[index]:
+        raise LayoutError(
+            "the partitions of the experts do not divide the ranks",
+            f"{counts[index]} partitions",
+            f"a divisor of {world_size} ranks",
+        )
     run = flat_run(index, model.param_shapes[index], optimizers)
-    return ExpertGroup(run, ep_size_of(counts[index], world_size))
+    return ExpertGroup(run, world_size // counts[index])
 
 
 def _named_sets(
@@ -217,11 +189,7 @@ def _check_order(ranks: RankStates, sets: list[tuple[int, ...]]) -> None:
 def find_placement(
     model: ModelStates, optimizers: Sequence[OptimizerStates], groups: Sequence[ExpertGroup]
 ) -> tuple[Placement, tuple[str, ...]]:
-    """How the ranks share experts: what the partitions hold decides, then the configuration.
-
-    Returns:
-        The placement, and what the user should know of how it was decided.
-    """
+    """How the ranks share experts: what the partitions hold decides, then the configuration."""
     fitting = [
         placement
         for placement in Placement
@@ -233,9 +201,7 @@ def find_placement(
             "param_slice_mappings of other ranks or other parameters",
             "those of param_shapes",
         )
-    asked = {True: Placement.BLOCKS, False: Placement.INTERLEAVED, None: None}[
-        read_blocks_option(model)
-    ]
+    asked = _asked_for(model)
     if all(group.ep_size in (1, len(optimizers)) for group in groups):
         return fitting[0], ()  # each rank is a set of its own, or all are one: it is all the same
     if len(fitting) == 1:
@@ -271,28 +237,26 @@ def _fits(
     ]
     if len(found) < len(optimizers) or not any(found):
         return True
-    if model.is_round_robin:
-        contents = [tuple(sorted(one.items())) for one in found]
-        return same_where_shared(placement, group.ep_size, contents)
     full = optimizers[0].flat_groups[group.index].numel
-    sets = [placement.ranks(e, group.ep_size, len(found)) for e in range(group.ep_size)]
-    return all(
-        found[rank] == expected
-        for partition, sharing in enumerate(zip(*sets, strict=True))
-        for expected in (zero12.fragments(group.run.places(), full, partition),)
-        for rank in sharing
-    )
+    sets = placement.sets(group.ep_size, len(found))
+    for partition, sharing in enumerate(zip(*sets, strict=True)):
+        expected = found[sharing[0]]
+        if not model.is_round_robin:
+            expected = zero12.fragments(group.run.places(), full, partition)
+        if any(found[rank] != expected for rank in sharing):
+            return False
+    return True
 
 
-def read_blocks_option(model: ModelStates) -> bool | None:
-    """Whether the run had ``use_data_before_expert_parallelism``; ``None`` where nothing says it.
+def _asked_for(model: ModelStates) -> Placement | None:
+    """The placement by ``use_data_before_expert_parallelism``; ``None`` where nothing says it.
 
     Source: DeepSpeed 0.19, ``runtime/constants.py``: off where the configuration does not name it.
     """
-    if not model.ds_config:
-        return None
     option = model.ds_config.get("use_data_before_expert_parallelism", False)
-    return option if isinstance(option, bool) else None
+    if not model.ds_config or not isinstance(option, bool):
+        return None
+    return Placement.BLOCKS if option else Placement.INTERLEAVED
 
 
 def check_own_partition(rank: int, optimizer: OptimizerStates) -> None:

@@ -41,14 +41,10 @@ _MAX_EXPERTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AutoEpLayer:
-    """One layer that AutoEP replaced.
+    """One layer that AutoEP replaced: number, name, that of its experts, and who holds which.
 
-    Attributes:
-        number: its number among the layers with experts.
-        module: name of the layer in the module.
-        experts: name of the experts in the module.
-        ep_rank: expert-parallel rank of the rank that wrote this; ``None`` where it is not said.
-        held: for each expert-parallel rank, the experts in the order of its tensors.
+    ``ep_rank`` is that of the rank that wrote this, where it is said; ``held`` has the experts of
+    each expert-parallel rank in the order of its tensors.
     """
 
     number: int
@@ -139,13 +135,7 @@ def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedErro
 
 @dataclass(frozen=True, slots=True)
 class ExpertRun:
-    """``count`` experts that follow each other in the layer and in the tensor of one ``ep_rank``.
-
-    Attributes:
-        ep_rank: who holds them.
-        position: place of the first among those that ``ep_rank`` holds.
-        count: how many.
-    """
+    """Experts that follow each other in the layer and, from ``position``, in a rank's tensor."""
 
     ep_rank: int
     position: int
@@ -187,10 +177,8 @@ def uniform(num_experts: int, ep_size: int) -> list[range]:
 class ExpertLayers:
     """The layers with experts, found by the names of their weights.
 
-    Attributes:
-        native: prefix of DeepSpeed-MoE's names to the number of experts.
-        autoep: name of a weight that AutoEP keeps for all experts to its layer.
-        files: the expert files by layer number, in the order of the experts.
+    ``native`` has the number of experts by prefix (DeepSpeed-MoE), ``autoep`` the layer by name of
+    a weight that is kept for all experts, ``files`` those of each layer in the experts' order.
     """
 
     native: Mapping[str, int]

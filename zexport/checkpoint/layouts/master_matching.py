@@ -25,10 +25,7 @@ _Look = tuple[Hashable, Hashable]
 class Weight:
     """A weight as the module keeps it, in the element type that it trained in.
 
-    Attributes:
-        name, shape, dtype, source: what and where it is.
-        view: the tensor of the model file that it is; ``None`` for one put together from several.
-        of_experts: whether it belongs to an expert.
+    ``view`` is the tensor of the model file that it is; ``None`` if it was put together.
     """
 
     name: str
@@ -54,14 +51,10 @@ class Master:
 
 @dataclass(frozen=True, slots=True)
 class Masters:
-    """The masters that are some weight's beyond doubt.
+    """The masters that are some weight's beyond doubt, by its name, and why others are not.
 
-    Attributes:
-        found: by the weight's name.
-        doubt: why others could not be told apart; empty where every master has found its weight.
-        all_fit: whether there may be a weight for every master.
-        unlike: weights that no master is like, where there are masters like no weight: one of the
-            two is not of this save.
+    ``all_fit`` says whether there may be a weight for every master; ``unlike`` are weights that no
+    master is like, where there are masters like no weight: one of the two is not of this save.
     """
 
     found: Mapping[str, Master]
@@ -74,11 +67,7 @@ class Masters:
 class Run:
     """Elements that lie together: an unnamed master, or what of the module it may stand for.
 
-    Attributes:
-        kind: what is known of it from metadata.
-        source: its values.
-        dtype: their element type.
-        parts: the module's weights in it, with the element at which each begins.
+    ``kind`` is what metadata tell of it; ``parts`` are the weights in it, and their places.
     """
 
     kind: Hashable
@@ -270,10 +259,7 @@ def _unlike_any(
     """Which parameters are left over although there is a master of their kind that is like none.
 
     They contradict each other: one of the two comes from elsewhere. Parameters that are only alike,
-    and so cannot be told apart, do not.
-
-    Returns:
-        Their indices: of those that no master is like, where there are any.
+    and so cannot be told apart, do not. Indices of those that no master is like come alone.
     """
     looks = set(parameters)
     strange = {kind for kind, look in masters if (kind, look) not in looks}

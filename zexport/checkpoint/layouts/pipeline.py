@@ -41,12 +41,9 @@ _SHOWN_SHAPES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the stages of one tensor rank name.
+    """What the stages of one tensor rank name: masters, of the first stage that has them; buffers.
 
-    Attributes:
-        masters: by name, those of the first stage that has them.
-        buffers: their names.
-        tied: for each tied layer, its tensors and how many elements they have (buffers: unknown).
+    For each tied layer, its tensors and how many elements they have (``None`` for buffers).
     """
 
     masters: Mapping[str, StoredTensor]

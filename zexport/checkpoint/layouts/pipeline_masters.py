@@ -28,8 +28,6 @@ class StageMasters:
     """One stage (of one tensor rank), with the masters that its optimizer holds.
 
     Attributes:
-        model: its model states.
-        masters: tensors out of the flat groups.
         weights_are_masters: whether there are none because the weights are stepped themselves.
         doubt: why further masters could not be told to be some weight's; empty where all could.
         are_unnamed: whether masters got their names by being like a layer file's weights.

@@ -32,13 +32,10 @@ _Look = tuple[Shape, tuple[bytes, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Both moments of one parameter.
+    """Both moments of one parameter, in a model file.
 
-    Attributes:
-        file: the model file that they lie in.
-        tensors: the moments.
-        are_adams: whether they are all that Adam keeps, and nothing else is there: such moments
-            have the parameter's shape; other optimizers may project them.
+    ``are_adams``: they are all that Adam keeps, and nothing else is there. Such moments have the
+    parameter's shape; other optimizers may project them.
     """
 
     file: TorchFile

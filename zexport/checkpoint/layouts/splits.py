@@ -36,18 +36,11 @@ _SUB_PARAMS_WITH_WIDTHS = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What the record says, by pattern.
+    """What the record says of tensors, by pattern.
 
-    Attributes:
-        record: the record itself.
-        maps: the pieces of a tensor, as ``affine_map`` gives them.
-        refused: tensors that DeepSpeed itself cannot put together, and why.
-        whole: tensors that every rank holds whole.
-        halves: tensors that are two fused parts of equal size.
-        sub_params: tensors that are several fused parts.
-        widths: for these, each part's width on every rank.
-        rows: tensors that are split along dimension 1.
-        vocabulary: embeddings and heads, whose last rows may be padding.
+    ``refused`` are those that DeepSpeed itself cannot put together; ``halves`` and ``sub_params``
+    are fused parts, of which ``widths`` has the width on every rank; ``rows`` are split along
+    dimension 1; the last rows of ``vocabulary`` may be padding.
     """
 
     record: Value

@@ -18,13 +18,7 @@ from zexport.ranges.dtypes import Shape
 
 @dataclass(frozen=True, slots=True)
 class StripedParameter:
-    """Where one parameter lies: at the same place of every rank's flat data.
-
-    Attributes:
-        name, shape, numel: the parameter.
-        offset: first element of its stripe in a rank's flat data.
-        stripe_numel: elements of it per rank, the tail padding of the last ranks included.
-    """
+    """Where one parameter lies: its stripe is at the same ``offset`` of every rank's flat data."""
 
     name: str
     shape: Shape
