@@ -18,31 +18,28 @@ from zexport.adapters.saved_beside import SavedBeside, saved_beside
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_problems
-from zexport.errors import ZexportError
 from zexport.findings import Finding
-from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import (
+    TOKENIZER,
     Sidecars,
     find_sidecars,
     last_added_token,
     spoilt_files,
-    tokenizer_files,
 )
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.copies import CastReplica
-from zexport.store.folders import is_link
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
 from zexport.weights.base import (
     Base,
     base_of,
     gathered_copies,
-    may_be_gathered,
     read_base,
+    read_gathered,
     source_files,
     under_names_of,
 )
@@ -56,27 +53,9 @@ from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without
 class Collected:
     """All that a plan is decided from; deciding reads nothing more.
 
-    Attributes:
-        checkpoint: what was opened.
-        options: what was asked for.
-        weights: the model's, heads aside, under the checkpoint's names after every rename; those of
-            the base model where an adapter is merged into it, which is worked in already.
-        sidecars: the files around it, with the config mended where the weights tell otherwise.
-        base: the base model's weights, under the model's names for them.
-        files: all files that may be read.
-        findings: what was found in the checkpoint that was allowed.
-        mode: what becomes of the adapters; ``None`` where there are none.
-        adapters: those that are meant.
-        saved: what peft saved of the base model beside them, by the adapter's name.
-        fit: the model held against ``weights``, where it is known.
-        heads: tensors of heads that the model does not know, by name.
-        ties: how the ties stand that the model declares.
-        gathered: second copies beside the checkpoint.
-        spoilt: names of files to be copied that are not whole JSON.
-        last_token: the last token that was added to the tokenizer.
-        last_base_token: the same of the base's.
-        notes: what the user should know of how the weights were made of what is stored.
-        nbytes_compared: bytes of tensors that were read, since the plan depends on them.
+    ``weights`` are the model's, heads aside, under the checkpoint's names after every rename; those
+    of the base model where an adapter is merged into it, which is worked in already. ``base`` goes
+    by the model's names, and the config in ``sidecars`` is mended where the weights tell otherwise.
     """
 
     checkpoint: ZeroCheckpoint
@@ -112,11 +91,14 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
     share_memory(options)
     location = checkpoint.location
     sidecars = find_sidecars(location.root, options.base, location.boundary)
-    beside = _beside(checkpoint)
     with NamesClient() as transformers:
         learner = Learner(sidecars.source, transformers)
+        spoilt = spoilt_files(sidecars.copied)
+        tokenizers = (sidecars.copied.get(TOKENIZER), options.base and options.base / TOKENIZER)
+        last_token, last_base_token = map(last_added_token, tokenizers)
         weights = _with_hub_experts(Weights.of(checkpoint), sidecars.config, learner, options)
         headers = read_base(options.base, follow_symlinks=location.boundary.follow)
+        beside = read_gathered(checkpoint)
         found = Collected(
             checkpoint,
             options,
@@ -126,7 +108,9 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             files=(*map(SourceFile.of, checkpoint.torch_files), *source_files((*headers, *beside))),
             findings=findings,
             gathered=gathered_copies(checkpoint, beside),
-            last_token=last_added_token(sidecars.copied),
+            spoilt=tuple(spoilt),
+            last_token=last_token,
+            last_base_token=last_base_token,
         )
         found = _with_adapters(found)
         if found.mode is AdapterMode.KEEP:
@@ -134,7 +118,7 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
         task = ""
         if found.mode is AdapterMode.MERGE:
             adapter = only_adapter(found.adapters, options)
-            found, task = _merged(found, adapter, learner), adapter.config.task
+            found, task = _merged(found, adapter, learner), adapter.config.text("task_type")
         return _with_model(found, learner, task)
 
 
@@ -217,23 +201,16 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
         task=task,
     )
     names = model.fit.model if isinstance(model.fit, Fit) else model.fit
-    base = under_tied_sources(names, under_names_of(names, found.base))
     found = replace(
         found,
         weights=model.weights,
         sidecars=replace(found.sidecars, config=model.config),
-        base=base,
+        base=under_tied_sources(names, under_names_of(names, found.base)),
         fit=model.fit,
         heads=model.heads,
     )
     ties = _compared_ties(found)
-    return replace(
-        found,
-        ties=ties,
-        spoilt=tuple(spoilt_files(found.sidecars.copied)),
-        last_base_token=_last_base_token(found),
-        nbytes_compared=found.nbytes_compared + ties.nbytes_read,
-    )
+    return replace(found, ties=ties, nbytes_compared=found.nbytes_compared + ties.nbytes_read)
 
 
 def _compared_ties(found: Collected) -> Ties:
@@ -246,24 +223,3 @@ def _compared_ties(found: Collected) -> Ties:
     fills_in = checkpoint.may_lack_weights and not options.exclude_frozen
     given = found.base.tensors if fills_in else {}
     return compare_ties(names, stored, given, found.files, stored_twice=is_for_hub)
-
-
-def _last_base_token(found: Collected) -> int | None:
-    """The last token that was added to the base's own tokenizer, where an embedding is merged."""
-    base = found.options.base
-    if found.mode is not AdapterMode.MERGE or base is None:
-        return None
-    return last_added_token(tokenizer_files([base]))
-
-
-def _beside(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
-    """Headers of the weight files beside the checkpoint; none that cannot be read, or is a link."""
-    if not may_be_gathered(checkpoint):
-        return ()
-    try:
-        headers = read_base(
-            checkpoint.location.root, follow_symlinks=checkpoint.location.boundary.follow
-        )
-    except ZexportError:
-        return ()  # nothing depends on them; `zexport inspect` tells what is wrong
-    return () if any(is_link(header.path) for header in headers) else headers

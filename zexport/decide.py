@@ -24,14 +24,20 @@ from zexport.weights.hub_names import Selection
 def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     """The plan of an export: what its folder will hold, to the byte."""
     found = collected
-    checkpoint, options = found.checkpoint, found.options
+    checkpoint, options, location = found.checkpoint, found.options, found.checkpoint.location
     is_kept = found.mode is AdapterMode.KEEP
     target: Target = PeftAdapters(found) if is_kept else HubModel(found)
     selection = target.select()
     if not selection.weights.tensors:
-        raise _no_weights(checkpoint)
+        raise DamagedCheckpointError(
+            "holds no weights",
+            path=location.tag_dir,
+            expected="at least one",
+            hint="Look at it with `zexport inspect`; another tag may be whole",
+        )
     files = target.files(selection)
     jobs, chunk_nbytes = share_memory(options, files)
+    reference = Reference(location.root, location.tag, checkpoint.tensors)
     return ExportPlan(
         out_dir=Path(out_dir),
         shards=files,
@@ -48,22 +54,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
         nbytes_compared=found.nbytes_compared,
-        reference=_reference(checkpoint) if options.engine is Engine.DEEPSPEED else None,
-    )
-
-
-def _reference(checkpoint: ZeroCheckpoint) -> Reference:
-    """What DeepSpeed's own converter needs to rebuild the checkpoint."""
-    location = checkpoint.location
-    return Reference(location.root, location.tag, checkpoint.tensors)
-
-
-def _no_weights(checkpoint: ZeroCheckpoint) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        "holds no weights",
-        path=checkpoint.location.tag_dir,
-        expected="at least one",
-        hint="Look at it with `zexport inspect`; another tag may be whole",
+        reference=reference if options.engine is Engine.DEEPSPEED else None,
     )
 
 
@@ -123,19 +114,18 @@ class CheckpointRecord:
 
     @classmethod
     def of(cls, checkpoint: ZeroCheckpoint) -> CheckpointRecord:
-        """What is recorded of a checkpoint; nothing that varies by where it lies."""
-        dtypes = (checkpoint.module_dtype, checkpoint.master_dtype)
-        module_dtype, master_dtype = (dtype.torch_name if dtype else None for dtype in dtypes)
+        """What is recorded of a checkpoint."""
+        module_dtype, master_dtype = checkpoint.module_dtype, checkpoint.master_dtype
         return cls(
-            tag=checkpoint.location.tag,
-            layout=checkpoint.layout,
-            stage=checkpoint.stage,
-            world_size=checkpoint.world_size,
-            global_steps=checkpoint.global_steps,
-            deepspeed_version=checkpoint.ds_version,
-            module_dtype=module_dtype,
-            master_dtype=master_dtype,
-            warnings=checkpoint.warnings,
+            checkpoint.location.tag,
+            checkpoint.layout,
+            checkpoint.stage,
+            checkpoint.world_size,
+            checkpoint.global_steps,
+            checkpoint.ds_version,
+            module_dtype and module_dtype.torch_name,
+            master_dtype and master_dtype.torch_name,
+            checkpoint.warnings,
         )
 
 

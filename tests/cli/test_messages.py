@@ -300,10 +300,10 @@ def test_a_module_that_is_no_module_is_damage(
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.setattr(custom_code, "_FILES_MAX", 2)
     with pytest.raises(DamagedCheckpointError, match="too many modules"):
-        custom_code.code_files(tmp_path, ["modeling"])
+        custom_code.code_files(tmp_path, {"auto_map": "modeling.Model"})
     monkeypatch.setattr(custom_code, "_SOURCE_NBYTES_MAX", 4)
     with pytest.raises(DamagedCheckpointError, match="too large"):
-        custom_code.code_files(tmp_path, ["modeling"])
+        custom_code.code_files(tmp_path, {"auto_map": "modeling.Model"})
 
 
 def test_a_module_that_the_disk_does_not_give_is_told(
@@ -316,7 +316,7 @@ def test_a_module_that_the_disk_does_not_give_is_told(
 
     monkeypatch.setattr(custom_code, "read_regular", fail)
     with pytest.raises(DamagedCheckpointError, match="Input/output error"):
-        custom_code.code_files(tmp_path, ["modeling"])
+        custom_code.code_files(tmp_path, {"auto_map": "modeling.Model"})
 
 
 # --- the command line ---

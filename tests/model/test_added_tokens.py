@@ -31,7 +31,10 @@ def _told(folder: Path, config: dict[str, object]) -> str:
 
 def _beyond(folder: Path) -> str:
     sidecars = find_sidecars(folder)
-    return str(tokens_beyond(sidecars.config, last_added_token(sidecars.copied)) or "")
+    return str(
+        tokens_beyond(sidecars.config, last_added_token(sidecars.copied.get("tokenizer.json")))
+        or ""
+    )
 
 
 @pytest.mark.parametrize("pretty", [True, False])

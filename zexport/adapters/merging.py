@@ -116,15 +116,7 @@ def with_saved(
 def check_embedding(
     merged: Weights, beyond: TokensBeyond | None, *, base_is_beyond: bool, tag_dir: Path
 ) -> None:
-    """Refuse tokens that were added for which the embedding of the base has no rows.
-
-    Args:
-        merged: the model, with the adapter worked in.
-        beyond: tokens that the model's config has no rows for.
-        base_is_beyond: whether the base's own tokenizer has such tokens, which proves nothing:
-            there are models on the hub with some.
-        tag_dir: the checkpoint, for messages.
-    """
+    """Refuse tokens that were added for which the embedding of the base has no rows."""
     if beyond is None or base_is_beyond:
         return
     shapes = (tensor.shape for tensor in merged.tensors.values())
@@ -191,13 +183,7 @@ def weights_of_base(stored: Weights) -> Weights:
 
 
 def _with_own(folder: BaseModel, inside: Weights, replaced: Set[str]) -> BaseModel:
-    """The base model with the checkpoint's weights, each under the source of its tie.
-
-    Args:
-        folder: the base model as its folder has it.
-        inside: what the checkpoint holds of it.
-        replaced: names of weights that are one with a copy that was trained.
-    """
+    """The base model with the checkpoint's weights, each under the source of its tie."""
     declared = {} if folder.names is None else folder.names.tied
     stored = {alias: declared.get(name, name) for alias, name in inside.aliases.items()}
     tied = {**declared, **{alias: name for alias, name in stored.items() if alias != name}}
@@ -288,4 +274,8 @@ def _no_bias(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError
 
 
 def _as_named(adapter: Adapter) -> str:
-    return f" ({adapter.config.base_model})" if adapter.config.base_model else ""
+    return (
+        f" ({adapter.config.text('base_model_name_or_path')})"
+        if adapter.config.text("base_model_name_or_path")
+        else ""
+    )

@@ -9,7 +9,7 @@ Source of the keys: peft 0.21, ``tuners/lora/config.py`` and ``config.py``; of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -79,35 +79,19 @@ class AdapterConfig:
     path: Path
     content: Mapping[str, Json]
 
-    @property
-    def peft_type(self) -> str:
-        """The method, such as ``LORA``; empty where the file names none."""
-        return str(self.content.get("peft_type") or "")
+    def text(self, key: str) -> str:
+        """What the file says under a key; empty where it says nothing."""
+        return str(self.content.get(key) or "")
 
     @property
-    def task(self) -> str:
-        """What it was trained for, such as ``SEQ_CLS``; empty where the file does not say."""
-        return str(self.content.get("task_type") or "")
+    def peft_type(self) -> str:
+        """The method, such as ``LORA``."""
+        return self.text("peft_type")
 
     @property
     def is_kept_by_name(self) -> bool:
         """Whether what the method saves can be told by the names of the module's tensors."""
         return self.peft_type in _KEPT_BY_NAME
-
-    @property
-    def bias(self) -> str:
-        """Which biases were trained beside the adapter: ``none``, ``all`` or ``lora_only``."""
-        return str(self.content.get("bias") or "none")
-
-    @property
-    def base_model(self) -> str:
-        """What the file calls the base model; may be empty, and lead nowhere."""
-        return str(self.content.get("base_model_name_or_path") or "")
-
-    @property
-    def is_fan_in_fan_out(self) -> bool:
-        """Whether the targeted weights are stored as (inputs, outputs)."""
-        return self.content.get("fan_in_fan_out") is True
 
     @property
     def target_parameters(self) -> tuple[str, ...]:
@@ -145,9 +129,10 @@ class AdapterConfig:
         init = str(self.content.get("init_lora_weights")).lower()
         return init if init.startswith(_REWRITING) else ""
 
-    def variants(self) -> Iterator[str]:
+    @property
+    def variants(self) -> list[str]:
         """The keys that make it something else than plain LoRA or DoRA."""
-        return (key for key in _VARIANTS if self.content.get(key))
+        return [key for key in _VARIANTS if self.content.get(key)]
 
     def rank_of(self, key: str) -> int | None:
         """The rank of the update of one module or parameter."""
@@ -240,16 +225,10 @@ _TUNER_PREFIXES = (
 class PeftName:
     """A name of a peft model, taken apart.
 
-    Attributes:
-        module: the module in the base model that it belongs to, with neither peft's prefix nor the
-            names of its wrappers.
-        attribute: what the tuner calls it, such as ``lora_A``; ``modules_to_save`` for a trained
-            copy; empty for a weight of the base model.
-        adapter: the adapter's name; empty for a weight of the base model.
-        rest: what is left: ``weight``, or the path within a copied module; may be empty.
-        path: the module as it is in memory, wrappers included; empty for a weight of the base
-            model.
-        is_replaced: whether it is the untrained original of a module that was copied.
+    ``module`` is the one in the base model, with neither peft's prefix nor the names of its
+    wrappers; ``path`` has these. ``attribute`` is what the tuner calls it, such as ``lora_A``, or
+    ``modules_to_save`` for a trained copy; it, ``adapter`` and ``path`` are empty for a weight of
+    the base model. ``is_replaced`` marks the untrained original of a module that was copied.
     """
 
     module: str

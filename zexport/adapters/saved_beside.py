@@ -31,13 +31,9 @@ _PARAMETERS = ("weight", "bias")
 class SavedBeside:
     """What peft's file of one adapter has of the base model.
 
-    Attributes:
-        header: of the file.
-        held: the checkpoint's own tensors, by the names that they have in the file.
-        lacking: the file's, where the checkpoint has none, by the same.
-        is_of_step: whether the adapter in it is the checkpoint's, as the module held it. If not,
-            the file is of another step or run, and its weights may be those of another model.
-        nbytes_read: bytes of tensors that were read to tell.
+    ``held`` are the checkpoint's own tensors, ``lacking`` the file's where it has none, both by the
+    names in the file. ``is_of_step`` tells whether the adapter in it is the checkpoint's, as the
+    module held it; if not, its weights may be those of another model.
     """
 
     header: SafetensorsHeader

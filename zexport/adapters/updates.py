@@ -31,13 +31,10 @@ _SAME_RUN = "Take the adapter_config.json that this run wrote"
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A weight of the base model and what it is updated by.
+    """A weight of the base model and the adapter's tensors for it, by their short names.
 
-    Attributes:
-        weight: its name.
-        tensors: the adapter's tensors for it, by their short names, such as ``lora_A.weight``.
-        key: what patterns of ranks and scales are matched against: the module, or the parameter
-            where that was targeted itself.
+    ``key`` is what patterns of ranks and scales are matched against: the module, or the parameter
+    where that was targeted itself.
     """
 
     weight: str
@@ -74,12 +71,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Orientation:
-    """How square weights are stored, whose shapes do not tell.
+    """How square weights, and square experts, are stored, whose shapes do not tell.
 
-    Attributes:
-        is_transposed: whether a square matrix is stored as (inputs, outputs); ``None`` where the
-            configuration and other weights contradict each other.
-        is_stack_transposed: whether square experts are.
+    ``is_transposed`` is whether a matrix lies as (inputs, outputs); ``None`` where the
+    configuration and other weights contradict each other.
     """
 
     is_transposed: bool | None
@@ -97,7 +92,7 @@ def find_orientation(
             continue
         if len(weight.shape) == _MATRIX_NDIM:
             seen.add(weight.shape == (inputs, outputs))
-    said = config.is_fan_in_fan_out
+    said = config.content.get("fan_in_fan_out") is True
     return Orientation(said if seen <= {said} else None, model_type in _TRANSPOSED_EXPERTS)
 
 
@@ -110,7 +105,15 @@ def update_weight(
     is_stack = update.is_stack(weight)
     matrices = weight.shape[0] if is_stack else 1
     rank = _check_ranks(update, matrices, config)
-    _check_floating(update, weight, config)
+    if not weight.dtype.is_floating:
+        raise UnsupportedError(
+            f"is of an adapter on the quantized weight {update.weight}",
+            path=config.path,
+            found=weight.dtype.torch_name,
+            expected="a floating-point type",
+            hint="Give the model before its quantization with --base and --exclude-frozen, or "
+            "export the adapter with --adapter keep",
+        )
     # A convolution's kernel is one row for each output.
     stored = weight.shape[1:] if is_stack else (weight.shape[0], prod(weight.shape[1:]))
     is_transposed = _is_transposed(update, weight, stored, orientation)
@@ -189,18 +192,6 @@ def _check_ranks(update: Update, matrices: int, config: AdapterConfig) -> int:
     return rank
 
 
-def _check_floating(update: Update, weight: StoredTensor, config: AdapterConfig) -> None:
-    if not weight.dtype.is_floating:
-        raise UnsupportedError(
-            f"is of an adapter on the quantized weight {update.weight}",
-            path=config.path,
-            found=weight.dtype.torch_name,
-            expected="a floating-point type",
-            hint="Give the model before its quantization with --base and --exclude-frozen, or "
-            "export the adapter with --adapter keep",
-        )
-
-
 def _unlike(
     update: Update, config: AdapterConfig, what: str, said: object
 ) -> DamagedCheckpointError:
@@ -235,12 +226,8 @@ _KNOWN = frozenset(
 class BaseModel:
     """The model that an adapter is merged into.
 
-    Attributes:
-        own: its weights that the checkpoint holds, by name.
-        folder: the folder that was given, its weights as training had them.
-        names: the names and forms of its class, where these are known.
-        tied: alias to name, where one weight has two names.
-        model_type: of its config; empty where there is none.
+    ``own`` are its weights that the checkpoint holds, ``folder`` those that were given, as training
+    had them, and ``tied`` leads from an alias to the name of the one weight.
     """
 
     own: Tensors
@@ -278,7 +265,7 @@ def check_method(adapter: Adapter) -> None:
     """Refuse an adapter of a method whose update is not known."""
     config = adapter.config
     found = [] if config.peft_type == "LORA" else [config.peft_type or "no peft_type"]
-    found += config.variants()
+    found += config.variants
     if found:
         raise _unknown_method(adapter, ", ".join(found))
 

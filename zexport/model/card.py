@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.model.sidecars import Sidecars
@@ -55,15 +54,7 @@ def model_card(
     architecture: str | None = None,
     apart: Mapping[str, Sequence[str]] | None = None,
 ) -> bytes:
-    """The content of ``README.md``, with metadata as the hub takes them.
-
-    Args:
-        checkpoint: where the weights come from.
-        dtype: what they were written as.
-        sidecars: what lies around them; tells the base model and its licence, if anything does.
-        architecture: the model class, where the config does not name it.
-        apart: file to the names of weights in it that the class does not know.
-    """
+    """The content of ``README.md``, with metadata as the hub takes them."""
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
     step = "" if checkpoint.global_steps is None else f" after {checkpoint.global_steps} steps"
@@ -94,14 +85,21 @@ def model_card(
 
 
 def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
-    origin = _find_origin(sidecars)
+    """What the hub reads of a card; a path of some machine is never part of it.
+
+    The base model's name is that of the base folder in the hub's cache, else what the config says
+    in ``_name_or_path`` if that is a hub's name, else what the base folder's card says its own base
+    is. The licence is the one that the base folder's card states.
+    """
+    card = sidecars.base_card
+    license_id = _stated(card, "license", _LICENSE_ID)
     is_encoder = "modules.json" in sidecars.copied
     known = {
-        "base_model": origin.base_model,
+        "base_model": next((name for name in _names(sidecars, card) if _is_hub_id(name)), None),
         "library_name": "sentence-transformers" if is_encoder else "transformers",
-        "license": origin.license,
-        "license_name": origin.license_name,
-        "license_link": origin.license_link,
+        "license": license_id,
+        "license_name": license_id and _stated(card, "license_name", _LICENSE_NAME),
+        "license_link": license_id and _stated(card, "license_link", _LICENSE_LINK),
         "pipeline_tag": "sentence-similarity" if is_encoder else _task(architecture or ""),
     }
     told = {key: value for key, value in known.items() if value is not None}
@@ -109,8 +107,8 @@ def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
         return "\n".join([*map(": ".join, told.items()), "tags:", *(f"- {tag}" for tag in _TAGS)])
     from huggingface_hub import ModelCardData  # noqa: PLC0415 - with YAML, 50 ms
 
-    card = ModelCardData(tags=list(_TAGS), **told)  # type: ignore[arg-type]
-    return str(card.to_yaml()).strip()
+    data = ModelCardData(tags=list(_TAGS), **told)  # type: ignore[arg-type]
+    return str(data.to_yaml()).strip()
 
 
 def _task(architecture: str) -> str | None:
@@ -120,41 +118,6 @@ def _task(architecture: str) -> str | None:
 def _inline(text: str) -> str:
     """Text of a checkpoint as Markdown shows it: no markup, no line of its own."""
     return printable(text).translate(str.maketrans("`<>[]", "'()()"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """What a model card may say of the model that training began from.
-
-    Attributes:
-        base_model: its name on the hub, where that is known.
-        license: the licence's identifier, where a card states it.
-        license_name: its name, where the identifier is ``other``.
-        license_link: where it can be read.
-    """
-
-    base_model: str | None
-    license: str | None
-    license_name: str | None
-    license_link: str | None
-
-
-def _find_origin(sidecars: Sidecars) -> _Origin:
-    """The origin of a model; a path of some machine is never part of it.
-
-    The name is that of the base folder in the hub's cache, else what the config says in
-    ``_name_or_path`` if that is a hub's name, else what the base folder's card says its own base
-    is. The licence is the one that the base folder's card states.
-    """
-    card = sidecars.base_card
-    named = next((name for name in _names(sidecars, card) if _is_hub_id(name)), None)
-    license_id = _stated(card, "license", _LICENSE_ID)
-    return _Origin(
-        base_model=named,
-        license=license_id,
-        license_name=license_id and _stated(card, "license_name", _LICENSE_NAME),
-        license_link=license_id and _stated(card, "license_link", _LICENSE_LINK),
-    )
 
 
 def _stated(card: str, key: str, pattern: re.Pattern[str]) -> str | None:

@@ -29,13 +29,7 @@ Sizes = Mapping[tuple[str, ...], Json]
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A ``config.json``: where it lies and what it says.
-
-    Attributes:
-        path: where it was read.
-        content: its content, mended where that was needed.
-        mended: what was mended, in words.
-    """
+    """A ``config.json``: where it was read, what it says, and what of that was mended, in words."""
 
     path: Path
     content: Mapping[str, Json]
@@ -115,17 +109,7 @@ class ConfigFile:
         *,
         tie_word_embeddings: bool | None = None,
     ) -> bytes:
-        """The file's new content: every key as it was and where it was, but for these.
-
-        Args:
-            dtype: element type of the weights; written as ``dtype``, and wherever the config or
-                that of a sub-model already names one, under ``torch_dtype`` too.
-            architecture: the model class; written where the file names none, since servers choose
-                their code by it.
-            tie_word_embeddings: whether the output's weights are the input's; ``None`` leaves what
-                the file says. Written at the top, where transformers reads it for the whole model,
-                and in the language model's config where it stands there.
-        """
+        """The file's new content: every key as it was and where it was, but for these."""
         names = self.architectures or ((architecture,) if architecture is not None else ())
         content = _as_list(self.content, names)
         content = _edited(content, lambda table: _with_dtype(table, dtype.torch_name))

@@ -35,13 +35,7 @@ _BUFFERS_ONCE_SAVED = {
 
 
 def describe_model(model: PreTrainedModel, *, as_loaded: bool = False) -> dict[str, Any]:
-    """The model's state dict and the ways in which it may be saved, as JSON values.
-
-    Args:
-        model: without data, each tensor of its whole shape.
-        as_loaded: the one way in which this model is saved, which remembers how it was loaded;
-            otherwise all that models of its kind are.
-    """
+    """The model's state dict and the ways in which it may be saved, as JSON values."""
     state = model.state_dict()
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     declared: Mapping[str, str] = model.all_tied_weights_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
@@ -24,7 +24,7 @@ _RELATIVE_IMPORT = re.compile(
 can take a thousand times the memory of its text."""
 
 
-def modules_named(content: Mapping[str, Json]) -> set[str]:
+def _modules_named(content: Mapping[str, Json]) -> set[str]:
     """The modules of its own folder that a config names, in ``auto_map`` or as a pipeline.
 
     A reference into another repository (``owner/name--module.Class``) names none. Source:
@@ -39,13 +39,13 @@ def modules_named(content: Mapping[str, Json]) -> set[str]:
     return {module for module in modules if re.fullmatch(r"\w+", module)}
 
 
-def code_files(folder: Path, modules: Iterable[str]) -> dict[str, Path]:
-    """The files of ``modules`` in ``folder`` and of all that they import relatively, by name.
+def code_files(folder: Path, config: Mapping[str, Json]) -> dict[str, Path]:
+    """The modules in ``folder`` that a config names, and all that they import relatively, by name.
 
     What is not there, and what lies outside the folder, is left out.
     """
     found: dict[str, Path] = {}
-    waiting = sorted(f"{module}.py" for module in modules)
+    waiting = sorted(f"{module}.py" for module in _modules_named(config))
     while waiting:
         name = waiting.pop()
         path = folder / name

@@ -33,20 +33,13 @@ checkpointing (torch 2.13, ``_dynamo/eval_frame.py``, ``distributed/algorithms/_
 class ModelNames:
     """The state dict that a model class has for a config.
 
-    Attributes:
-        architecture: name of the model class; ``None`` where several have these same names.
-        shapes: name in memory to shape; tied names and persistent buffers included.
-        buffers: those names that are buffers.
-        tied: alias to source, as the model class declares it for this config.
-        layouts: the ways in which it is saved, the one that transformers takes unasked first.
-        provenance: where this was learnt, in words.
-        unsaved: those names that are never saved.
-        keep_fp32: element type to the names that transformers leaves in float32 when it loads the
-            model in that type.
-        refused: why it is not known how the model is saved; empty where it is.
-        ignored: patterns of names that transformers passes over when it loads the model.
-        base_prefix: the attribute under which classes with a head have the model of their base
-            class, whose files have names without it.
+    ``shapes`` has tied names and persistent buffers too; ``tied`` leads from alias to source, as
+    the class declares it. ``layouts`` are the ways in which it is saved, the one that transformers
+    takes unasked first, and ``refused`` is why that is not known. ``keep_fp32`` has, for an element
+    type, what transformers leaves in float32 when it loads the model in it; ``ignored`` patterns of
+    what it passes over. Under ``base_prefix`` classes with a head have the model of their base
+    class, whose files have names without it. Where several classes have these names, it is that of
+    none.
     """
 
     architecture: str | None
@@ -120,10 +113,7 @@ class ModelNames:
 class NamesUnknown:
     """The names could not be learnt, and why.
 
-    Attributes:
-        reason: why, in words.
-        is_contradiction: whether the config says what the checkpoint is not, so that the names in
-            the hub's layout cannot be known.
+    A contradiction is a config that says what the checkpoint is not.
     """
 
     reason: str
@@ -143,13 +133,7 @@ def _made_of(layout: HubLayout, names: frozenset[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How stored names and shapes differ from a model's.
-
-    Attributes:
-        missing: the model's names that are not stored, nor any that they are tied to.
-        unexpected: stored names that the model does not have.
-        reshaped: names whose shapes differ.
-    """
+    """How stored names and shapes differ from a model's; what is tied to a stored name is there."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -170,12 +154,8 @@ class Difference:
 class Fit:
     """A form of a model, held against stored names.
 
-    Attributes:
-        model: the model as it is in memory.
-        names: the model in that form.
-        prefix: what a wrapper put before all stored names.
-        is_saved_form: whether it is that of a file, not the one in memory.
-        difference: what is different once the prefix is gone.
+    ``model`` is as it is in memory, ``names`` in that form, which is a file's or the one in memory;
+    ``difference`` is what is left once ``prefix``, a wrapper's, is gone.
     """
 
     model: ModelNames
@@ -186,12 +166,7 @@ class Fit:
 
 
 def best_fit(names: ModelNames, stored: Mapping[str, Shape | None]) -> Fit:
-    """The form that differs least from ``stored``; of equals the simplest.
-
-    Args:
-        names: the model.
-        stored: name to shape, or ``None`` where the shape is not known.
-    """
+    """The form that differs least from ``stored``; of equals the simplest."""
     best: Fit | None = None
     for prefix in wrapper_prefixes(stored):
         bare = {name.removeprefix(prefix): shape for name, shape in stored.items()}

@@ -6,7 +6,7 @@ trained; a sidecar may come with a checkpoint, so nothing in it is believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
@@ -19,14 +19,10 @@ from zexport.store.json import Natural
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a hub tensor, and where its elements lie.
+    """A box of a hub tensor, of ``shape`` at ``start``, and where its elements lie.
 
-    Attributes:
-        source: name of a tensor in memory, or a tensor that is itself laid together.
-        offset: element of the source that is the box's first.
-        stride: elements of the source between neighbours, for each dimension.
-        start: the box's first index in the hub tensor.
-        shape: its size in each dimension.
+    ``source`` is the name of a tensor in memory, or one that is itself laid together; ``offset``
+    and ``stride`` count its elements.
     """
 
     source: str | HubTensor
@@ -46,7 +42,8 @@ class HubTensor:
     @property
     def sources(self) -> frozenset[str]:
         """Names in memory of all that it is made of."""
-        return frozenset(_sources(self))
+        sources = (box.source for box in self.boxes)
+        return frozenset().union(*({s} if isinstance(s, str) else s.sources for s in sources))
 
     def is_all_of(self, shapes: Mapping[str, Shape]) -> str | None:
         """The name in memory of the one tensor that it is, unchanged, if it is one."""
@@ -66,12 +63,9 @@ def whole(name: str, shape: Shape) -> HubTensor:
 
 @dataclass(frozen=True, slots=True)
 class HubLayout:
-    """One way in which a model is saved.
+    """One way in which a model is saved: how each tensor is made, by its name in files.
 
-    Attributes:
-        label: what sets it apart from the first, in words; empty for the first.
-        tensors: hub name to how it is made.
-        aliases: tied name in memory to the name it has in a file where it is written too.
+    ``aliases`` lead from a tied name in memory to the name it has in a file that has it too.
     """
 
     label: str
@@ -110,64 +104,47 @@ class StoredLayout:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def unfolded(self, shapes: Mapping[str, Shape]) -> HubLayout:
-        """The layout of a model whose tensors in memory have these shapes."""
-        sources = _Sources(self.sources, shapes)
-        for part in self.parts:
-            sources.add(sources.tensor(part))
-        tensors = {name: sources.tensor(entry) for name, entry in self.tensors.items()}
-        return HubLayout(self.label, tensors, self.aliases)
+        """The layout of a model whose tensors in memory have these shapes.
 
-
-class _Sources:
-    """What entries refer to by number; shapes and strides that many share are stored once."""
-
-    def __init__(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> None:
-        if not all(name in shapes for name in names):
+        Entries refer to sources by number, and then to parts; strides that many share are stored
+        once.
+        """
+        if not all(name in shapes for name in self.sources):
             raise _malformed("a source that the model does not have")
-        self._names = names
-        self._tensors = [whole(name, shapes[name]) for name in names]
-        self._shared: dict[Shape, Shape] = {}
+        known = [whole(name, shapes[name]) for name in self.sources]
+        shared: dict[Shape, Shape] = {}
 
-    def add(self, part: HubTensor) -> None:
-        """Give the next number to a tensor that later ones may be made of."""
-        self._tensors.append(part)
+        def numbered(number: int) -> HubTensor:
+            if number >= len(known):
+                raise _malformed(number)
+            return known[number]
 
-    def tensor(self, entry: _Entry) -> HubTensor:
-        """The tensor that an entry stands for."""
-        if isinstance(entry, int):
-            return self._numbered(entry)
-        if not entry:
-            raise _malformed(entry)
-        shape = self._shared_one(msgspec.convert(entry[0], _Numbers))
-        boxes = msgspec.convert(entry[1:], tuple[_StoredBox, ...])
-        return HubTensor(shape, tuple(self._box(box, shape) for box in boxes))
+        def box_of(box: _StoredBox, all_of_it: Shape) -> Box:
+            source = numbered(box.source)
+            shape = all_of_it if box.shape is None else box.shape
+            start = (0,) * len(all_of_it) if box.start is None else box.start
+            stride = row_major(shape) if box.stride is None else box.stride
+            if {len(start), len(shape), len(stride)} != {len(all_of_it)}:
+                raise _malformed(box)
+            place = (shared.setdefault(one, one) for one in (stride, start, shape))
+            is_in_memory = box.source < len(self.sources)
+            return Box(self.sources[box.source] if is_in_memory else source, box.offset, *place)
 
-    def _box(self, box: _StoredBox, whole_shape: Shape) -> Box:
-        is_in_memory = box.source < len(self._names)
-        source = self._names[box.source] if is_in_memory else self._numbered(box.source)
-        shape = whole_shape if box.shape is None else box.shape
-        start = (0,) * len(whole_shape) if box.start is None else box.start
-        stride = row_major(shape) if box.stride is None else box.stride
-        if {len(start), len(shape), len(stride)} != {len(whole_shape)}:
-            raise _malformed(box)
-        return Box(source, box.offset, *map(self._shared_one, (stride, start, shape)))
+        def tensor(entry: _Entry) -> HubTensor:
+            if isinstance(entry, int):
+                return numbered(entry)
+            if not entry:
+                raise _malformed(entry)
+            numbers = msgspec.convert(entry[0], _Numbers)
+            shape = shared.setdefault(numbers, numbers)
+            boxes = msgspec.convert(entry[1:], tuple[_StoredBox, ...])
+            return HubTensor(shape, tuple(box_of(box, shape) for box in boxes))
 
-    def _numbered(self, number: int) -> HubTensor:
-        if number >= len(self._tensors):
-            raise _malformed(number)
-        return self._tensors[number]
-
-    def _shared_one(self, numbers: Shape) -> Shape:
-        return self._shared.setdefault(numbers, numbers)
+        for part in self.parts:
+            known.append(tensor(part))  # noqa: PERF401 - the next ones may refer to it
+        tensors = {name: tensor(entry) for name, entry in self.tensors.items()}
+        return HubLayout(self.label, tensors, self.aliases)
 
 
 def _malformed(found: object) -> ValueError:
     return ValueError(f"not a description of a model's files: {str(found)[:80]}")
-
-
-def _sources(tensor: HubTensor) -> Iterator[str]:
-    for box in tensor.boxes:
-        if isinstance(box.source, str):
-            yield box.source
-        else:
-            yield from _sources(box.source)

@@ -33,10 +33,6 @@ class Learner:
     """Learns the names of models, of each config once.
 
     A training's own sidecar tells them; else transformers is asked.
-
-    Args:
-        source: content of that sidecar, if there is one.
-        transformers: to be asked.
     """
 
     def __init__(self, source: Mapping[str, Json] | None, transformers: NamesClient) -> None:
@@ -195,11 +191,7 @@ _ERROR = re.compile(r"\w+(Error|Exception|Interrupt|Exit)\b.*")
 
 
 class NamesClient:
-    """What the installed transformers says of configs; use it in a ``with`` statement.
-
-    Attributes:
-        version: of transformers; ``None`` where it is not installed.
-    """
+    """What the installed transformers says of configs; use it in a ``with`` statement."""
 
     def __init__(self) -> None:
         self.version = _installed_version()
@@ -212,11 +204,7 @@ class NamesClient:
         self._end()
 
     def describe(self, config: bytes) -> JsonObject:
-        """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``.
-
-        Args:
-            config: the content of a ``config.json``.
-        """
+        """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
         if self.version is None:
             return {"error": "transformers is not installed"}
         cached = _cache_file(config, self.version)
@@ -227,8 +215,10 @@ class NamesClient:
         if answer is None:
             answer = {"error": f"transformers failed: {self._process.last_words()}"}
             self._end()
-        else:
-            _write_cache(cached, answer)
+        elif cached is not None:
+            content = json.dumps(answer).encode()
+            with contextlib.suppress(OSError):  # without a cache the export goes on
+                replace_content(cached, b"%b\n%b" % (_digest(content).encode(), content))
         return answer
 
     def _end(self) -> None:
@@ -307,8 +297,7 @@ def _cache_file(config: bytes, version: str) -> Path | None:
         home = cache_folder()
     except RuntimeError:
         return None
-    key = hashlib.blake2b(config, digest_size=16).hexdigest()
-    return home / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{key}.json"
+    return home / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{_digest(config)}.json"
 
 
 def _read_cache(path: Path | None) -> JsonObject | None:
@@ -318,17 +307,8 @@ def _read_cache(path: Path | None) -> JsonObject | None:
     except OSError:
         return None
     seal, _, answer = (content or b"").partition(b"\n")
-    return cast("JsonObject", json.loads(answer)) if seal == _seal(answer) else None
+    return cast("JsonObject", json.loads(answer)) if seal == _digest(answer).encode() else None
 
 
-def _write_cache(path: Path | None, answer: Mapping[str, Json]) -> None:
-    """Keep an answer; a cache that cannot be written is no failure of the export."""
-    if path is None:
-        return
-    content = json.dumps(answer).encode()
-    with contextlib.suppress(OSError):
-        replace_content(path, b"%b\n%b" % (_seal(content), content))
-
-
-def _seal(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).hexdigest().encode()
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.model.config import ConfigFile
-from zexport.model.custom_code import code_files, modules_named
+from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
 from zexport.store.files import open_regular, read_range, version
 from zexport.store.folders import children, is_file, is_folder, matching, real
@@ -31,8 +31,9 @@ _OWN_FOLDERS = Boundary(())
 Files = dict[str, Path]
 """Name in the output to the file that is copied there."""
 
+TOKENIZER = "tokenizer.json"
 _VOCABULARIES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
@@ -87,13 +88,8 @@ _SENTENCE_CONFIG = re.compile(r"sentence_[\w-]+_config\.json")
 class Sidecars:
     """What was found around the weights.
 
-    Attributes:
-        config: the model's config, if any.
-        source: content of the sidecar that `zexport train` writes, if any.
-        copied: the other files to copy, by their name in the output.
-        missing: what is nowhere, in words.
-        base: the folder that was given for what the checkpoint lacks, links followed.
-        base_card: the metadata of its model card.
+    ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name
+    in the output, and ``missing`` what is nowhere, in words.
     """
 
     config: ConfigFile | None
@@ -122,11 +118,11 @@ def find_sidecars(
     copied |= _first_of(_present(folder, (_GENERATION_CONFIG,)) for folder in folders)
     copied |= _first_of(_license_files(folder) for folder in (root, *given))
     config = _find_config(root, folders, boundary)
-    tokenizer = tokenizer_files(folders)
+    tokenizer = _tokenizer_files(folders)
     copied |= _first_of(_sentence_transformers_files(folder) for folder in folders)
-    if config is not None and (modules := modules_named(config.content)):
+    if config is not None:
         around = [config.path.parent, *folders]
-        copied |= _first_of(code_files(folder, modules) for folder in around)
+        copied |= _first_of(code_files(folder, config.content) for folder in around)
     copied |= _kind(_first_with(folders, _PROCESSOR), _PROCESSOR) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
     source = root / _SOURCE_SIDECAR
@@ -183,7 +179,7 @@ def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> Con
     return None
 
 
-def tokenizer_files(folders: Sequence[Path]) -> Files:
+def _tokenizer_files(folders: Sequence[Path]) -> Files:
     """The tokenizer of the first folder that has one, with its chat templates and own code.
 
     A folder with a vocabulary comes before one that has only ``tokenizer_config.json``, which is
@@ -210,7 +206,7 @@ def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> Files:
             content = read_json_object(path)
         except DamagedCheckpointError:
             continue
-        code |= code_files(folder, modules_named(content))
+        code |= code_files(folder, content)
     for pattern in ("additional_chat_templates/*.jinja", *patterns):
         names = (*names, *(str(path.relative_to(folder)) for path in matching(folder, pattern)))
     return _present(folder, (*names, *_CHAT_TEMPLATES)) | code
@@ -275,19 +271,21 @@ def _is_json(path: Path) -> bool:
     return _BRACKETS.get(head.lstrip()[:1]) == tail[-1:]
 
 
-def last_added_token(files: Mapping[str, Path]) -> int | None:
+def last_added_token(tokenizer: Path | None) -> int | None:
     """The largest number among a tokenizer's added tokens; ``None`` where they cannot be read.
 
     They are before the vocabulary, which may have tens of megabytes (tokenizers 0.22,
     ``tokenizer/serialization.rs``).
     """
+    if tokenizer is None:
+        return None
     try:
-        with open_regular(files[_VOCABULARIES[0]]) as file:
+        with open_regular(tokenizer) as file:
             head = file.read(_HEAD_NBYTES)
         _, found, rest = head.partition(b'"added_tokens"')
         text = rest.decode(errors="replace").lstrip(" \t\r\n:")
         tokens, _ = json.JSONDecoder().raw_decode(text) if found else ([], 0)
-    except (KeyError, OSError, ValueError, RecursionError):  # it is copied, whatever it is
+    except (OSError, ValueError, RecursionError):  # it is copied, whatever it is
         return None
     entries = tokens if isinstance(tokens, list) else []
     numbers = (entry.get("id") for entry in entries if isinstance(entry, dict))

@@ -53,15 +53,7 @@ class _Part:
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, records what becomes of ``tensors``, which are without data.
-
-    Args:
-        shapes: name to shape of what is converted; ``tensors`` has these, each with a storage of
-            its own.
-
-    Attributes:
-        tensors: what the conversion is to be given.
-    """
+    """While active, records what becomes of ``tensors``, which have no data."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -147,13 +147,14 @@ def _kept_of_base(
     every: Mapping[str, StoredTensor], config: AdapterConfig
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Weights of the base model that peft saves too: trained biases, and targeted embeddings."""
+    bias = config.text("bias")
     for name, tensor in every.items():
         if read_name(name).adapter:
             continue
         inner = inner_name(name)
         *_, wrapper, last = ("", *inner.split("."))
         is_bias = last == "bias" and (
-            config.bias == "all" or (config.bias.endswith("_only") and wrapper == "base_layer")
+            bias == "all" or (bias.endswith("_only") and wrapper == "base_layer")
         )
         is_embedding = config.is_embedding_targeted and any(
             f".{module}.base_layer." in f".{inner}" for module in EMBEDDINGS
@@ -163,21 +164,9 @@ def _kept_of_base(
 
 
 def _lacking_embeddings(config: AdapterConfig, kept: Iterable[str]) -> dict[str, str]:
-    """Embeddings that peft would have saved too: name in its file to name in the base model.
-
-    Args:
-        config: the adapter's.
-        kept: the names that its file has so far.
-    """
-    names = set(kept)
-    if not config.is_embedding_targeted:
-        return {}
+    """Embeddings that peft would have saved too: name in its file to name in the base model."""
+    names = set(kept) if config.is_embedding_targeted else set[str]()
     modules = {name.removesuffix(end) for name in names for end in _FACTORS if name.endswith(end)}
-    wanted = {
-        f"{module}.base_layer.weight"
-        for module in modules
-        if module.rpartition(".")[2] in EMBEDDINGS
-    }
-    return {
-        name: read_name(name.removeprefix(PEFT_PREFIX)).of_base for name in sorted(wanted - names)
-    }
+    embeddings = (module for module in modules if module.rpartition(".")[2] in EMBEDDINGS)
+    lacking = {f"{module}.base_layer.weight" for module in embeddings} - names
+    return {name: read_name(name).of_base for name in sorted(lacking)}

@@ -61,7 +61,15 @@ def account(checkpoint: ZeroCheckpoint, exported: Iterable[StoredTensor]) -> Acc
         left_out=sum(tensor.numel for key, tensor in trained.items() if key not in used),
     )
     if not result.is_exact:
-        raise _inexact(result, checkpoint.location.tag_dir)
+        parts = result.used + result.padding + result.replica + result.left_out
+        raise UnsupportedError(
+            "holds trained elements that are not accounted for",
+            path=checkpoint.location.tag_dir,
+            found=f"{result.total} elements in the partitions",
+            expected=f"{parts}: {result.used} used, {result.padding} padding, {result.replica} "
+            f"second copies, {result.left_out} left out",
+            hint="Report this layout; an export of it could lack weights without a sign",
+        )
     return result
 
 
@@ -106,15 +114,3 @@ class _Places:
     def count(self, source: ByteSource | None, role: Role) -> bool:
         """Whether a tensor is accounted for: a trained one, or one in flat data."""
         return source is not None and (role is Role.TRAINABLE or self.hold(source))
-
-
-def _inexact(found: Accounting, folder: Path) -> UnsupportedError:
-    parts = found.used + found.padding + found.replica + found.left_out
-    return UnsupportedError(
-        "holds trained elements that are not accounted for",
-        path=folder,
-        found=f"{found.total} elements in the partitions",
-        expected=f"{parts}: {found.used} used, {found.padding} padding, {found.replica} second "
-        f"copies, {found.left_out} left out",
-        hint="Report this layout; an export of it could lack weights without a sign",
-    )

@@ -39,10 +39,10 @@ def fuse_experts(stored: Weights) -> Weights:
         w1, w2, w3 = parts
         if w1 is None or w2 is None or w3 is None:
             continue
+        renamed |= _router_names(layer, tensors, stored.aliases)
         down = replace(w2, name=f"{layer}{_EXPERTS}down_proj")
         fused[w1.name] = (_gate_up(layer, w1, w3), down)
         fused[w2.name] = fused[w3.name] = ()
-        renamed |= _router_names(layer, tensors, stored.aliases)
     moved = chain.from_iterable(
         fused.get(name, (replace(tensor, name=renamed.get(name, name)),))
         for name, tensor in tensors.items()
@@ -62,10 +62,6 @@ def with_original_names(stored: Weights, original: Mapping[str, Shape]) -> Weigh
     ``shared_expert``) and writes down none of the old ones, so the model itself must tell: a child
     that the model does not know gets the name of the one child of that layer that is not stored and
     has the same weights in the same shapes; a tensor likewise.
-
-    Args:
-        stored: what ``fuse_experts`` gave.
-        original: the model's names and shapes before AutoEP.
     """
     renamed: dict[str, str] = {}
     for layer in _layers(stored, "gate_up_proj"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.states import ZERO3
-from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.plan.plan import INDEX_FILE, SINGLE_FILE, SourceFile
@@ -18,7 +18,7 @@ from zexport.printable import some
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.boundary import Boundary
-from zexport.store.folders import is_file, matching
+from zexport.store.folders import is_file, is_link, matching
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -27,10 +27,7 @@ _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 class Base:
     """The model folder that was given for what a checkpoint lacks, or none.
 
-    Attributes:
-        path: the folder.
-        tensors: its weights, by name.
-        has_files: whether it has safetensors files, which alone are read.
+    ``has_files`` tells whether it has safetensors files, which alone are read.
     """
 
     path: Path | None = None
@@ -107,7 +104,12 @@ def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:
         beside = prefix + name if is_inside else name.removeprefix(prefix if is_around else "")
         new = known[name] or beside
         if known[name] and new in renamed:
-            raise _twice(new, base.path)
+            raise DamagedCheckpointError(
+                f"holds two weights that are both {new} in the model",
+                path=base.path,
+                expected="one, with or without the prefix of the model's class",
+                hint="Load the base with transformers, and give what save_pretrained writes of it",
+            )
         renamed[new] = tensor if new == name else replace(tensor, name=new)
     return replace(base, tensors=renamed)
 
@@ -136,15 +138,6 @@ def under_prefix(prefix: str, wanted: Iterable[str], base: Base) -> Base:
     return replace(base, tensors=tensors)
 
 
-def _twice(name: str, path: Path | None) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"holds two weights that are both {name} in the model",
-        path=path,
-        expected="one, with or without the prefix of the model's class",
-        hint="Load the base with transformers, and give what save_pretrained writes of it",
-    )
-
-
 _AFTER_WEIGHT = re.compile(
     r"(?P<weight>.+?)(?:_scale|_scales|_scale_inv|_global_scale|_zero_point|_packed|_shape|_g_idx"
     r"|_blocks|_qdata|\._data|\._scale|\.absmax|\.quant_map|\.nested_absmax|\.nested_quant_map"
@@ -171,17 +164,10 @@ def check_plain(
 
     Where the model's names are not known a weight may be a buffer; then wide integers are taken
     for what they are.
-
-    Args:
-        taken: those weights, under their names in the base.
-        base: that base.
-        names: the model; what it has itself is no packer's.
-        absent: weights that are wanted as well, and that the base does not have by their names.
     """
     is_known = isinstance(names, ModelNames)
-    scales = _scales(
-        base.tensors, names.all_names if isinstance(names, ModelNames) else frozenset()
-    )
+    own = names.all_names if isinstance(names, ModelNames) else frozenset()
+    scales = _scales(name for name in base.tensors if name not in own)
     packed: dict[str, str] = {}
     for tensor in taken:
         name, dtype = tensor.name, tensor.dtype
@@ -201,12 +187,10 @@ def check_plain(
         )
 
 
-def _scales(base: Iterable[str], own: frozenset[str]) -> dict[str, str]:
-    """Name of a weight to that of what scales it, but for what is the model's own."""
+def _scales(names: Iterable[str]) -> dict[str, str]:
+    """Name of a weight to that of what scales it."""
     scales: dict[str, str] = {}
-    for name in base:
-        if name in own:
-            continue
+    for name in names:
         if found := _AFTER_WEIGHT.fullmatch(name):
             scales[found["weight"]] = name
         elif found := _IN_MODULE.fullmatch(name):
@@ -214,16 +198,28 @@ def _scales(base: Iterable[str], own: frozenset[str]) -> dict[str, str]:
     return scales
 
 
-def may_be_gathered(checkpoint: ZeroCheckpoint) -> bool:
-    """Whether weights beside the checkpoint can only be of its own step: there is no other tag."""
-    root = checkpoint.location.root
-    return checkpoint.stage == ZERO3 and len(list_tags(root)) == 1
+def read_gathered(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
+    """Headers of the weights that ZeRO-3 gathered when the checkpoint was saved.
+
+    The Hugging Face Trainer writes them beside the tag folder where
+    ``stage3_gather_16bit_weights_on_model_save`` is on; which step they are of they do not say, but
+    it can only be that of the one tag there is. Files that cannot be read, or are links, are none.
+    """
+    location = checkpoint.location
+    if checkpoint.stage != ZERO3 or len(list_tags(location.root)) != 1:
+        return ()
+    try:
+        headers = read_base(location.root, follow_symlinks=location.boundary.follow)
+    except ZexportError:
+        return ()  # nothing depends on them; `zexport inspect` tells what is wrong
+    return () if any(is_link(header.path) for header in headers) else headers
 
 
 def gathered_copies(
     checkpoint: ZeroCheckpoint, headers: Iterable[SafetensorsHeader]
 ) -> tuple[CastReplica, ...]:
     """The gathered copies of the masters; nothing unless all are there, and nothing unknown."""
+    trained = {t.name for t in checkpoint.of_role(Role.TRAINABLE) if t.numel}
     known = {tensor.name: tensor for tensor in checkpoint.tensors}
     known |= {a: known[n] for a, n in checkpoint.aliases.items() if n in known}
     copies: dict[str, CastReplica] = {}
@@ -235,7 +231,6 @@ def gathered_copies(
             replica = copy_of(tensor, header, name)
             if tensor.role is Role.TRAINABLE and replica is not None:
                 copies[tensor.name] = replica
-    trained = {t.name for t in checkpoint.of_role(Role.TRAINABLE) if t.numel}
     return tuple(copies.values()) if trained <= copies.keys() else ()
 
 

@@ -24,21 +24,11 @@ _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
 class Selection:
     """What is written, as far as it is decided.
 
-    Attributes:
-        weights: at first the checkpoint's under the names of ``names``; at last those of the
-            output, with names that are left to the model to tie as aliases.
-        names: the model in the form that the checkpoint has; as given where that is not known.
-        layout: how the model is saved from that form; ``None`` where names stay as they are.
-        is_for_hub: whether names should be the hub's.
-        untied: names that the model ties to others, and that differ from these, so that the config
-            must no longer tie them.
-        from_base: names that the base model filled in.
-        heads: tensors of heads that the model does not know, by name.
-        config: the model's, for what is written.
-        findings: what was found that was allowed.
-        loadable: whether transformers would load it with no missing and no unexpected key;
-            ``False`` where that is not so or not known.
-        notes: what the user should know of how this was decided.
+    ``weights`` are at first the checkpoint's under the names of ``names``, which is the model in
+    the form that the checkpoint has; at last those of the output, with names that are left to the
+    model to tie as aliases. Without a ``layout`` names stay as they are. ``untied`` are names that
+    the config must no longer tie, and ``loadable`` is whether transformers would load it with no
+    missing and no unexpected key; ``False`` where that is not known.
     """
 
     weights: Weights
@@ -77,15 +67,7 @@ def settle_names(
     options: ExportOptions,
     path: Path,
 ) -> Selection:
-    """Understand the stored names, and choose how the model is saved.
-
-    Args:
-        stored: the checkpoint's weights, renamed.
-        fit: the model held against them, where it is known.
-        base: names and shapes of the base model's files, which may show how the model is saved.
-        options: whether names are to be the hub's at all, and how the model is saved.
-        path: the checkpoint, for messages.
-    """
+    """Understand the stored names, and choose how the model is saved."""
     if options.layout is NameLayout.MEMORY:
         names, stored = in_form(stored, fit, options)
         return Selection(stored, names, is_for_hub=False)

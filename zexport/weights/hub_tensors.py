@@ -19,13 +19,7 @@ _KEEP_NAMES = "Export with --layout memory, which keeps the checkpoint's names a
 def lay_out(
     tensors: Mapping[str, StoredTensor], layout: HubLayout, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredTensor]:
-    """The tensors of the model's files that ``tensors`` make up; others keep their names.
-
-    Args:
-        tensors: name in memory to tensor; some may be missing.
-        layout: how the model is saved.
-        shapes: name in memory to the shape that the model has.
-    """
+    """The tensors of the model's files that ``tensors`` make up; others keep their names."""
     made: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for name, form in layout.tensors.items():
@@ -144,11 +138,6 @@ def tensor_in_memory(
 
     That is so where a file's tensor has elements of it in another order than along its dimensions,
     and where not all of it is in the files.
-
-    Args:
-        name: its name in memory.
-        names: the model.
-        files: tensors of a model folder, by name.
     """
     shape = names.shapes.get(name)
     made = (_from_layout(name, shape, layout, files) for layout in names.layouts if shape)

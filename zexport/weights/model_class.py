@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import NamesMismatchError
@@ -32,21 +33,13 @@ Source: peft 0.21, ``utils/peft_types.py`` (``TaskType``); transformers 5.23,
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What model a checkpoint is.
-
-    Attributes:
-        config: the one found, mended where the weights tell otherwise.
-        fit: the model held against ``weights``, where it is known.
-        weights: those of the model.
-        heads: those of heads that it does not know, by name.
-    """
+class Model(NamedTuple):
+    """What model a checkpoint is: its config, mended, held against its weights, and heads apart."""
 
     config: ConfigFile | None
     fit: Fit | NamesUnknown
     weights: Weights
-    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
+    heads: Mapping[str, StoredTensor]
 
 
 def identify(
@@ -58,16 +51,7 @@ def identify(
     may_lack_weights: bool,
     task: str = "",
 ) -> Model:
-    """The model that weights are of, and what is its config's and what is not.
-
-    Args:
-        stored: the checkpoint's, or those of the model that its adapter was merged into.
-        config: what lies beside them.
-        learner: to be asked for names.
-        options: which names the output has, and what is left out.
-        may_lack_weights: whether the save may have left frozen ones out.
-        task: what that adapter was trained for, as peft calls it; empty where that is not known.
-    """
+    """The model that weights are of, and what is its config's and what is not."""
     known = stored.known_shapes
     if config is not None and options.layout is not NameLayout.MEMORY:
         buffers = stored.buffers
@@ -79,10 +63,10 @@ def identify(
         config = _with_mended_sizes(config, stored.shapes, learner)
     fit = learner.fit(config, known)
     if not isinstance(fit, Fit) or options.layout is NameLayout.MEMORY:
-        return Model(config, fit, stored)
+        return Model(config, fit, stored, {})
     heads = head_names(fit, known) & stored.tensors.keys()
     if not heads or heads & {*stored.aliases, *stored.aliases.values()}:
-        return Model(config, fit, stored)  # a head that is tied to the model stands not apart
+        return Model(config, fit, stored, {})  # a head that is tied to the model stands not apart
     prefix = shared_prefix(known)
     trunk = replace(stored, tensors={n: t for n, t in stored.tensors.items() if n not in heads})
     apart = {
@@ -107,13 +91,6 @@ def _of_fitting_class(
     fit in every name, value heads aside; what sizes it has is asked only where several fit. Where
     frozen weights may have been left out it must have all that is stored. Of several, an adapter's
     task decides.
-
-    Args:
-        config: as it was found.
-        stored: the weights, without buffers: older versions saved some that no class has today.
-        learner: to be asked for the classes.
-        task: what an adapter was trained for, as peft calls it.
-        may_lack_weights: whether the save may have left frozen ones out.
     """
     names = learner.names(config, stored)
     trunk = without_value_heads(stored)

@@ -19,10 +19,7 @@ PEFT_PREFIX = "base_model.model."
 class Weights:
     """Weights, under the names that they go by at one point of the way.
 
-    Attributes:
-        tensors: each tensor once.
-        aliases: tied name to the name of the tensor that it is.
-        left_out: names whose values are in no file.
+    Each tensor is there once, ``aliases`` lead to it; ``left_out`` are names without a value.
     """
 
     tensors: Mapping[str, StoredTensor]

@@ -35,13 +35,6 @@ class WeightReader(SourceReader):
 
     First ``compare`` holds second copies against each other, at last ``finish`` the records against
     their CRC-32. Where all of a checkpoint is read, ``zexport.weights.accounting`` goes before.
-
-    Args:
-        files: all that may be read.
-        replicas: second copies that must agree with what is read.
-        gathered: copies beside the checkpoint; where they differ, that is told.
-        check: how much of the rounded copies is compared.
-        allow: kinds of findings that are told and do not end the reading.
     """
 
     def __init__(
@@ -79,10 +72,6 @@ class WeightReader(SourceReader):
         Samples are read apart, so that a file of which nothing else is needed is not read whole for
         the sake of its CRC-32. What is compared whole has a ledger of its own: what a record is
         proven by are the bytes that are used, wherever both were read.
-
-        Returns:
-            What differs and was allowed or is only told, a finding for each tensor of the
-            checkpoint.
         """
         self._compared = self.new_ledger()
         whole = partial(self.read_into, ledger=self._compared)
@@ -128,10 +117,6 @@ class ProvenWeights:
 
     They are read together, or one at a time as they are asked for; then it is remembered what was
     compared.
-
-    Args:
-        checkpoint: what they are of, without problems.
-        tensors: those that are used.
     """
 
     def __init__(self, checkpoint: ZeroCheckpoint, tensors: Sequence[StoredTensor]) -> None:

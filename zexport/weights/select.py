@@ -22,14 +22,7 @@ from zexport.weights.named import Weights
 def select_tensors(
     checkpoint: ZeroCheckpoint, settled: Selection, base: Base, options: ExportOptions
 ) -> Selection:
-    """Make the checkpoint's tensors those of the model's files.
-
-    Args:
-        checkpoint: what was opened.
-        settled: its weights under the model's names, and how the model is saved.
-        base: the base model, whose tensors fill in frozen weights that were left out.
-        options: what is excluded.
-    """
+    """Make the checkpoint's tensors those of the model's files."""
     own = {
         name: tensor
         for name, tensor in settled.weights.tensors.items()

@@ -17,13 +17,7 @@ from zexport.weights.named import Weights
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """What the values of weights say of the ties that a model declares.
-
-    Attributes:
-        equal: names that are stored as well as those they are tied to, with the same bytes.
-        differing: names that are stored, or in the base, with other values than those.
-        nbytes_read: bytes of tensors that were read to tell.
-    """
+    """What values say of declared ties: aliases that equal what they are tied to, and others."""
 
     equal: frozenset[str] = frozenset()
     differing: frozenset[str] = frozenset()
@@ -42,13 +36,6 @@ def compare_ties(
 
     Reading ends at the first difference, and proves nothing: what damage sets apart stays, and is
     proven when it is exported.
-
-    Args:
-        names: the model.
-        stored: its weights that the checkpoint holds.
-        given: those of the base model that may fill in what was left out, by name.
-        files: all files that may be read.
-        stored_twice: whether what the checkpoint itself holds twice is compared.
     """
     if isinstance(names, NamesUnknown) or not names.tied:
         return Ties()
