@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
@@ -17,9 +17,11 @@ from zexport.adapters.merging import (
 from zexport.adapters.saved_beside import SavedBeside, saved_beside
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.opening import raise_problems
+from zexport.checkpoint.opening import raise_all, raise_problems
+from zexport.facts.statements import Statement, judge
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile
+from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import (
@@ -46,6 +48,7 @@ from zexport.weights.base import (
 from zexport.weights.hub_names import in_form, is_adapted
 from zexport.weights.model_class import identify
 from zexport.weights.named import Weights
+from zexport.weights.same_base import compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
 
@@ -56,6 +59,7 @@ class Collected:
     ``weights`` are the model's, heads aside, under the checkpoint's names after every rename; those
     of the base model where an adapter is merged into it, which is worked in already. ``base`` goes
     by the model's names, and the config in ``sidecars`` is mended where the weights tell otherwise.
+    ``statements`` are what several files say of the same facts.
     """
 
     checkpoint: ZeroCheckpoint
@@ -75,6 +79,7 @@ class Collected:
     spoilt: tuple[str, ...] = ()
     last_token: int | None = None
     last_base_token: int | None = None
+    statements: tuple[Statement, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
 
@@ -111,15 +116,24 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             spoilt=tuple(spoilt),
             last_token=last_token,
             last_base_token=last_base_token,
+            statements=tuple(_stated_by_configs(sidecars)),
         )
         found = _with_adapters(found)
         if found.mode is AdapterMode.KEEP:
-            return found
+            adapter, unknown = found.adapters[0], NamesUnknown("not asked")
+            return _held_against_base(found, unknown, weights_of_base(found.weights), adapter)
         task = ""
         if found.mode is AdapterMode.MERGE:
             adapter = only_adapter(found.adapters, options)
             found, task = _merged(found, adapter, learner), adapter.config.text("task_type")
         return _with_model(found, learner, task)
+
+
+def _stated_by_configs(sidecars: Sidecars) -> Iterator[Statement]:
+    """What the config beside the checkpoint and the base's both say, where there are two."""
+    own, base = sidecars.config, sidecars.base_config
+    if own is not None and base is not None and own.path != base.path:
+        yield from config_statements(own, base)
 
 
 def _with_hub_experts(
@@ -165,6 +179,8 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     checkpoint, options, config = found.checkpoint, found.options, found.sidecars.config
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     names = learner.names(config, shapes_of_base(found.weights, found.base))
+    found = _held_against_base(found, names, weights_of_base(found.weights), adapter)
+    raise_all(judge(found.statements, found.base.path, allow=options.allow).refused, None)
     base = as_in_training(found.base, names, found.weights, adapter, dtype)
     ties = compare_ties(names, weights_of_base(found.weights), base.tensors, found.files)
     known = without_ties(names, ties.differing) if isinstance(names, ModelNames) else None
@@ -189,6 +205,24 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     )
 
 
+def _held_against_base(
+    found: Collected, names: ModelNames | NamesUnknown, stored: Weights, adapter: Adapter | None
+) -> Collected:
+    """The same with what names and weights tell of the base that was given."""
+    same = compare_base(
+        stored.tensors,
+        under_names_of(names, found.base),
+        found.files,
+        named=adapter.config.text("base_model_name_or_path") if adapter is not None else "",
+        follow_symlinks=found.checkpoint.location.boundary.follow,
+    )
+    return replace(
+        found,
+        statements=(*found.statements, *same.statements),
+        nbytes_compared=found.nbytes_compared + same.nbytes_read,
+    )
+
+
 def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     """The same with the model that the weights are of, and what its ties and files tell."""
     checkpoint, options = found.checkpoint, found.options
@@ -209,6 +243,8 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
         fit=model.fit,
         heads=model.heads,
     )
+    if found.mode is None:
+        found = _held_against_base(found, names, model.weights, None)
     ties = _compared_ties(found)
     return replace(found, ties=ties, nbytes_compared=found.nbytes_compared + ties.nbytes_read)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.opening import raise_all
 from zexport.collect import Collected
 from zexport.errors import DamagedCheckpointError
+from zexport.facts.statements import Judgement, judge
+from zexport.findings import FindingKind
 from zexport.options import AdapterMode, Engine, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
@@ -35,6 +38,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
             expected="at least one",
             hint="Look at it with `zexport inspect`; another tag may be whole",
         )
+    judged = _judge(found, selection)
     files = target.files(selection)
     jobs, chunk_nbytes = share_memory(options, files)
     reference = Reference(location.root, location.tag, checkpoint.tensors)
@@ -47,15 +51,46 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         gathered=found.gathered,
         check=options.check,
         allow=options.allow,
-        findings=found.findings + selection.findings,
+        findings=(*found.findings, *judged.findings, *selection.findings),
         provenance=_provenance(found, selection),
-        warnings=(*checkpoint.newer, *checkpoint.warnings, *found.notes, *selection.notes),
+        warnings=(
+            *judged.warnings,
+            *checkpoint.newer,
+            *checkpoint.warnings,
+            *found.notes,
+            *selection.notes,
+            *judged.notes,
+            *_unused_base(found, selection),
+        ),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
         nbytes_compared=found.nbytes_compared,
         reference=reference if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _judge(found: Collected, selection: Selection) -> Judgement:
+    """What the statements lead to; a base that gives no weight cannot give a wrong one."""
+    gives_weights = found.mode is AdapterMode.MERGE or selection.from_base
+    judged = judge(
+        found.statements,
+        found.base.path or found.checkpoint.location.tag_dir,
+        allow=found.options.allow,
+        harmless=frozenset() if gives_weights else {FindingKind.BASE_MISMATCH},
+    )
+    raise_all(judged.refused, found.checkpoint.location.tag_dir)
+    return judged
+
+
+def _unused_base(found: Collected, selection: Selection) -> Iterator[str]:
+    """Tells of a base that was given for nothing."""
+    base, sidecars = found.options.base, found.sidecars
+    if base is None or found.mode is AdapterMode.MERGE or selection.from_base:
+        return
+    used = [*sidecars.copied.values(), *([sidecars.config.path] if sidecars.config else [])]
+    if not any(path.is_relative_to(base) for path in used):
+        yield "nothing of --base was needed: the checkpoint has all weights and files of its own"
 
 
 def _sources(found: Collected, written: Iterable[StoredTensor]) -> tuple[SourceFile, ...]:

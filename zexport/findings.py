@@ -23,6 +23,7 @@ class FindingKind(StrEnum):
     MIXED_STEPS = "mixed-steps"
     MIXED_VERSIONS = "mixed-versions"
     STRAY_FILES = "stray-files"
+    BASE_MISMATCH = "base-mismatch"
 
     @property
     def is_refused(self) -> bool:
@@ -43,6 +44,7 @@ _REFUSED = frozenset(
         FindingKind.MIXED_STEPS,
         FindingKind.MIXED_VERSIONS,
         FindingKind.STRAY_FILES,
+        FindingKind.BASE_MISMATCH,
     }
 )
 _MEANING = {
@@ -61,6 +63,7 @@ _MEANING = {
     FindingKind.MIXED_STEPS: "rank files are of different steps",
     FindingKind.MIXED_VERSIONS: "rank files are of different versions of DeepSpeed",
     FindingKind.STRAY_FILES: "there are rank files beyond the world size",
+    FindingKind.BASE_MISMATCH: "the base is another model than the one that was trained",
 }
 
 

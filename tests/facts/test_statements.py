@@ -46,10 +46,8 @@ def test_what_is_stated_of_several_things_is_held_against_each_other_thing_by_th
 
 def test_a_refusal_that_has_a_kind_is_lifted_by_allowing_it() -> None:
     said = [Statement(Fact.GLOBAL_STEP, 10 * rank, rank) for rank in range(2)]
-    assert [error.finding for error in judge(said, frozenset(), HERE).refused] == [
-        FindingKind.MIXED_STEPS
-    ]
-    allowed = judge(said, {FindingKind.MIXED_STEPS}, HERE)
+    assert [error.finding for error in judge(said, HERE).refused] == [FindingKind.MIXED_STEPS]
+    allowed = judge(said, HERE, allow={FindingKind.MIXED_STEPS})
     assert not allowed.refused
     assert [(one.kind, one.accepted) for one in allowed.findings] == [
         (FindingKind.MIXED_STEPS, True)
@@ -59,4 +57,4 @@ def test_a_refusal_that_has_a_kind_is_lifted_by_allowing_it() -> None:
 @pytest.mark.parametrize("kind", FindingKind)
 def test_a_refusal_without_a_kind_is_lifted_by_nothing(kind: FindingKind) -> None:
     said = [Statement(Fact.STAGE, rank, rank) for rank in range(2)]
-    assert judge(said, {kind}, HERE).refused
+    assert judge(said, HERE, allow={kind}).refused

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.errors import DamagedCheckpointError, UsageError, ZexportError
 from zexport.facts.table import Agreement, Fact, Severity
 from zexport.findings import Finding, FindingKind
 from zexport.printable import some
@@ -57,16 +57,16 @@ class Disagreement:
             told.append(f"{about} {sides}" if about else sides)
         return some(told, _ABOUT_MAX)
 
-    def error(self, path: Path | None, named: NameRanks = _number) -> DamagedCheckpointError:
+    def error(self, path: Path | None, named: NameRanks = _number) -> ZexportError:
         """The refusal of it."""
         row = self.fact.value
+        found, expected, hint, finding = self.found(named), row.expected, row.hint, row.kind
+        if row.is_chosen:
+            return UsageError(
+                row.problem, path=path, found=found, expected=expected, hint=hint, finding=finding
+            )
         return DamagedCheckpointError(
-            row.problem,
-            path=path,
-            found=self.found(named),
-            expected=row.expected or None,
-            hint=row.hint,
-            finding=row.kind,
+            row.problem, path=path, found=found, expected=expected, hint=hint, finding=finding
         )
 
 
@@ -125,14 +125,27 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
 
 
-def judge(statements: Iterable[Statement], allow: Set[FindingKind], path: Path | None) -> Judgement:
-    """What the statements lead to where they disagree, with those kinds allowed."""
+def judge(
+    statements: Iterable[Statement],
+    path: Path | None,
+    *,
+    allow: Set[FindingKind] = frozenset(),
+    harmless: Set[FindingKind] = frozenset(),
+) -> Judgement:
+    """What the statements lead to where they disagree.
+
+    Args:
+        statements: in the order in which their disagreements are told.
+        path: what a refusal is about.
+        allow: kinds that the user allows, which are told as findings.
+        harmless: kinds that change nothing in what is written, and are warned of.
+    """
     judged = Judgement()
     for found in disagreements(statements):
         row, error = found.fact.value, found.error(path)
         if row.severity is Severity.NOTED:
             judged.notes.append(error.statement())
-        elif row.severity is Severity.WARNED:
+        elif row.severity is Severity.WARNED or row.kind in harmless:
             judged.warnings.append(error.statement())
         elif row.kind is None or row.kind not in allow:
             judged.refused.append(error)

@@ -33,20 +33,22 @@ class Row:
     Attributes:
         name: of the fact, in words.
         problem: what is wrong where statements differ, without a full stop.
-        expected: what there should be.
+        expected: what there should be, if that says more.
         hint: the next step; empty where there is none.
         severity: what a difference leads to.
         kind: the finding that it is; a refusal is lifted by allowing it, where there is one.
         agreement: when statements agree.
+        is_chosen: whether what is at fault is what the user chose, and not the checkpoint.
     """
 
     name: str
     problem: str
-    expected: str = ""
+    expected: str | None = None
     hint: str = ""
     severity: Severity = Severity.REFUSED
     kind: FindingKind | None = None
     agreement: Agreement = Agreement.EQUAL
+    is_chosen: bool = False
 
 
 def _of_one_save(name: str, kind: FindingKind | None = None) -> Row:
@@ -57,6 +59,18 @@ def _of_one_save(name: str, kind: FindingKind | None = None) -> Row:
         expected="one save",
         hint="Copy all rank files of one save again",
         kind=kind,
+    )
+
+
+def _of_one_base(name: str, told: str) -> Row:
+    """What the base that was given has in common with the one that was trained."""
+    return Row(
+        name,
+        f"the base is another model than the one that training began from: {told}",
+        expected="the same model",
+        hint="Give the model that training began from with --base",
+        kind=FindingKind.BASE_MISMATCH,
+        is_chosen=True,
     )
 
 
@@ -72,3 +86,16 @@ class Fact(Enum):
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
+    BASE_CONFIG = _of_one_base("what the base model is built like", "their configs differ")
+    BASE_NAME = _of_one_base("name of the base model", "their names on the hub differ")
+    BASE_WEIGHTS = _of_one_base("frozen weights of the base model", "weights differ")
+    BASE_UNTRACED = Row(
+        "name of the base model, where nothing compares the weights",
+        "nothing shows that the base is the model that the adapter was trained on",
+        severity=Severity.WARNED,
+    )
+    CONFIG_KEY = Row(
+        "other keys of the config",
+        "config.json is the one beside the checkpoint, and the base's says otherwise",
+        severity=Severity.NOTED,
+    )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.model.hub_cache import hub_id_of, is_hub_id
 from zexport.model.sidecars import Sidecars
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType
@@ -33,18 +34,9 @@ _PLAIN = re.compile(
 """Words that YAML has as they are."""
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _LICENSE_NAME = re.compile(r"\w[\w.-]{0,63}")
 _LICENSE_LINK = re.compile(r"(https://[\w./%~-]{1,200}|\w[\w.-]{0,63})")
-_LOCAL = re.compile(
-    r"(checkpoints?|ckpts?|models?|outputs?|out|runs?|results?|saves?|saved|data|datasets?|weights|"
-    r"pretrained(_models?)?|hf_models?|base|exp|experiments?|logs?|tmp|home|mnt|root|work|workspace)"
-    r"/.*|.*/(checkpoint|global_step|step|epoch)[-_]?\d+",
-    re.IGNORECASE,
-)
-"""What looks like the hub's ``owner/name`` and is rather a folder."""
 
 
 def model_card(
@@ -95,7 +87,7 @@ def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
     license_id = _stated(card, "license", _LICENSE_ID)
     is_encoder = "modules.json" in sidecars.copied
     known = {
-        "base_model": next((name for name in _names(sidecars, card) if _is_hub_id(name)), None),
+        "base_model": next((name for name in _names(sidecars, card) if is_hub_id(name)), None),
         "library_name": "sentence-transformers" if is_encoder else "transformers",
         "license": license_id,
         "license_name": license_id and _stated(card, "license_name", _LICENSE_NAME),
@@ -126,16 +118,11 @@ def _stated(card: str, key: str, pattern: re.Pattern[str]) -> str | None:
 
 
 def _names(sidecars: Sidecars, card: str) -> Iterator[str]:
-    for part in sidecars.base.parts if sidecars.base is not None else ():
-        if cached := _CACHED.fullmatch(part):
-            yield f"{cached[1]}/{cached[2]}"
+    if sidecars.base is not None and (cached := hub_id_of(sidecars.base)):
+        yield cached
     if sidecars.config is not None:
         yield str(sidecars.config.content.get("_name_or_path"))
     yield _value(card, "base_model")
-
-
-def _is_hub_id(name: str) -> bool:
-    return _HUB_ID.fullmatch(name) is not None and _LOCAL.fullmatch(name) is None
 
 
 def _value(front_matter: str, key: str) -> str:

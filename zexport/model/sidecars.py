@@ -98,6 +98,7 @@ class Sidecars:
     missing: tuple[str, ...]
     base: Path | None
     base_card: str = ""
+    base_config: ConfigFile | None = None
 
 
 def find_sidecars(
@@ -134,6 +135,7 @@ def find_sidecars(
         tuple(w for w, there in (("config.json", config), ("a tokenizer", tokenizer)) if not there),
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
+        base_config=_find_config(root, given, boundary),
     )
 
 

@@ -1,0 +1,193 @@
+"""A base that is not the one that training began from, told by configs, weights and names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import peft_models
+from tests.support.checkpoints import Run
+from tests.support.peft_models import FORMS, Trained
+from zexport import ExportOptions, ExportReport, consolidate
+from zexport.errors import UsageError
+from zexport.findings import FindingKind
+from zexport.options import AdapterMode
+
+WITHOUT_BASE = Run(stage=2, exclude_frozen=True)
+WITH_BASE = Run(stage=2)
+
+
+def train(tmp_path: Path, run: Run = WITHOUT_BASE) -> Trained:
+    return peft_models.train(FORMS["plain"], tmp_path / "run", run)
+
+
+def names_its_base(trained: Trained, name: str) -> None:
+    path = trained.checkpoint / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": name}))
+
+
+def copied(trained: Trained, folder: Path) -> Path:
+    """The same base at another place."""
+    folder.mkdir(parents=True)
+    for path in trained.base.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def sibling(trained: Trained, folder: Path) -> Path:
+    """The base, trained on: a hundredth of every weight away."""
+    copied(trained, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    moved = {n: t + 0.01 * t.abs().mean() * torch.randn_like(t) for n, t in weights.items()}
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def with_config(folder: Path, **changed: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return folder
+
+
+def beside(trained: Trained) -> None:
+    """Put the model's config beside the checkpoint, as the Trainer does."""
+    (trained.checkpoint / "config.json").write_text((trained.base / "config.json").read_text())
+
+
+def merge(trained: Trained, base: Path, out: Path, *allow: FindingKind) -> ExportReport:
+    options = ExportOptions(adapter=AdapterMode.MERGE, base=base, allow=frozenset(allow))
+    return consolidate(trained.checkpoint, out, options)
+
+
+def refusal(trained: Trained, base: Path, out: Path) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        merge(trained, base, out)
+    assert caught.value.finding is FindingKind.BASE_MISMATCH
+    assert not out.exists()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("model_type", {"model_type": "qwen2"}),
+        ("rms_norm_eps", {"rms_norm_eps": 1e-5}),
+        ("num_key_value_heads", {"num_key_value_heads": 4}),
+        ("rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ("rope_theta", {"rope_parameters": None, "rope_theta": 5e5}),
+        ("rope_type", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_a_base_that_is_built_otherwise_is_refused(
+    tmp_path: Path, key: str, changed: dict[str, object]
+) -> None:
+    trained = train(tmp_path)
+    beside(trained)
+    other = with_config(copied(trained, tmp_path / "other"), **changed)
+    assert f"{key} " in str(refusal(trained, other, tmp_path / "out"))
+
+
+def test_the_sibling_of_a_base_is_told_by_the_frozen_weights_that_were_saved(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path, WITH_BASE)
+    error = refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
+    assert "weights differ" in str(error)
+
+
+def test_the_sibling_of_a_base_is_told_by_the_weights_of_the_base_that_the_adapter_names(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, str(trained.base))
+    error = refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
+    assert "weights differ" in str(error)
+
+
+def test_the_base_that_the_adapter_names_is_looked_for_in_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, "acme/llama-small")
+    cached = tmp_path / "hub" / "models--acme--llama-small"
+    copied(trained, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "weights differ" in str(
+        refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
+    )
+    assert not merge(trained, trained.base, tmp_path / "out").findings
+
+
+def test_a_base_that_was_moved_and_renamed_is_told_by_its_weights(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, str(trained.base))
+    report = merge(trained, copied(trained, tmp_path / "moved"), tmp_path / "out")
+    assert not any("base" in one and "shows" in one for one in report.warnings)
+
+
+def test_two_models_of_the_hub_are_two_models(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, "meta-llama/Llama-3.1-8B")
+    instruct = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "abc"
+    error = refusal(trained, copied(trained, instruct), tmp_path / "out")
+    assert "meta-llama/Llama-3.1-8B-Instruct in --base" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("named", "given"),
+    [
+        ("unsloth/Llama-3.1-8B-bnb-4bit", "models--unsloth--Llama-3.1-8B/snapshots/abc"),
+        ("meta-llama/Llama-3.1-8B", "instruct"),
+        ("/cluster/models/base-v2", "base-v3"),
+    ],
+)
+def test_where_nothing_shows_that_it_is_the_base_that_is_the_first_warning(
+    tmp_path: Path, named: str, given: str
+) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, named)
+    report = merge(trained, copied(trained, tmp_path / given), tmp_path / "out")
+    assert report.warnings[0].startswith("nothing shows that the base is the model")
+    assert named in report.warnings[0]
+
+
+@pytest.mark.parametrize("named", ["", "acme/small", "/cluster/small"])
+def test_a_folder_of_the_name_that_the_adapter_gives_is_taken(tmp_path: Path, named: str) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, named)
+    report = merge(trained, copied(trained, tmp_path / "small"), tmp_path / "out")
+    assert not any("nothing shows" in one for one in report.warnings)
+
+
+def test_another_base_is_merged_where_that_is_allowed_and_the_manifest_says_so(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path, WITH_BASE)
+    other = sibling(trained, tmp_path / "sibling")
+    report = merge(trained, other, tmp_path / "out", FindingKind.BASE_MISMATCH)
+    assert [(one.kind, one.accepted) for one in report.findings] == [
+        (FindingKind.BASE_MISMATCH, True)
+    ]
+    manifest = json.loads((tmp_path / "out" / "zexport_manifest.json").read_text())
+    assert manifest["findings"][0]["kind"] == "base-mismatch"
+
+
+def test_a_base_that_gives_no_weight_is_only_warned_of(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    other = with_config(copied(trained, tmp_path / "other"), rms_norm_eps=1e-5)
+    options = ExportOptions(adapter=AdapterMode.KEEP, base=other)
+    beside(trained)
+    report = consolidate(trained.checkpoint, tmp_path / "kept", options)
+    assert any("rms_norm_eps" in warning for warning in report.warnings)
+
+
+def test_a_base_with_more_digits_than_training_kept_is_the_same(tmp_path: Path) -> None:
+    trained = train(tmp_path, WITH_BASE)
+    assert not merge(trained, trained.base, tmp_path / "out").findings

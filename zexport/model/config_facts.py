@@ -1,0 +1,104 @@
+"""What two configs say of one model: how it is built, which must be the same, and the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.model.config import ConfigFile
+from zexport.store.json import Json, JsonObject
+
+_BUILT = re.compile(
+    r"model_type|head_dim|n_(?:embd|layer|head|inner)|d_(?:model|ff|kv)|\w*hidden_(?:act|activation)"
+    r"|activation_function|feed_forward_proj|layer_types|sliding_window|partial_rotary_factor"
+    r"|(?!vocab_|type_vocab_)\w*_size|(?:num|n)_\w*(?:layers|heads|experts)|\w+_lora_rank"
+    r"|\w*(?:norm|layernorm)\w*_eps(?:ilon)?|(?:attention|mlp)_bias"
+)
+"""Keys that say how a model is built; a training changes none of them.
+
+Source: transformers 5.23, ``configuration_*.py`` of every model.
+"""
+
+_OF_THE_FILE = re.compile(
+    r"_name_or_path|transformers_version|(?:torch_)?dtype|use_cache|architectures|auto_map"
+    r"|quantization_config|compression_config|vocab_size|id2label|label2id|num_labels"
+    r"|tie_word_embeddings|rope_theta|rope_scaling|rope_parameters|_\w+"
+)
+"""Keys that say something of the file or the run, or that the weights tell better."""
+
+_CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
+"""Sizes of what is put in, which may be others from run to run."""
+
+
+def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
+    """What the config beside a checkpoint and that of its base both state."""
+    for about, one, other in _tables(own.content, base.content):
+        sides = ((one, "the checkpoint's config.json"), (other, "the base's"))
+        facts = {key: _fact_of(key) for key in one.keys() & other.keys()}
+        for key, fact in sorted(facts.items()):
+            for content, by in sides if fact else ():
+                yield Statement(fact or Fact.CONFIG_KEY, content[key], by, about + key)
+        ropes = [(_rope(content), by) for content, by in sides]
+        for key in sorted(ropes[0][0].keys() & ropes[1][0].keys()):
+            for rope, by in ropes:
+                yield Statement(Fact.BASE_CONFIG, rope[key], by, about + key)
+
+
+def _fact_of(key: str) -> Fact | None:
+    if _BUILT.fullmatch(key) and not _CHUNKS.fullmatch(key):
+        return Fact.BASE_CONFIG
+    return None if _OF_THE_FILE.fullmatch(key) else Fact.CONFIG_KEY
+
+
+_Tables = tuple[str, Mapping[str, Json], Mapping[str, Json]]
+
+
+def _tables(one: Mapping[str, Json], other: Mapping[str, Json]) -> Iterator[_Tables]:
+    """Tables of two configs that describe the same, with what to put before their keys.
+
+    Where one is of a whole model and the other of its language model, that is the part which both
+    describe.
+    """
+    inner, others = _inner(one), _inner(other)
+    parts: list[_Tables] = [
+        *((key, table, other) for key, table in inner.items()),
+        *((key, one, table) for key, table in others.items()),
+    ]
+    if one.get("model_type") != other.get("model_type"):
+        for key, first, second in parts:
+            if first.get("model_type") == second.get("model_type") is not None:
+                yield f"{key}.", first, second
+                return
+    yield "", _without(one, inner), _without(other, others)
+    for key in sorted(inner.keys() & others.keys()):
+        yield f"{key}.", inner[key], others[key]
+
+
+def _inner(content: Mapping[str, Json]) -> dict[str, JsonObject]:
+    """The configs of parts of a model."""
+    return {
+        key: table
+        for key, table in content.items()
+        if isinstance(table, dict) and (key.endswith("_config") or "model_type" in table)
+    }
+
+
+def _without(content: Mapping[str, Json], inner: Mapping[str, JsonObject]) -> Mapping[str, Json]:
+    return {key: value for key, value in content.items() if key not in inner}
+
+
+def _rope(content: Mapping[str, Json]) -> dict[str, Json]:
+    """How positions are rotated, whichever version of transformers wrote it.
+
+    Source: transformers 5.23, ``modeling_rope_utils.py``: ``rope_parameters`` holds what 4 wrote as
+    ``rope_theta`` and ``rope_scaling``, which goes first where both are there, and whose
+    ``rope_type`` was called ``type`` before.
+    """
+    table = content.get("rope_scaling") or content.get("rope_parameters")
+    found = dict(table) if isinstance(table, dict) else {}
+    found.setdefault("rope_type", found.pop("type", "default"))
+    if "rope_theta" in content:
+        found.setdefault("rope_theta", content["rope_theta"])
+    return {key: value for key, value in found.items() if not isinstance(value, dict)}
