@@ -23,7 +23,7 @@ def is_hub_id(name: str) -> bool:
 
 def hub_id_of(folder: Path) -> str | None:
     """The hub's name for the model in a folder of the hub's cache; ``None`` for another folder."""
-    found = (_CACHED.fullmatch(part) for part in folder.absolute().parts)
+    found = (_CACHED.fullmatch(part) for part in folder.parts)
     return next((f"{one[1]}/{one[2]}" for one in found if one), None)
 
 
