@@ -24,7 +24,6 @@ from zexport.errors import (
 )
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
-from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file, is_folder
 from zexport.weights.named import PEFT_PREFIX, Weights
 
@@ -53,7 +52,9 @@ def adapter_mode(
     if not is_peft(stored, adapter_folders(checkpoint, options)):
         if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
             return None
-        _check_kept_by_name(checkpoint, stored, options)
+        config = _config_of(options.adapter_name or DEFAULT_ADAPTER, checkpoint, options)
+        if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
+            raise not_just_tensors(config)  # it names its tensors in no known way
         raise UsageError(
             "--adapter is about the checkpoint of a peft model, which this is not",
             path=checkpoint.location.tag_dir,
@@ -68,20 +69,9 @@ def adapter_mode(
         )
     if options.adapter is not AdapterMode.AUTO:
         return options.adapter
-    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
-    if all(find_adapter_config(name, folders, boundary) is None for name in adapters_in(stored)):
+    if not any(_config_of(name, checkpoint, options) for name in adapters_in(stored)):
         return None
     return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
-
-
-def _check_kept_by_name(
-    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
-) -> None:
-    """Refuse a peft model of a method that names its tensors in no known way."""
-    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
-    config = find_adapter_config(options.adapter_name or DEFAULT_ADAPTER, folders, boundary)
-    if _is_prefixed(stored) and config is not None and not config.is_kept_by_name:
-        raise not_just_tensors(config)
 
 
 def not_just_tensors(config: AdapterConfig) -> UnsupportedError:
@@ -156,21 +146,26 @@ def choose_adapters(
                 f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
             )
         names = (options.adapter_name,)
-    folders, boundary = adapter_folders(checkpoint, options), checkpoint.location.boundary
-    return tuple(Adapter(name, _config_of(name, folders, boundary)) for name in names)
+    adapters = []
+    for name in names:
+        config = _config_of(name, checkpoint, options)
+        if config is None:
+            raise NotACheckpointError(
+                f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
+                path=adapter_folders(checkpoint, options)[0],
+                found="none there, in the tag folder, in the folder above or in --base",
+                hint="Give the one that training began with as --adapter-config FILE; or write the "
+                "tensors as they are with --layout memory --exclude-frozen",
+            )
+        adapters.append(Adapter(name, config))
+    return tuple(adapters)
 
 
-def _config_of(name: str, folders: tuple[Path, ...], boundary: Boundary) -> AdapterConfig:
-    config = find_adapter_config(name, folders, boundary)
-    if config is None:
-        raise NotACheckpointError(
-            f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
-            path=folders[0],
-            found="none there, in the tag folder, in the folder above or in --base",
-            hint="Give the one that training began with as --adapter-config FILE; or write the "
-            "tensors as they are with --layout memory --exclude-frozen",
-        )
-    return config
+def _config_of(
+    name: str, checkpoint: ZeroCheckpoint, options: ExportOptions
+) -> AdapterConfig | None:
+    folders = adapter_folders(checkpoint, options)
+    return find_adapter_config(name, folders, checkpoint.location.boundary)
 
 
 def check_whole(

@@ -249,14 +249,15 @@ def _applied(
 
 def _no_base(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError:
     is_empty = base.folder.path is not None and not base.given
+    called = adapter.config.text("base_model_name_or_path")
     nowhere = f", and no safetensors files in {base.folder.path}" if is_empty else ""
     return FrozenLeftOutError(
         f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
         path=adapter.config.path,
         found=f"no values for {name}{nowhere}",
         expected="the base model's weights, in the checkpoint or in --base",
-        hint=f"Give the base model with --base{_as_named(adapter)}, or export the adapter itself "
-        "with --adapter keep",
+        hint=f"Give the base model with --base{called and f' ({called})'}, or export the adapter "
+        "itself with --adapter keep",
     )
 
 
@@ -270,12 +271,4 @@ def _no_bias(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError
         found="lora_bias",
         expected="a base model whose layers have biases",
         hint=KEEP_ADAPTER,
-    )
-
-
-def _as_named(adapter: Adapter) -> str:
-    return (
-        f" ({adapter.config.text('base_model_name_or_path')})"
-        if adapter.config.text("base_model_name_or_path")
-        else ""
     )

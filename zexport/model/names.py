@@ -174,10 +174,9 @@ class _DescribedBefore:
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         numbers = {name: number for number, name in enumerate(shapes)}
         shapes |= {alias: shapes[name] for alias, name in self.tied.items() if name in shapes}
-        layout = StoredLayout("", tuple(numbers), (), numbers)
-        nothing: frozenset[str] = frozenset()
+        layouts = (StoredLayout("", tuple(numbers), (), numbers),)
         return _Described(
-            self.architecture, shapes, self.buffers, self.tied, nothing, {}, (layout,)
+            self.architecture, shapes, self.buffers, self.tied, frozenset(), {}, layouts
         )
 
 
@@ -194,7 +193,9 @@ class NamesClient:
     """What the installed transformers says of configs; use it in a ``with`` statement."""
 
     def __init__(self) -> None:
-        self.version = _installed_version()
+        self.version: str | None = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            self.version = importlib.metadata.version("transformers")
         self._process: _NamesProcess | None = None
 
     def __enter__(self) -> Self:
@@ -282,13 +283,6 @@ class _NamesProcess:
         self._popen.kill()
         with contextlib.suppress(BrokenPipeError), self._popen, self._answers:
             self._output.close()
-
-
-def _installed_version() -> str | None:
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cache_file(config: bytes, version: str) -> Path | None:

@@ -63,10 +63,9 @@ class HubModel:
 
     def files(self, selection: Selection) -> tuple[FilePlan, ...]:
         """The files of the model, and those of the weights that it does not know."""
-        shards = plan_shards(
-            selection.weights.tensors, self._target, self.collected.options.max_shard_nbytes
-        )
-        return (*shards, *_plan_heads(selection.heads, self._target))
+        tensors, heads, target = selection.weights.tensors, selection.heads, self._target
+        shards = _shards(tensors, target, self.collected.options.max_shard_nbytes)
+        return (*_planned(shards, tensors, target), *_planned(files_apart(heads), heads, target))
 
     def side_files(self, selection: Selection, files: Sequence[FilePlan]) -> Iterator[SideFile]:
         """What is copied, and what is new: card, config, index.
@@ -134,23 +133,10 @@ def _for_written(config: ConfigFile | None, selection: Selection) -> ConfigFile 
     return config.without_quantization()
 
 
-def plan_shards(
-    tensors: Mapping[str, StoredTensor], target: DType, max_shard_nbytes: int
-) -> tuple[FilePlan, ...]:
-    """The files of a model, named as on the hub."""
-    dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
-    nbytes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
-    split = _split(nbytes, max_shard_nbytes)
-    count = len(split)
-    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return tuple(
-        plan_file(file, {name: tensors[name] for name in names}, dtypes)
-        for file, names in zip([SINGLE_FILE] if count == 1 else files, split, strict=True)
-    )
-
-
-def _split(nbytes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """The names of each shard, as huggingface_hub splits a state dict (its import takes 30 ms).
+def _shards(
+    tensors: Mapping[str, StoredTensor], target: DType, nbytes_max: int
+) -> dict[str, list[str]]:
+    """The names in each file of a model, as huggingface_hub splits it (its import takes 30 ms).
 
     Source: huggingface_hub 1.0, ``serialization/_base.py``: in the order given, and what is beyond
     the limit by itself goes into a shard of its own, before the one that is being filled.
@@ -158,16 +144,21 @@ def _split(nbytes: Mapping[str, int], limit: int) -> list[list[str]]:
     shards: list[list[str]] = []
     current: list[str] = []
     used = 0
-    for name, size in nbytes.items():
-        if size > limit:
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel * tensor.output_dtype(target).itemsize
+        if nbytes > nbytes_max:
             shards.append([name])
             continue
-        if used + size > limit:
+        if used + nbytes > nbytes_max:
             shards.append(current)
             current, used = [], 0
         current.append(name)
-        used += size
-    return [*shards, current] if current else shards
+        used += nbytes
+    shards += [current] if current else []
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    ending = f"-of-{len(shards):05d}.safetensors"
+    return {f"model-{number:05d}{ending}": names for number, names in enumerate(shards, 1)}
 
 
 def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
@@ -178,12 +169,14 @@ def files_apart(names: Iterable[str]) -> dict[str, list[str]]:
     return files
 
 
-def _plan_heads(tensors: Mapping[str, StoredTensor], target: DType) -> tuple[FilePlan, ...]:
-    """The files of the weights that the model does not know, if there are any."""
+def _planned(
+    files: Mapping[str, Sequence[str]], tensors: Mapping[str, StoredTensor], target: DType
+) -> tuple[FilePlan, ...]:
+    """Files of these tensors, each by its name."""
     dtypes = {name: tensor.output_dtype(target) for name, tensor in tensors.items()}
     return tuple(
         plan_file(file, {name: tensors[name] for name in names}, dtypes)
-        for file, names in files_apart(tensors).items()
+        for file, names in files.items()
     )
 
 

@@ -219,7 +219,7 @@ def gathered_copies(
     checkpoint: ZeroCheckpoint, headers: Iterable[SafetensorsHeader]
 ) -> tuple[CastReplica, ...]:
     """The gathered copies of the masters; nothing unless all are there, and nothing unknown."""
-    trained = {t.name for t in checkpoint.of_role(Role.TRAINABLE) if t.numel}
+    trained = {t.name for t in checkpoint.tensors if t.role is Role.TRAINABLE and t.numel}
     known = {tensor.name: tensor for tensor in checkpoint.tensors}
     known |= {a: known[n] for a, n in checkpoint.aliases.items() if n in known}
     copies: dict[str, CastReplica] = {}

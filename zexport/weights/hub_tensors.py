@@ -140,30 +140,21 @@ def tensor_in_memory(
     and where not all of it is in the files.
     """
     shape = names.shapes.get(name)
-    made = (_from_layout(name, shape, layout, files) for layout in names.layouts if shape)
-    return next((tensor for tensor in made if tensor is not None), None)
-
-
-def _from_layout(
-    name: str, shape: Shape | None, layout: HubLayout, files: Mapping[str, StoredTensor]
-) -> StoredTensor | None:
-    if shape is None:
+    if not shape:
         return None
-    tiles: list[Tile] = []
-    dtypes = set()
-    for tile, stored in _tiles(name, shape, layout, files):
-        if tile is None:
-            return None
-        tiles.append(tile)
-        dtypes.add(stored.dtype)
-    if len(dtypes) != 1:
-        return None
-    (dtype,) = dtypes
-    try:
-        source = Mosaic(shape, dtype.itemsize, tuple(tiles))
-    except LayoutError:  # parts of it are not there
-        return None
-    return StoredTensor(name, shape, dtype, Role.FROZEN, source)
+    for layout in names.layouts:
+        found = [*_tiles(name, shape, layout, files)]
+        tiles = tuple(tile for tile, _ in found if tile is not None)
+        dtypes = {stored.dtype for _, stored in found}
+        if len(tiles) < len(found) or len(dtypes) != 1:
+            continue
+        (dtype,) = dtypes
+        try:
+            source = Mosaic(shape, dtype.itemsize, tiles)
+        except LayoutError:  # parts of it are not there
+            continue
+        return StoredTensor(name, shape, dtype, Role.FROZEN, source)
+    return None
 
 
 def _tiles(

@@ -96,8 +96,14 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
                 new = re.sub(pattern, replacement, new)
             except (re.error, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
-        if new != name:
-            _check_name(name, new)
+        is_path = "/" in new and "/" not in name
+        if new != name and (is_path or not new or not new.isprintable()):
+            raise UsageError(  # tools might stumble over it, as over a path or a terminal's command
+                "--rename makes a name that no tensor should have",
+                found=f"{name} becomes {new!r}",
+                expected="a printable name without slashes",
+                hint="Mend the replacement",
+            )
         if new in taken:
             raise UsageError(
                 "--rename gives two tensors one name",
@@ -107,14 +113,3 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
         renamed[name] = new
         taken[new] = name
     return renamed
-
-
-def _check_name(name: str, new: str) -> None:
-    """Refuse a new name that tools might stumble over, as over a path or a terminal's command."""
-    if not new or not new.isprintable() or ("/" in new and "/" not in name):
-        raise UsageError(
-            "--rename makes a name that no tensor should have",
-            found=f"{name} becomes {new!r}",
-            expected="a printable name without slashes",
-            hint="Mend the replacement",
-        )

@@ -114,7 +114,11 @@ def _wanted(
     if isinstance(names, ModelNames) and (
         settled.layout is not None or not _unknown(names, stored)
     ):
-        return _missing_weights(checkpoint, names, shapes)
+        return {
+            name: names.shapes[name]
+            for name in (absent(names, shapes) if checkpoint.may_lack_weights else ())
+            if name not in names.buffers and name not in names.tied  # of a tie one is enough
+        }
     if checkpoint.frozen_left_out:
         more = {n: t.shape for n, t in given.items() if n not in shapes}
         if not more or not stored.tensors.keys() <= given.keys():
@@ -132,22 +136,6 @@ def _unknown(names: ModelNames | NamesUnknown, stored: Weights) -> set[str]:
     if isinstance(names, NamesUnknown):
         return others
     return {n for n in others - names.shapes.keys() if not names.ignores(n)}
-
-
-def _missing_weights(
-    checkpoint: ZeroCheckpoint, names: ModelNames, stored: Mapping[str, Shape]
-) -> dict[str, Shape]:
-    """Weights that the model has and a save that may leave some out has not stored.
-
-    Of tied names one is enough, and the source is wanted.
-    """
-    if not checkpoint.may_lack_weights:
-        return {}
-    return {
-        name: names.shapes[name]
-        for name in absent(names, stored)
-        if name not in names.buffers and name not in names.tied
-    }
 
 
 def _from_base(
