@@ -21,11 +21,7 @@ from zexport.version import __version__
 
 
 class PlanDigest:
-    """The digests of a plan and of each of its files.
-
-    A file's depends on nothing but what its bytes come from: not on the other files, on memory or
-    on threads.
-    """
+    """The digests of a plan, and of each of its files by what its bytes come from alone."""
 
     def __init__(self, plan: ExportPlan) -> None:
         places = {source.path: f"source {at}" for at, source in enumerate(plan.sources)}
@@ -59,9 +55,10 @@ class PlanDigest:
 
 
 class _Nodes:
-    """Digests of dataclasses and tuples by what is in them, that of shared sources worked out once.
+    """Digests of dataclasses and tuples by what is in them.
 
-    Sources are shared as tuples, such as the partitions below ten thousand tensors.
+    Sources are shared as tuples, such as the partitions below ten thousand tensors: theirs are
+    worked out once.
     """
 
     def __init__(self, places: Mapping[Path, str]) -> None:

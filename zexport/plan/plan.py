@@ -32,14 +32,8 @@ def qualified(filename: str, name: str) -> str:
 class TensorPlan:
     """One tensor of the output and where its elements come from.
 
-    Attributes:
-        name: name in the output; see ``qualified``.
-        shape: shape in the output; a scalar's is ``()``.
-        dtype: element type in the output.
-        stored_name: name in the checkpoint.
-        stored_dtype: element type in the checkpoint; a cast happens where the two differ.
-        source: the stored elements, row-major, ``numel * stored_dtype.itemsize`` bytes.
-        offset: first byte of the tensor within its file.
+    ``source``, row-major, cast where the two types differ. ``name`` is its own in the whole output,
+    ``offset`` its first byte in the file.
     """
 
     name: str
@@ -63,13 +57,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One weight file of the output: its first bytes, and its tensors at their places.
-
-    Attributes:
-        filename: its name within the output folder.
-        head: the file's first bytes, complete; those of safetensors are length, JSON and padding.
-        tensors: in file order; each begins where the last one ended.
-    """
+    """One weight file of the output: its first bytes, complete, and its tensors in file order."""
 
     filename: str
     head: bytes
@@ -88,10 +76,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A small file of the output beside the shards: config, tokenizer, index, model card.
-
-    Exactly one of ``content`` (bytes to write) and ``origin`` (a file to copy) is given.
-    """
+    """A small file beside the shards: ``content`` to write, or ``origin``, a file to copy."""
 
     filename: str
     content: bytes | None = None
@@ -100,14 +85,9 @@ class SideFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One checkpoint file that the plan reads.
+    """One checkpoint file that the plan reads, and the records that hold tensor bytes, by offset.
 
-    Attributes:
-        path: the file.
-        version: what it was when the plan was made.
-        members: the records that hold tensor bytes, by ascending offset; a record's CRC-32 covers
-            all of it. torch's old container and safetensors have none, there a record is a storage
-            or a tensor.
+    A record of torch's old container is a storage; of safetensors, a tensor.
     """
 
     path: Path
@@ -122,13 +102,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A checkpoint that DeepSpeed's own converter is to rebuild.
-
-    Attributes:
-        root: the folder that holds its tag.
-        tag: name of the tag folder.
-        tensors: what is in it, some of which make up one of the plan's.
-    """
+    """A checkpoint that DeepSpeed's converter is to rebuild, and what the plan needs of it."""
 
     root: Path
     tag: str
@@ -180,10 +154,9 @@ class ExportPlan:
 
     @property
     def source_names(self) -> dict[Path, str]:
-        """The sources by their paths below the folder that holds all of the checkpoint's.
+        """The sources by their paths below the checkpoint's folder, which is left out.
 
-        The folder's own place is left out, so that the same checkpoint elsewhere gives the same
-        names; those of files elsewhere are their last part.
+        So they are the same wherever it lies. Those of files elsewhere are their last part.
         """
         folders = [source.path.parent for source in self.sources if source.path.suffix == ".pt"]
         root = PurePath(os.path.commonpath(folders)) if folders else None
@@ -209,14 +182,7 @@ INDEX_FILE = "model.safetensors.index.json"
 def plan_file(
     filename: str, tensors: Mapping[str, StoredTensor], dtypes: Mapping[str, DType]
 ) -> FilePlan:
-    """One file of safetensors: widest elements first, then by name, as its own library has it.
-
-    Args:
-        filename: its path below the output folder. That of a file in a folder of its own stands
-            before its tensors' names in the plan, where each name is one tensor's; not in the file.
-        tensors: by their names in the file.
-        dtypes: element types in the file.
-    """
+    """One file of safetensors: widest elements first, then by name, as its own library has it."""
     order = sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name))
     header, offsets = build_header(
         [HeaderEntry(name, dtypes[name], tensors[name].shape) for name in order]

@@ -67,10 +67,8 @@ class Kept:
 class Calculator:
     """Windows of computed tensors, from any number of threads.
 
-    Args:
-        read: fills a buffer with the bytes of a source, from a first byte on; it may ask for
-            computed bytes in turn.
-        kept: what others that read the same files have worked out, and this one will.
+    ``read`` fills a buffer with the bytes of a source, which may be computed in turn; ``kept`` is
+    shared by all that read the same files.
     """
 
     def __init__(self, read: Callable[[ByteSource, int, memoryview], None], kept: Kept) -> None:

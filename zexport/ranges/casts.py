@@ -41,11 +41,8 @@ _U32 = npt.NDArray[np.uint32]
 class Statistics:
     """What was seen among some floating-point elements.
 
-    Attributes:
-        nan: elements that are NaN in the source.
-        inf: elements that are infinite in the source.
-        overflow: elements that are finite in the source and infinite after the cast.
-        all_zero: whether every element is zero (of either sign); true of no elements at all.
+    ``overflow`` counts those that are finite in the source and infinite after the cast;
+    ``all_zero`` is true of no elements at all.
     """
 
     nan: int = 0
@@ -165,8 +162,7 @@ def statistics_of(source: memoryview, stored: DType, target: DType, out: memoryv
 def _largest_safe(stored: DType, target: DType) -> int:
     """Bits, in ``stored``, of a magnitude up to which every value is finite in ``target`` too.
 
-    Errs towards counting: the largest finite ``target`` is rounded towards zero where ``stored``
-    lacks it.
+    Rounded towards zero, which errs towards counting.
     """
     narrower = min((stored, target), key=lambda dtype: float(ml_dtypes.finfo(_FLOAT[dtype]).max))
     limit = np.asarray(ml_dtypes.finfo(_FLOAT[narrower]).max).astype(np.float64)

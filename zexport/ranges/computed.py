@@ -95,13 +95,8 @@ class Factors(Struct, frozen=True):
 class LowRankUpdate(Struct, frozen=True):
     """``base + scaling * (b @ a)`` in float32, each row or column then scaled to a magnitude.
 
-    Attributes:
-        base: the weight before: for each matrix ``(outputs, inputs)``, or ``(inputs, outputs)``.
-        factors: of the update.
-        scaling: of the update.
-        is_transposed: whether a matrix of ``base`` is ``(inputs, outputs)``.
-        magnitude: of DoRA: an element for each output, the norm that its weights get; ``None`` for
-            plain LoRA.
+    DoRA's, an element for each output. Each matrix of ``base`` is ``(outputs, inputs)``, unless
+    transposed.
     """
 
     base: Elements

@@ -35,13 +35,7 @@ Span: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A second copy of bytes that an export reads from the first, to be compared with it.
-
-    Attributes:
-        name: the tensor that both hold.
-        kept: the copy that is exported.
-        other: the copy that must be equal to it, byte for byte.
-    """
+    """A second copy of bytes that are exported, which must be equal to them, byte for byte."""
 
     name: str
     kept: ByteSource
@@ -52,16 +46,8 @@ class Replica:
 class CastReplica:
     """A second copy of a tensor in another type; the narrower of the two is the other, rounded.
 
-    Attributes:
-        name: the tensor that both hold.
-        path: the file, for messages.
-        kept: the copy that is exported.
-        kept_dtype: its element type.
-        other: the copy that is not exported; both may have one type.
-        other_dtype: its element type.
-        names_it: whether the two are held to be one tensor because they are alike, and nothing
-            else says so. Then every element is compared, whatever was asked for.
-        advice: what to do where they differ, as an imperative sentence without a full stop.
+    If nothing but their likeness says that they are one (``names_it``), every element is compared;
+    ``advice`` is what to do where they differ.
     """
 
     name: str
@@ -83,12 +69,8 @@ class CastReplica:
 class Comparison:
     """What has been seen so far of a tensor whose copy should be what a cast of it gives.
 
-    Attributes:
-        replica: both copies.
-        first: the first element that differs, of those compared.
-        count: how many differ.
-        compared: how many were compared.
-        largest: by how much they differ at most, in units of the last place of the narrower type.
+    The first element that differs, how many do of those compared, and by how much at most, in units
+    of the last place of the narrower type.
     """
 
     replica: CastReplica
@@ -138,14 +120,8 @@ def compare_casts(
 ) -> tuple[Comparison, ...]:
     """The tensors whose copies differ; NaN equals NaN.
 
-    Memory is that of ``batch_numel`` elements of both copies, however large the tensors are.
-
-    Args:
-        replicas: what to compare.
-        read: fills a buffer with the bytes of a source from a byte on.
-        full: compare every element; else samples from each file that a tensor lies in, except where
-            ``names_it``.
-        batch_numel: elements that are held at a time.
+    Unless ``full``, samples are taken from each file that a tensor lies in; memory is that of
+    ``batch_numel`` elements of both copies.
     """
     compared = [Comparison(replica) for replica in replicas]
     parts = (

@@ -25,14 +25,9 @@ def row_major(shape: Sequence[int]) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of the whole and where its elements lie in a source.
+    """A box of the whole, by its first index and size, and where its elements lie in a source.
 
-    Attributes:
-        start: its first index in the whole, for each dimension.
-        shape: its size in each dimension.
-        source: the bytes of the tensor it is cut from.
-        offset: element of ``source`` that holds the box's first.
-        stride: elements of ``source`` between neighbours, for each dimension.
+    The element that holds the first, and how many apart neighbours are in each dimension.
     """
 
     start: Shape
@@ -50,13 +45,7 @@ class Tile:
 class Box:
     """Elements of one tile that lie within a window of the whole.
 
-    Attributes:
-        shape: its size in each dimension.
-        source: the bytes that it is cut from.
-        offset: element of ``source`` that holds its first.
-        stride: elements of ``source`` between neighbours, for each dimension.
-        out_offset: element of the window where its first belongs.
-        out_stride: elements of the window between neighbours, for each dimension.
+    Where they are in its source, and where they belong in the window, by first element and stride.
     """
 
     shape: Shape

@@ -27,16 +27,10 @@ Read = Callable[[ByteSource, int, memoryview], None]
 
 
 def gather(mosaic: Mosaic, start: int, buffer: memoryview, read: Read) -> None:
-    """Fill ``buffer`` with the bytes of ``mosaic`` from ``start`` on.
+    """Fill ``buffer`` with the bytes of ``mosaic`` from ``start`` on, both in whole elements.
 
     No span is longer than ``buffer``, or than 64 KiB where that is short; that much memory is held
     besides it for each level of mosaics within mosaics.
-
-    Args:
-        mosaic: the tensor.
-        start: a byte of it; it and the buffer's length are multiples of the element size.
-        buffer: where the bytes belong.
-        read: fills a buffer with the bytes of a source from a byte on.
     """
     first = start // mosaic.itemsize
     last = first + buffer.nbytes // mosaic.itemsize

@@ -30,15 +30,7 @@ from zexport.store.retries import steadily
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """An unfinished folder and what is to be in it.
-
-    Attributes:
-        plan: what is to be written.
-        folder: where.
-        receipts: for what is written already.
-        verify: how it is read again.
-        meter: counts the bytes.
-    """
+    """An unfinished folder and what is to be in it: what begin, parts and finish share."""
 
     plan: ExportPlan
     folder: Path
@@ -67,11 +59,9 @@ _FIXED_NBYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A folder in which the plan's files can be written, by any number of parts.
+    """A folder in which the plan's files can be written.
 
-    Attributes:
-        resumed: the files that a stopped export had finished; they hold what they should.
-        side_files: the small files, which are there.
+    Those that a stopped export had finished hold what they should, and the small files are there.
     """
 
     resumed: tuple[str, ...]

@@ -72,12 +72,9 @@ def open_reference(
 ) -> Iterator[TensorReader]:
     """The tensors of a checkpoint as DeepSpeed's ``zero_to_fp32`` rebuilds them.
 
-    Those of a plan that are laid together from several ``stored`` ones, or cut from one, are laid
-    out in the same way from what DeepSpeed gives for these.
-
-    Since DeepSpeed unpickles freely, it runs only after every file that it would load was read
-    without running anything and was found to name nothing unknown. Since it checks no CRC, the same
-    bytes are read once more for that alone.
+    A plan's are laid out of the ``stored`` ones as ever. It unpickles freely and checks no CRC: so
+    every file is read inertly before, and must name nothing unknown; and the same bytes are read
+    again for the CRC.
     """
     tag_dir = root / tag
     files = _vetted_files(tag_dir)

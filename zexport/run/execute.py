@@ -73,14 +73,8 @@ def run_plan(
 ) -> ExportReport:
     """Make the plan's output folder, complete, checked and on the disk, or nothing at all.
 
-    What a stopped export of the same plan had finished is read again and taken over; the folder is
-    the same, byte for byte, as if it had not been stopped.
-
-    Args:
-        plan: what to do; its sources must be as they were when it was made.
-        reader: where the stored bytes come from; the plan's sources where none is given.
-        verify: how the result is read again before the folder gets its name.
-        progress: told of every step, from one thread at a time, but not always from the same one.
+    What a stopped export of the same plan had finished is taken over; the folder is the same, byte
+    for byte. ``progress`` is told from one thread at a time, but not always from the same one.
     """
     began = time.monotonic()
     warnings = list(plan.warnings)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from zexport.errors import OutputError
 from zexport.findings import Finding, FindingKind
-from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
+from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.dtypes import DType
 from zexport.run.begin import Begun, Workplace, write_file
@@ -20,7 +19,6 @@ from zexport.run.manifest import (
     new_manifest,
 )
 from zexport.run.pieces import TensorReader
-from zexport.run.receipts import Receipt
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
@@ -31,12 +29,7 @@ _OVERFLOW = {
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A folder that lacks nothing but its name.
-
-    Attributes:
-        files: everything in it.
-        findings: what was remarkable.
-    """
+    """A folder that lacks nothing but its name: everything in it, and what was remarkable."""
 
     files: Mapping[str, FileEntry]
     findings: tuple[Finding, ...]
@@ -45,24 +38,26 @@ class Finished:
 def finish(
     work: Workplace, begun: Begun, reader: TensorReader, findings: tuple[Finding, ...]
 ) -> Finished:
-    """Complete a folder: every file has its receipt, and what was read for them was what was saved.
+    """Complete a folder, whoever wrote its parts.
 
-    Args:
-        work: the folder, whose parts may have been written by others.
-        begun: how it began.
-        reader: checks the CRC of the records that were read, and reads what is missing of them.
-        findings: what was found before the files were written.
+    Every file has its receipt, what was read for them was what was saved, and ``findings`` go on
+    from those before.
     """
     plan, folder = work.plan, work.folder
     work.receipts.check_plan()
     files = dict(begun.side_files)
     tensors: dict[str, TensorEntry] = {}
     for file in plan.shards:
-        receipt = _receipt(work, file)
+        receipt = work.receipts.of(file)
         reader.take(receipt.ranges)
         files[file.filename] = FileEntry(receipt.nbytes, receipt.blake3)
-        tensors |= _entries(file, receipt)
-        findings += tuple(_findings_of(plan, file, receipt))
+        tensors |= {
+            tensor.name: TensorEntry(tensor.dtype, tensor.shape, file.filename, digest)
+            for tensor, digest in zip(file.tensors, receipt.tensor_digests(), strict=True)
+        }
+        for tensor in file.tensors if receipt.remarkable else ():
+            if (seen := receipt.remarkable.get(tensor.name)) is not None:
+                findings += tuple(_findings(tensor, seen, plan.allow))
     manifest = new_manifest(
         provenance=plan.provenance,
         sources=source_entries(plan, reader.finish()),
@@ -78,24 +73,6 @@ def finish(
     return Finished(files, findings)
 
 
-def _receipt(work: Workplace, file: FilePlan) -> Receipt:
-    receipt = work.receipts.find(file)
-    if receipt is None:
-        raise OutputError(
-            f"has no receipt for {file.filename}",
-            path=work.folder,
-            hint="Run the same command again: it goes on from what is there",
-        )
-    return receipt
-
-
-def _entries(file: FilePlan, receipt: Receipt) -> dict[str, TensorEntry]:
-    return {
-        tensor.name: TensorEntry(tensor.dtype, tensor.shape, file.filename, receipt.digest(number))
-        for number, tensor in enumerate(file.tensors)
-    }
-
-
 def source_entries(plan: ExportPlan, digests: Mapping[Path, str]) -> list[SourceEntry]:
     """The files that were read, by their names in the plan."""
     names = plan.source_names
@@ -108,13 +85,6 @@ def source_entries(plan: ExportPlan, digests: Mapping[Path, str]) -> list[Source
         )
         for source in plan.sources
     ]
-
-
-def _findings_of(plan: ExportPlan, file: FilePlan, receipt: Receipt) -> Iterator[Finding]:
-    """What was remarkable about a file's values, in the order of the tensors."""
-    for tensor in file.tensors if receipt.remarkable else ():
-        if tensor.name in receipt.remarkable:
-            yield from _findings(tensor, receipt.remarkable[tensor.name], plan.allow)
 
 
 def _findings(tensor: TensorPlan, seen: Statistics, allow: Set[FindingKind]) -> Iterator[Finding]:

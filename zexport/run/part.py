@@ -10,11 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from types import TracebackType
 
 from blake3 import blake3
 
@@ -72,22 +70,11 @@ def write_files(
     on_written: Callable[[FilePlan, Receipt], None],
     on_disk: Callable[[FilePlan, Receipt], None],
 ) -> None:
-    """Write files into ``folder``; on return, all of them are on the disk.
+    """Write files into ``folder``, which holds each with its room taken.
 
-    Strategy: the workers each hold one chunk; chunks begin in file order and are digested in file
-    order (each waits for the one before), but are read, cast and written whenever they are ready.
-    One more thread asks the disk to take what was written, all the while.
-
-    Args:
-        files: what to write.
-        folder: holds each of them already, with its room taken.
-        reader: where the stored bytes come from.
-        jobs: how many workers.
-        chunk_nbytes: what each of them holds.
-        on_bytes: told of bytes written, in the calling thread.
-        on_written: told of each file when all of it is written, if not yet on the disk; in the
-            calling thread.
-        on_disk: told of it later, when all of it is on the disk; in another thread.
+    On return all are on the disk. The workers each hold one chunk. Chunks begin and are digested in
+    file order, but are read, cast and written whenever they are ready; ``on_written`` is told in
+    the calling thread, ``on_disk`` later in the one that asks the disk to take what was written.
     """
     with ExitStack() as stack:
         closing = stack.enter_context(ExitStack())  # done last, when no thread uses them any more
@@ -97,24 +84,24 @@ def write_files(
         buffers: SimpleQueue[Buffers] = SimpleQueue()
         for _ in range(jobs):
             buffers.put(Buffers(chunk_nbytes))
-        in_flight: deque[_Job] = deque()
+        in_flight: deque[tuple[Future[None], _FileWriter, Chunk, bool]] = deque()
 
         def land() -> None:
-            job = in_flight.popleft()
-            job.future.result()
-            on_bytes(job.chunk.nbytes)
-            if job.is_last:
-                file, receipt = job.writer.file, job.writer.receipt()
+            future, writer, chunk, is_last = in_flight.popleft()
+            future.result()
+            on_bytes(chunk.nbytes)
+            if is_last:
+                file, receipt = writer.file, writer.receipt()
                 on_written(file, receipt)
-                flusher.finish(job.writer, lambda: on_disk(file, receipt))
+                flusher.finish(writer, lambda: on_disk(file, receipt))
             else:
-                flusher.written(job.writer, job.chunk.nbytes)
+                flusher.written(writer, chunk.nbytes)
 
         for writer, chunk, is_last, turn in _schedule(files, folder, reader, chunk_nbytes, closing):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
-            in_flight.append(_Job(future, writer, chunk, is_last))
+            in_flight.append((future, writer, chunk, is_last))
         while in_flight:
             land()
         flusher.wait()
@@ -130,26 +117,13 @@ class _Turn:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.wait()
         self._gone.set()
 
     def wait(self) -> None:
         if self._before is not None:
             self._before.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    future: Future[None]
-    writer: _FileWriter
-    chunk: Chunk
-    is_last: bool
 
 
 def _schedule(

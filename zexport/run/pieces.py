@@ -118,11 +118,7 @@ class TensorReader(Protocol):
         ...
 
     def finish(self) -> dict[Path, str]:
-        """Check whatever can only be checked when everything has been read and taken.
-
-        Returns:
-            For each file, a digest of what was read of it.
-        """
+        """A digest of what was read of each file, when what remains to be checked was checked."""
         ...
 
 
@@ -156,13 +152,7 @@ class Buffers:
 def convert(
     piece: Piece, reader: TensorReader, stored: memoryview, out: memoryview, ledger: Ledger
 ) -> Statistics:
-    """Fill ``out`` with a piece's bytes as they belong into the output; ``stored`` is scratch room.
-
-    What is read is noted in ``ledger``.
-
-    Returns:
-        What was seen among its values.
-    """
+    """Fill ``out`` with a piece's bytes as written, and say what was seen of its values."""
     tensor = piece.tensor
     source = out if tensor.dtype is tensor.stored_dtype else stored[: piece.stored_nbytes]
     reader.read_into(tensor, piece.first * tensor.stored_dtype.itemsize, source, ledger)

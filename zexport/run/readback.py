@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import ParamSpec, Self
 
 from safetensors import SafetensorError, safe_open
@@ -52,12 +51,7 @@ class Checks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._executor.shutdown(cancel_futures=True)
 
     def add(self, file: FilePlan, receipt: Receipt) -> list[Future[None]]:
@@ -135,9 +129,9 @@ def _batches(file: FilePlan, receipt: Receipt) -> Iterator[tuple[list[TensorPlan
     batch: list[TensorPlan] = []
     digests: list[str] = []
     nbytes = 0
-    for number, tensor in enumerate(file.tensors):
+    for tensor, digest in zip(file.tensors, receipt.tensor_digests(), strict=True):
         batch.append(tensor)
-        digests.append(receipt.digest(number))
+        digests.append(digest)
         nbytes += tensor.nbytes
         if nbytes >= _BATCH_NBYTES:
             yield batch, digests

@@ -8,7 +8,7 @@ completes the folder need not be who wrote the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -42,14 +42,9 @@ _PLAN = "plan"
 class Receipt:
     """What was written of one file.
 
-    Attributes:
-        filename: its name in the folder.
-        nbytes: its size.
-        blake3: its digest, as a manifest has it.
-        digests: BLAKE3 of its tensors, one after another in file order.
-        remarkable: by name, what was seen of tensors with anything to tell of.
-        ranges: what was read for it, by file; the CRC-32 of each range is part of the proof that
-            the whole record is what was saved.
+    The digests of its tensors end to end in file order, what was remarkable of them, and what was
+    read for it. The CRC-32 of each range is part of the proof that the whole record is what was
+    saved.
     """
 
     filename: str
@@ -59,9 +54,10 @@ class Receipt:
     remarkable: Mapping[str, Statistics]
     ranges: Mapping[Path, list[Range]]
 
-    def digest(self, number: int) -> str:
-        """The digest of one tensor, by its place in the file."""
-        return self.digests[number * _DIGEST_NBYTES :][:_DIGEST_NBYTES].hex()
+    def tensor_digests(self) -> Iterator[str]:
+        """The digests of the tensors, in file order."""
+        for at in range(0, len(self.digests), _DIGEST_NBYTES):
+            yield self.digests[at : at + _DIGEST_NBYTES].hex()
 
 
 class Receipts:
@@ -112,6 +108,16 @@ class Receipts:
         seal = blake3(text).hexdigest().encode()
         with writing(self._entry(file)):
             write_durably(self._entry(file), seal + b"\n" + text)
+
+    def of(self, file: FilePlan) -> Receipt:
+        """What was noted of a file, which has to be there."""
+        if (receipt := self.find(file)) is None:
+            raise OutputError(
+                f"has no receipt for {file.filename}",
+                path=self._folder.parent,
+                hint="Run the same command again: it goes on from what is there",
+            )
+        return receipt
 
     def find(self, file: FilePlan) -> Receipt | None:
         """What was noted of a file; ``None`` where nothing was, or something of another plan."""

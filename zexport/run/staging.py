@@ -39,19 +39,10 @@ def staged_folder(
 ) -> Iterator[Path]:
     """A folder to fill: it becomes ``out_dir`` when the block ends, and never when that fails.
 
-    It lies beside ``out_dir``, as ``<out_dir>.partial``, so that the last step is a rename. Before
-    the block, everything that can be known to fail has been looked at; an older folder is replaced
-    only when the new one is complete and on the disk. Two processes never fill the same folder.
-
-    What was done is kept where a rerun may go on: after an interrupt, and where the system refused,
-    the folder stays with the files that have receipts. It holds what a stopped export left,
-    killed ones included, when the block begins. After any other failure it is gone.
-
-    Args:
-        out_dir: the folder to make; a symbolic link is followed.
-        overwrite: whether an older model folder is replaced.
-        sources: the files being read, which the folder must neither hold nor lie beside.
-        warn: told of what could not be cleared away once the folder was there.
+    It lies beside it, so that the last step is a rename; all that can be known to fail is looked at
+    before, and an older folder goes when the new one is on the disk. After an interrupt, and where
+    the system refused, it stays with the files that have receipts; after any other failure it is
+    gone.
     """
     target = real_path(out_dir)
     check_place(target, sources)
@@ -130,10 +121,9 @@ def _inhabited() -> Iterator[tuple[Path, str]]:
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
-    """Refuse a folder that holds a source, or a checkpoint's own folder and what is below it.
+    """Refuse a folder that holds a source, or a checkpoint's own and what is below it.
 
-    A model folder given as a base (safetensors) may have an export below it: its files stay as they
-    are.
+    A base's files (safetensors) stay as they are: it may have an export below it.
     """
     for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
         place = real(folder)
@@ -180,10 +170,9 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a folder of folders that is not known for a model's by a file at its top.
+    """Refuse a folder of folders that no file at its top tells for a model's.
 
-    Folders of people's own work have folders in them; what a failed or foreign export has left
-    behind has none.
+    People's own work has folders in it, what a failed or foreign export left has none.
     """
     with writing(target):
         is_model = (

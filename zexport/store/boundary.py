@@ -21,12 +21,7 @@ _BLOBS = "blobs"
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Folders, by their real paths, that links may lead into.
-
-    Attributes:
-        folders: the folders; what lies below them lies within.
-        follow: whether links may lead anywhere, as the user has said.
-    """
+    """Folders, by their real paths, that links may lead into; anywhere, if the user has said so."""
 
     folders: tuple[Path, ...]
     follow: bool = False
@@ -35,8 +30,8 @@ class Boundary:
     def of(cls, *folders: Path, follow: bool = False) -> Boundary:
         """The boundary of folders that the user has named; links on the way to them are his own.
 
-        A snapshot in the cache of huggingface_hub consists of links into the ``blobs`` beside it,
-        which are then within.
+        A snapshot in huggingface_hub's cache is of links into the ``blobs`` beside it, which are
+        within.
         """
         real = [Path(os.path.realpath(folder)) for folder in folders]
         blobs = [blob for folder in (*real, *folders) for blob in _blobs_of(folder)]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from zexport.errors import OutputError
@@ -51,10 +50,7 @@ def version_of(descriptor: int) -> Version:
 
 
 class InputFile:
-    """A file that is being read by range, from any number of threads.
-
-    A storage that falters is tried again (``zexport.store.retries``).
-    """
+    """A file that is being read by range, from any number of threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,12 +59,7 @@ class InputFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def version(self) -> Version:
@@ -82,8 +73,7 @@ class InputFile:
     def forget(self) -> None:
         """Put the file on the disk and have the system forget it: the next reading starts there.
 
-        Linux forgets what is clean and unlocked at once; a file system may refuse, which is no
-        error.
+        A file system may refuse to forget, which is no error.
         """
         synced(self._descriptor)
         if hasattr(os, "posix_fadvise"):
@@ -112,8 +102,8 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 def open_regular(path: Path) -> FileIO:
     """The file, open for reading, without a buffer.
 
-    A pipe, a device or a socket in its place is refused at once: to open a pipe that nobody writes
-    to would wait for ever, and a device may give bytes without end.
+    A pipe, a device or a socket is refused at once: to open one may wait for ever, or give bytes
+    without end.
     """
     return FileIO(path, opener=lambda name, _: open_descriptor(Path(name)))
 
@@ -186,12 +176,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 class OutputFile:
     """A file that is being written, from any number of threads.
 
-    Every method raises ``OutputError`` where the system refuses. A storage that falters is tried
-    again (``zexport.store.retries``).
-
-    Args:
-        path: the file.
-        is_new: whether it must not be there yet; else it is written over, if it is there.
+    What the system refuses is an ``OutputError``. Unless ``is_new``, it may be there already.
     """
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
@@ -205,12 +190,7 @@ class OutputFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reserve(self, nbytes: int) -> None:
@@ -289,10 +269,10 @@ class _Fallocate(Protocol):
 
 
 def _take_room(descriptor: int, nbytes: int) -> None:
-    """Take the room of a file's first ``nbytes`` bytes, if the file system can.
+    """Take the room of a file's first bytes, if the file system can.
 
-    ``os.posix_fallocate`` will not do: where the file system cannot (NFS before 4.2), the C library
-    writes into every block instead, which takes as long as the export.
+    Where it cannot (NFS before 4.2), ``os.posix_fallocate`` would write into every block, which
+    takes as long as the export.
     """
     fallocate = _fallocate()
     if fallocate is None or fallocate(descriptor, 0, 0, nbytes) == 0:

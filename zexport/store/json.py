@@ -32,10 +32,7 @@ _CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
 
 
 def values_of(value: object) -> JsonObject:
-    """What a dataclass is in JSON: its fields by name, enums by their values, paths as text.
-
-    Tables and sets are sorted.
-    """
+    """A result in JSON: fields by name, enums by value, paths as text; tables and sets sorted."""
     plain = msgspec.to_builtins(value, enc_hook=str, order="deterministic")
     return cast("JsonObject", json.loads(json.dumps(plain)))  # lists where there were tuples
 

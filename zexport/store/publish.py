@@ -27,10 +27,7 @@ _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 
 def workplaces(target: Path) -> tuple[Path, Path]:
-    """The folders that are made, and cleared away, on the way to ``target``.
-
-    The first is filled; the second is what was there before, while it is being replaced.
-    """
+    """On the way to ``target``: the folder that is filled, and the one that is being replaced."""
     return _beside(target, _PARTIAL), _beside(target, _REPLACED)
 
 
@@ -76,13 +73,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Hold ``<target>.partial.lock``, a file that is locked for as long as its process lives.
+    """Hold ``<target>.partial.lock`` while the process lives.
 
-    It stays where its process leaves unfinished work, which the next one knows by it: without it,
-    a folder of that name is the user's.
-
-    Where the file system knows no locks, the work goes on without one: that errs on the side of
-    working on shared disks, where a second export into the same folder is the user's to avoid.
+    It stays beside unfinished work: without it, a folder of that name is the user's. Where the file
+    system knows no locks the work goes on without: a second export into the same folder is the
+    user's to avoid.
     """
     path = _beside(target, f"{_PARTIAL}.lock")
     with writing(path):

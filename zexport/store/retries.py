@@ -29,13 +29,7 @@ _T = TypeVar("_T")
 
 
 def steadily(act: Callable[[], _T], *, recover: Callable[[], None] | None = None) -> _T:
-    """What ``act`` returns, tried again a few times while the storage falters.
-
-    Args:
-        act: may be called several times.
-        recover: called before each further try, such as to open a file again; what it raises counts
-            as a failure of that try.
-    """
+    """What ``act`` returns, tried again after ``recover`` a few times while the storage falters."""
     for pause in PAUSES_SECONDS:
         try:
             return act()

@@ -30,9 +30,8 @@ def train(
 ) -> TrainSummary | None:
     """Trains and returns what came of it; None on every rank but the first under a launcher.
 
-    Starts ``world_size`` ranks, unless a launcher (torchrun, deepspeed) has started this process
-    as one of its own. Nothing that was started is left running, however this ends. ``explicit``
-    names the options that the user typed, which a DeepSpeed configuration must not contradict.
+    Nothing that was started is left running; a DeepSpeed configuration must not contradict what is
+    ``explicit``.
     """
     options = settled(options, explicit)
     _check(options)
@@ -122,8 +121,8 @@ def _run_folder() -> Iterator[Path]:
 def _started(options_file: Path, world_size: int) -> Iterator[subprocess.Popen[str]]:
     """The launcher with its ranks, all of which are gone when the context ends.
 
-    torchrun puts every rank into a session of its own, out of reach of a signal to our group. So
-    the ranks hold our pipe as their standard input and end themselves when it closes.
+    Torchrun puts them out of reach of a signal: so they hold our pipe as standard input, and end
+    themselves when it closes.
     """
     arguments = ("--standalone", "--nproc-per-node", str(world_size), "-m", "zexport.train.worker")
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
@@ -190,8 +189,8 @@ def _relay(
 def failure_of(run: Path, status: int) -> ZexportError:
     """Why the ranks of a run ended, as far as they could say it.
 
-    A rank that a signal ended has not said anything, and what the others say is that it was gone:
-    so the launcher's table of dead ranks is asked first, for signals other than its own SIGTERM.
+    A rank that a signal ended said nothing, and the others say that it was gone: so the launcher's
+    table of dead ranks is asked first.
     """
     log = run / LAUNCHER_LOG
     table = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""

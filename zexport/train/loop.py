@@ -27,12 +27,7 @@ LOG_FILE = "training_log.jsonl"
 
 @dataclass(slots=True)
 class Place:
-    """Where the training stands.
-
-    Attributes:
-        step: optimizer steps done.
-        position: windows of text that all ranks together have drawn.
-    """
+    """Where the training stands: optimizer steps done, and windows drawn by all ranks together."""
 
     step: int = 0
     position: int = 0
@@ -98,9 +93,10 @@ def _step(saver: Saver, corpus: Corpus, place: Place) -> float:
 
 
 def _client_state(place: Place, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
-    """What a resumed run needs beside weights, optimizer and schedule. A collective call.
+    """What a resumed run needs beside weights, optimizer and schedule.
 
-    Every rank's dice are in every file, since ZeRO 1 and 2 write the model file on rank 0 alone.
+    A collective call: every rank's dice are in every file, since ZeRO 1 and 2 write the model file
+    on rank 0 alone.
     """
     return {
         "step": place.step,
@@ -142,10 +138,10 @@ def resumed_place(engine: DeepSpeedEngine, ranks: Ranks, options: TrainOptions) 
 
 @dataclass(frozen=True, slots=True)
 class _StepLog:
-    """``training_log.jsonl``: step, loss and learning rate of every step, written by rank 0.
+    """``training_log.jsonl``, written by rank 0.
 
-    A log that cannot be written is no reason to stop: the disk that is full for the log is full for
-    the checkpoint as well, and that is reported.
+    That it cannot be written is no reason to stop: the disk that is full for the log is full for
+    the checkpoint, and that is reported.
     """
 
     path: Path

@@ -70,10 +70,7 @@ def _built_in(options: TrainOptions, vocab_size: int) -> PreTrainedModel:
 
 
 def add_adapter(model: PreTrainedModel, base: Path) -> torch.nn.Module:
-    """The model with a LoRA adapter on every linear layer, and everything else frozen.
-
-    ``base`` is what the adapter's configuration will name as the model it belongs to.
-    """
+    """The model with a LoRA adapter of ``base`` on every linear layer, and all else frozen."""
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - of the extra; takes seconds
 
     config = LoraConfig(
@@ -107,8 +104,8 @@ def freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
 def meta_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The same model without data, to name and convert the weights of one that is partitioned.
 
-    A partitioned module reports every shape as 0, which transformers' conversions ask for. The
-    twin remembers the conversions that loading applied, so that saving undoes the same ones.
+    There every shape is 0. The twin remembers the conversions of loading, so that saving undoes
+    them.
     """
     with torch.device("meta"):
         twin: PreTrainedModel = type(model)(model.config)

@@ -91,7 +91,7 @@ FREE_ON_RESUME = frozenset(
 def read_ds_config(path: Path) -> dict[str, Any]:
     """The DeepSpeed configuration in a JSON file, without the keys left to ``"auto"``.
 
-    ``"auto"`` is the Hugging Face Trainer's word for "the caller knows"; here our own value stands.
+    The Hugging Face Trainer's word for what the caller knows.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -116,10 +116,7 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(asked: TrainOptions, explicit: Collection[str]) -> TrainOptions:
-    """The options of the stored run, with what was asked anew for this one.
-
-    Options that were not typed (not in ``explicit``) are taken from the run that is continued.
-    """
+    """The options of the stored run, with what was typed (``explicit``) anew for this one."""
     stored = _stored_options(asked.out)
     for name in (one.name for one in fields(TrainOptions) if one.name not in FREE_ON_RESUME):
         now, then = getattr(asked, name), getattr(stored, name)

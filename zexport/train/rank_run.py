@@ -29,10 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_rank(options: TrainOptions, progress: Callable[[str], None]) -> TrainSummary:
-    """Trains as one of the ranks that a launcher started, and saves; every rank must call it.
-
-    Progress lines come from rank 0 alone.
-    """
+    """Trains as one of the ranks of a launcher, and saves; rank 0 alone tells progress."""
     ranks = join_ranks(options.timeout)
     options = replace(options, world_size=ranks.world_size)
     saver, corpus = start_run(options, ranks)
@@ -49,10 +46,10 @@ def start_run(
     make: Callable[[TrainOptions, int], PreTrainedModel] = make_model,
     groups: Callable[[torch.nn.Module], Iterable[Any]] | None = None,
 ) -> tuple[Saver, Corpus]:
-    """A begun folder, and an engine in it that has not taken a step. A collective call.
+    """A begun folder, and an engine in it that has not taken a step.
 
-    ``make`` gives the model for options and vocabulary, ``groups`` the optimizer's parameter groups
-    where there is more than the one.
+    A collective call. ``make`` gives the model for options and vocabulary, ``groups`` the
+    optimizer's parameter groups if several.
     """
     tokenizer, corpus = _text(options, ranks)
     base = make(options, corpus.vocab_size)
@@ -113,11 +110,9 @@ SOURCE_FILE = "zexport_source.json"
 
 
 def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """OUT exists and is ours, with the base model of an adapter that has no other home.
+    """OUT exists and is ours, with an adapter's base model if that has no other home.
 
-    That one is saved in ``dtype``, rounded as DeepSpeed will round it.
-
-    Called on rank 0, before an adapter changes the model's names.
+    It is rounded as DeepSpeed will round it. Called on rank 0, before an adapter changes its names.
     """
     out = options.out
     if options.resume:
@@ -162,8 +157,8 @@ WARMUP_STEPS = 4
 def ds_config(options: TrainOptions) -> dict[str, Any]:
     """The configuration that ``deepspeed.initialize`` is given.
 
-    The learning rate warms up and then stays: a schedule that knew the last step would make a run
-    of 20 steps, resumed to 40, differ from one of 40.
+    A schedule that knew the last step would make a run of 20 steps, resumed to 40, differ from one
+    of 40: so the rate warms up and stays.
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.batch_size,

@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank among the others.
-
-    Attributes:
-        device: where the model lives.
-        group: a gloo group for control messages, which work the same whatever carries gradients.
-    """
+    """This rank among the others; ``group`` is of gloo, whatever carries the gradients."""
 
     rank: int
     world_size: int
@@ -68,10 +63,9 @@ class Ranks:
 
 
 def join_ranks(timeout_s: int) -> Ranks:
-    """This process as a rank of the run whose launcher set ``RANK`` and ``WORLD_SIZE``.
+    """This process as a rank of the launcher's run; no collective call lasts beyond the timeout.
 
-    nccl where every local rank has a GPU of its own, gloo on the CPU otherwise. No collective call
-    lasts longer than ``timeout_s`` seconds.
+    It uses nccl where every local rank has a GPU of its own, else gloo on the CPU.
     """
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(_local_world_size())
     wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"

@@ -29,9 +29,9 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
-    """Every weight and persistent buffer under its name in memory, on rank 0; None elsewhere.
+    """Every weight and persistent buffer under its name in memory and in 16 bit, on rank 0.
 
-    In 16 bit: those of an fp32 run are rounded to bf16. A collective call.
+    None elsewhere. A collective call.
     """
     if engine.zero_optimization_partition_weights():
         weights = engine._zero3_consolidated_16bit_state_dict()
@@ -116,8 +116,8 @@ def tags_in(folder: Path) -> tuple[str, ...]:
 class Saver:
     """Saves the engine's state; every method is a collective call unless it says otherwise.
 
-    The order decides what a crash leaves behind: every rank writes and syncs its files, all tell
-    each other how it went, and only then rank 0 moves ``latest`` and removes what is too old.
+    Every rank writes and syncs its files, all tell how it went, and only then rank 0 moves
+    ``latest``.
     """
 
     engine: DeepSpeedEngine
@@ -128,7 +128,7 @@ class Saver:
     def save(self, tag: str, client_state: dict[str, Any]) -> str:
         """Why the save failed, with the rank; empty if it is whole and ``latest`` names it.
 
-        A save that failed leaves nothing of its tag, and every earlier checkpoint as it was.
+        One that failed leaves nothing of its tag, and every earlier checkpoint as it was.
         """
         failure = self._agree(self._alone(lambda: self._discard(tag)))
         if not failure and self.options.partitioned:
@@ -211,9 +211,8 @@ class Saver:
 def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
     """The causes of this rank's write errors while the engine saves, which goes on to the end.
 
-    ``save_checkpoint`` has barriers after the folders are made and after all files are written
-    (deepspeed 0.19.8, ``runtime/engine.py``): a rank that raised in between would leave the others
-    waiting there. So the three calls that write are replaced by ones that take note and return.
+    ``save_checkpoint`` has barriers (deepspeed 0.19.8, ``runtime/engine.py``) at which the other
+    ranks would wait for one that raised.
     """
     causes: list[str] = []
     files, engine_copy = engine.checkpoint_engine, engine._copy_recovery_script
@@ -244,7 +243,7 @@ def recorded_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 def open_like_config(folder: Path) -> None:
     """The weights in a model folder are as readable as its configuration.
 
-    safetensors 0.8 makes its files readable by their owner alone, whatever the umask says.
+    Safetensors 0.8 lets their owner alone read them.
     """
     mode = next(folder.glob("*config.json")).stat().st_mode
     for weights in folder.glob("*.safetensors"):
@@ -252,10 +251,10 @@ def open_like_config(folder: Path) -> None:
 
 
 def cause_of(error: Exception, path: Path) -> str:
-    """Why a write to ``path`` failed, as the operating system says it.
+    """Why a write to ``path`` failed.
 
-    torch's zip writer reports a full disk as a wrong position in the file: so a few more bytes are
-    written to it, which gets the true reason, if there is one.
+    The zip writer of torch reports a full disk as a wrong position: so some more bytes are written,
+    which gets the system's reason, if there is one.
     """
     if not isinstance(error, OSError):
         try:

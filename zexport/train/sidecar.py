@@ -20,13 +20,10 @@ SCHEMA = 1
 def describe_source(
     model: torch.nn.Module, dtype: torch.dtype, twin: PreTrainedModel, *, adapter: bool
 ) -> str:
-    """The sidecar's JSON for ``model`` as DeepSpeed has it, cast and partitioned.
+    """The sidecar's JSON for ``model`` as DeepSpeed has it, cast to ``dtype`` and partitioned.
 
-    ``tensors`` holds what an export writes: a tied weight once, under the name that transformers
-    keeps. ``stored_name`` is the name in the checkpoint where one tensor there makes one here. An
-    adapter is described by its names in memory. ``model`` says how each is made, so that an export
-    needs neither torch nor transformers. ``dtype`` is what the module trains in, though
-    single tensors may differ (buffers keep their own).
+    ``tensors`` is what an export writes, a tied weight once; ``stored_name`` its name in the
+    checkpoint; ``model`` how each is made, so that an export needs no transformers.
     """
     in_memory = _whole_tensors(model)
     tied = _tied(model, twin)

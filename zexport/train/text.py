@@ -20,12 +20,7 @@ _BEGIN, _END, _PAD = "<s>", "</s>", "<pad>"
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The windows of a text, drawn in an order that seed and position alone decide.
-
-    Attributes:
-        windows: token numbers, one row of ``seq_len`` tokens a window.
-        vocab_size: how many token numbers the tokenizer has.
-    """
+    """Windows of ``seq_len`` tokens, drawn in an order that seed and position alone decide."""
 
     windows: torch.Tensor
     vocab_size: int

@@ -40,11 +40,7 @@ def failure_file(run: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way from a rank's process to the command's.
-
-    Attributes:
-        when: seconds since the epoch; the earliest of several is the cause of the others.
-    """
+    """An error on its way from a rank's process to the command's; the earliest is the cause."""
 
     when: float
     kind: str
@@ -117,10 +113,7 @@ def _output_kept_in(log: Path) -> Iterator[None]:
 
 
 def end_with_the_command() -> None:
-    """Ends this process when the command that started it is gone, however it went.
-
-    The command holds the other end of our standard input; it closes when the command ends.
-    """
+    """Ends this process when the command is gone, which holds our standard input open."""
 
     def watch() -> None:
         while os.read(0, 1):
