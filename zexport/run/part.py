@@ -23,59 +23,45 @@ from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, conv
 from zexport.run.receipts import Receipt
 from zexport.store.files import OutputFile
 
+_FLUSH_NBYTES = 32 << 20
+"""Bytes between two requests to put them on the disk: few enough that the last is short."""
+
 
 def write_part(work: Workplace, files: Sequence[FilePlan], reader: TensorReader) -> None:
     """Write some files of a plan: on return each is on the disk, read again, and has a receipt."""
     work.receipts.check_plan()
-    proofs: dict[str, list[Future[None]]] = {}
     notes: list[Future[None]] = []
     # The clerk stops before the checks do: what is finished when the rest fails is noted.
     with work.checks() as checks, ThreadPoolExecutor(1) as clerk:
 
-        def on_written(file: FilePlan, receipt: Receipt) -> None:
-            proofs[file.filename] = checks.add(file, receipt)
+        def on_written(file: FilePlan, receipt: Receipt) -> Callable[[], None]:
+            proofs = checks.add(file, receipt)
 
-        def note(file: FilePlan, receipt: Receipt) -> None:
-            for proof in proofs.pop(file.filename):
-                proof.result()
-            work.receipts.add(file, receipt)
+            def note() -> None:
+                for proof in proofs:
+                    proof.result()
+                work.receipts.add(file, receipt)
 
-        write_files(
-            files,
-            work.folder,
-            reader,
-            jobs=work.plan.jobs,
-            chunk_nbytes=work.plan.chunk_nbytes,
-            on_bytes=work.meter.written,
-            on_written=on_written,
-            on_disk=lambda file, receipt: notes.append(clerk.submit(note, file, receipt)),
-        )
+            return lambda: notes.append(clerk.submit(note))
+
+        _write_files(work, files, reader, on_written)
         checks.wait()
         for noted in notes:
             noted.result()
 
 
-_FLUSH_NBYTES = 32 << 20
-"""Bytes between two requests to put them on the disk: few enough that the last is short."""
-
-
-def write_files(
+def _write_files(
+    work: Workplace,
     files: Sequence[FilePlan],
-    folder: Path,
     reader: TensorReader,
-    *,
-    jobs: int,
-    chunk_nbytes: int,
-    on_bytes: Callable[[int], None],
-    on_written: Callable[[FilePlan, Receipt], None],
-    on_disk: Callable[[FilePlan, Receipt], None],
+    on_written: Callable[[FilePlan, Receipt], Callable[[], None]],
 ) -> None:
-    """Write files into ``folder``, which holds each with its room taken.
+    """Write files, each of which is there with its room taken; on return all are on the disk.
 
-    On return all are on the disk. The workers each hold one chunk. Chunks begin and are digested in
-    file order, but are read, cast and written whenever they are ready; ``on_written`` is told in
-    the calling thread, ``on_disk`` later in the one that asks the disk to take what was written.
+    The workers each hold one chunk. Chunks begin and are digested in file order, but are read, cast
+    and written whenever they are ready. ``on_written`` says what to do once a file is on the disk.
     """
+    jobs, chunk_nbytes = work.plan.jobs, work.plan.chunk_nbytes
     with ExitStack() as stack:
         closing = stack.enter_context(ExitStack())  # done last, when no thread uses them any more
         flusher = _Flusher(stack.enter_context(ThreadPoolExecutor(1)))
@@ -89,15 +75,13 @@ def write_files(
         def land() -> None:
             future, writer, chunk, is_last = in_flight.popleft()
             future.result()
-            on_bytes(chunk.nbytes)
+            work.meter.written(chunk.nbytes)
             if is_last:
-                file, receipt = writer.file, writer.receipt()
-                on_written(file, receipt)
-                flusher.finish(writer, lambda: on_disk(file, receipt))
+                flusher.finish(writer, on_written(writer.file, writer.receipt()))
             else:
                 flusher.written(writer, chunk.nbytes)
 
-        for writer, chunk, is_last, turn in _schedule(files, folder, reader, chunk_nbytes, closing):
+        for writer, chunk, is_last, turn in _schedule(work, files, reader, closing):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
@@ -127,19 +111,15 @@ class _Turn:
 
 
 def _schedule(
-    files: Sequence[FilePlan],
-    folder: Path,
-    reader: TensorReader,
-    chunk_nbytes: int,
-    closing: ExitStack,
+    work: Workplace, files: Sequence[FilePlan], reader: TensorReader, closing: ExitStack
 ) -> Iterator[tuple[_FileWriter, Chunk, bool, _Turn]]:
     """Every chunk of every file in order: its writer, whether it is the file's last, its turn."""
     for file in files:
-        writer = _FileWriter(folder / file.filename, file, reader)
+        writer = _FileWriter(work.folder / file.filename, file, reader)
         closing.callback(writer.close)
         writer.begin()
         turn = _Turn()
-        for chunk in chunks(file, chunk_nbytes):
+        for chunk in chunks(file, work.plan.chunk_nbytes):
             is_last = chunk.offset + chunk.nbytes == writer.nbytes
             yield writer, chunk, is_last, turn
             turn = _Turn(turn)

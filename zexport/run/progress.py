@@ -44,11 +44,7 @@ class Meter:
     def __init__(self, tell: Callable[[Progress], None] | None, *, reads_again: bool) -> None:
         self._times = 2 if reads_again else 1
         self._tell = tell
-        self._done = 0
-        self._resumed = 0
-        self._to_write = 0
-        self._written = 0
-        self._total = 0
+        self._done = self._resumed = self._to_write = self._written = self._total = 0
         self._lock = Lock()
 
     def expect(self, *, to_write: int, left: int = 0) -> None:
@@ -59,28 +55,26 @@ class Meter:
 
     def written(self, nbytes: int) -> None:
         """Note bytes written."""
-        with self._lock:
-            self._written += nbytes
-            self._done += nbytes
-            self._report(Phase.WRITE if self._written < self._to_write else Phase.VERIFY)
+        self._add(nbytes, written=nbytes)
 
     def verified(self, nbytes: int) -> None:
         """Note bytes read again."""
-        with self._lock:
-            self._done += nbytes
-            self._report(Phase.WRITE if self._written < self._to_write else Phase.VERIFY)
+        self._add(nbytes)
 
     def compared(self, nbytes: int) -> None:
         """Note bytes of a left shard read."""
-        with self._lock:
-            self._done += nbytes
-            self._report(Phase.RESUME)
+        self._add(nbytes, Phase.RESUME)
 
     def resumed(self, nbytes: int) -> None:
         """Note bytes of a left shard taken over."""
         with self._lock:
             self._resumed += nbytes
 
-    def _report(self, phase: Phase) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self._done, self._total, phase, self._resumed))
+    def _add(self, nbytes: int, phase: Phase | None = None, *, written: int = 0) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._written += written
+            if phase is None:
+                phase = Phase.WRITE if self._written < self._to_write else Phase.VERIFY
+            if self._tell is not None:
+                self._tell(Progress(self._done, self._total, phase, self._resumed))

@@ -6,16 +6,18 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import FileIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from zexport.errors import OutputError
-from zexport.store.retries import read_some, reopen, steadily, synced, write_some
+from zexport.store.retries import steadily, synced
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ def version_of(descriptor: int) -> Version:
     return Version(status.st_size, status.st_mtime_ns)
 
 
-class InputFile:
-    """A file that is being read by range, from any number of threads."""
+class _OpenFile:
+    """An open file, used by any number of threads, and opened again where the storage falters."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int, flags: int) -> None:
         self.path = path
-        self._descriptor = steadily(lambda: open_descriptor(path))
+        self._descriptor = descriptor
+        self._flags = flags | os.O_CLOEXEC
+        self._is_open = True
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +66,37 @@ class InputFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+    def _steadily(self, act: Callable[[], _T]) -> _T:
+        return steadily(act, recover=self._reopen)
+
+    def _reopen(self) -> None:
+        """Open the path anew under the same number, in one step for all threads that use it."""
+        fresh = os.open(self.path, self._flags)
+        try:
+            os.dup2(fresh, self._descriptor, inheritable=False)
+        finally:
+            os.close(fresh)
+
+
+class InputFile(_OpenFile):
+    """A file that is being read by range."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, steadily(lambda: open_descriptor(path)), os.O_RDONLY)
+
     def version(self) -> Version:
         """What it is now."""
         return version_of(self._descriptor)
 
     def read(self, offset: int, part: memoryview) -> int:
         """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
-        return read_some(self.path, self._descriptor, offset, part)
+        return self._steadily(lambda: _preadv(self._descriptor, part, offset))
 
     def forget(self) -> None:
         """Put the file on the disk and have the system forget it: the next reading starts there.
@@ -79,9 +107,18 @@ class InputFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+
+if hasattr(os, "preadv"):
+
+    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [part], offset)
+
+else:  # pragma: no cover - macOS before 11 lacks preadv
+
+    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
+        data = os.pread(descriptor, part.nbytes, offset)
+        part[: len(data)] = data
+        return len(data)
 
 
 def read_at(file: FileIO, offset: int, nbytes: int) -> bytes:
@@ -173,56 +210,40 @@ def check_space(folder: Path, nbytes: int) -> None:
         )
 
 
-class OutputFile:
-    """A file that is being written, from any number of threads.
+class OutputFile(_OpenFile):
+    """A file that is being written; what the system refuses is an ``OutputError``.
 
-    What the system refuses is an ``OutputError``. Unless ``is_new``, it may be there already.
+    Unless ``is_new``, it may be there already.
     """
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
-        self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else 0)
         with writing(path):
             path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
-            self._descriptor = steadily(lambda: os.open(path, flags, 0o666))
-        self._is_open = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            descriptor = steadily(lambda: os.open(path, flags, 0o666))
+        super().__init__(path, descriptor, os.O_WRONLY)
 
     def reserve(self, nbytes: int) -> None:
         """Give the file its size, and where the file system can, its room on the disk."""
         with writing(self.path):
-            steadily(lambda: os.ftruncate(self._descriptor, nbytes), recover=self._reopen)
+            self._steadily(lambda: os.ftruncate(self._descriptor, nbytes))
             if nbytes:
-                steadily(lambda: _take_room(self._descriptor, nbytes), recover=self._reopen)
+                self._steadily(lambda: _take_room(self._descriptor, nbytes))
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Put ``data`` at its place; not yet on the disk."""
         view = memoryview(data)
-        while view.nbytes:
-            with writing(self.path):
-                count = write_some(self.path, self._descriptor, offset, view)
-            view = view[count:]
-            offset += count
+        done = 0
+        with writing(self.path):
+            while done < view.nbytes:
+                rest, at = view[done:], offset + done
+                done += self._steadily(partial(os.pwrite, self._descriptor, rest, at))
 
     def sync(self) -> None:
         """Return when what was written is on the disk; does nothing once the file is closed."""
         if self._is_open:
             with writing(self.path):
                 synced(self._descriptor, _fdatasync)
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self._descriptor)
-
-    def _reopen(self) -> None:
-        reopen(self.path, self._descriptor, os.O_WRONLY)
 
 
 def _fdatasync(descriptor: int) -> None:

@@ -35,15 +35,6 @@ def _beside(target: Path, ending: str) -> Path:
     return target.with_name(target.name + ending)
 
 
-def _in_the_way(place: Path) -> OutputError:
-    """No killed export has left this folder: it is the user's."""
-    return OutputError(
-        "is in the way: an export works under this name before it has its own",
-        path=place,
-        hint="Move it away, or choose another name for the output",
-    )
-
-
 @contextmanager
 def parents(parent: Path) -> Iterator[None]:
     """Make the missing folders above the target; take them away again when the block fails."""
@@ -55,20 +46,14 @@ def parents(parent: Path) -> Iterator[None]:
         yield
     except BaseException:
         for folder in missing:
-            _remove_if_empty(folder)
+            with suppress(OSError):
+                folder.rmdir()  # only where it is empty
         raise
 
 
 def _check_permission(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError("cannot be written: no permission", path=folder, hint=HINTS[errno.EACCES])
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return
 
 
 @contextmanager
@@ -86,7 +71,11 @@ def locked(target: Path) -> Iterator[None]:
     foreign = [] if was_there else [place for place in workplaces(target) if place.exists()]
     try:
         if foreign:
-            raise _in_the_way(foreign[0])
+            raise OutputError(  # no killed export has left it: it is the user's
+                "is in the way: an export works under this name before it has its own",
+                path=foreign[0],
+                hint="Move it away, or choose another name for the output",
+            )
         yield
     finally:
         if foreign or not any(place.exists() for place in workplaces(target)):
@@ -144,7 +133,8 @@ def _discard(replaced: Path, warn: Callable[[str], None]) -> None:
     What cannot be removed is told, and gets another name: the next replacement needs this one.
     """
     try:
-        _remove(replaced)
+        if replaced.exists():
+            shutil.rmtree(replaced)
     except OSError as cause:
         names = (replaced.with_name(f"{replaced.name}-{number}") for number in count(2))
         left = next(name for name in names if not os.path.lexists(name))
@@ -163,11 +153,6 @@ def _rename_for_good(folder: Path, name: Path) -> None:
     except BaseException:
         name.rename(folder)
         raise
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def _sync_all(folder: Path) -> None:

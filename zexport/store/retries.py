@@ -16,7 +16,6 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 PAUSES_SECONDS = (0.01, 0.05, 0.2, 0.5)
@@ -49,47 +48,6 @@ def _once(recover: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno not in _FALTERING:
             raise
-
-
-def reopen(path: Path, descriptor: int, flags: int) -> None:
-    """Open ``path`` anew under the same number, in one step for all threads that use it."""
-    fresh = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.dup2(fresh, descriptor, inheritable=False)
-    finally:
-        os.close(fresh)
-
-
-def read_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int:
-    """How many bytes from ``offset`` on were read into ``part``: 0 only at the end of the file.
-
-    The file is opened again where the storage falters.
-    """
-    return steadily(
-        lambda: _preadv(descriptor, part, offset),
-        recover=lambda: reopen(path, descriptor, os.O_RDONLY),
-    )
-
-
-def write_some(path: Path, descriptor: int, offset: int, part: memoryview) -> int:
-    """How many bytes of ``part`` were written from ``offset`` on."""
-    return steadily(
-        lambda: os.pwrite(descriptor, part, offset),
-        recover=lambda: reopen(path, descriptor, os.O_WRONLY),
-    )
-
-
-if hasattr(os, "preadv"):
-
-    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
-        return os.preadv(descriptor, [part], offset)
-
-else:  # pragma: no cover - macOS before 11 lacks preadv
-
-    def _preadv(descriptor: int, part: memoryview, offset: int) -> int:
-        data = os.pread(descriptor, part.nbytes, offset)
-        part[: len(data)] = data
-        return len(data)
 
 
 def synced(descriptor: int, sync: Callable[[int], None] | None = None) -> None:
