@@ -21,6 +21,7 @@ class FindingKind(StrEnum):
     REPLICA_MISMATCH = "replica-mismatch"
     SHAPE_MISMATCH = "shape-mismatch"
     MIXED_STEPS = "mixed-steps"
+    MIXED_SETTINGS = "mixed-settings"
     MIXED_VERSIONS = "mixed-versions"
     STRAY_FILES = "stray-files"
     BASE_MISMATCH = "base-mismatch"
@@ -42,6 +43,7 @@ _REFUSED = frozenset(
         FindingKind.REPLICA_MISMATCH,
         FindingKind.SHAPE_MISMATCH,
         FindingKind.MIXED_STEPS,
+        FindingKind.MIXED_SETTINGS,
         FindingKind.MIXED_VERSIONS,
         FindingKind.STRAY_FILES,
         FindingKind.BASE_MISMATCH,
@@ -61,6 +63,7 @@ _MEANING = {
     FindingKind.REPLICA_MISMATCH: "ranks that should hold equal copies hold different ones",
     FindingKind.SHAPE_MISMATCH: "a weight has another shape than the config says",
     FindingKind.MIXED_STEPS: "rank files are of different steps",
+    FindingKind.MIXED_SETTINGS: "rank files are of runs with different settings",
     FindingKind.MIXED_VERSIONS: "rank files are of different versions of DeepSpeed",
     FindingKind.STRAY_FILES: "there are rank files beyond the world size",
     FindingKind.BASE_MISMATCH: "the base is another model than the one that was trained",

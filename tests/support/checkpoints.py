@@ -128,12 +128,7 @@ def _model_states(model: Model, run: Run, rank: int) -> dict[str, object]:
         "global_samples": run.steps * run.world_size,
         "dp_world_size": run.world_size * run.replica_groups,
         "mp_world_size": 1,
-        "ds_config": {
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": run.stage},
-            "bf16": {"enabled": model.dtype is torch.bfloat16},
-            "fp16": {"enabled": model.dtype is torch.float16},
-        },
+        "ds_config": _config(model, run),
         "ds_version": run.ds_version,
         **run.client_state,
     }
@@ -210,7 +205,7 @@ def _zero3_optimizer(model: Model, run: Run, rank: int) -> dict[str, object]:
         "optimizer_state_dict": _adam(flats, run),
         "fp32_flat_groups": flats,
     }
-    return _with_config(state, run)
+    return _with_config(state, model, run)
 
 
 def _stripe(value: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -247,7 +242,7 @@ def _zero12_optimizer(model: Model, run: Run, rank: int) -> dict[str, object]:
     if not run.bf16_optimizer:
         stage = _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum")(run.stage)
         state |= {**_loss_scale(), "zero_stage": stage, "param_alignment_paddings": paddings}
-    return _with_config(state, run)
+    return _with_config(state, model, run)
 
 
 def _flat(group: Tensors, paddings: Sequence[int]) -> torch.Tensor:
@@ -286,10 +281,19 @@ def _loss_scale() -> dict[str, object]:
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
-def _with_config(state: Mapping[str, object], run: Run) -> dict[str, object]:
+def _config(model: Model, run: Run) -> dict[str, object]:
+    return {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": run.stage},
+        "bf16": {"enabled": model.dtype is torch.bfloat16},
+        "fp16": {"enabled": model.dtype is torch.float16},
+    }
+
+
+def _with_config(state: Mapping[str, object], model: Model, run: Run) -> dict[str, object]:
     return {
         "optimizer_state_dict": dict(state),
-        "ds_config": {"zero_optimization": {"stage": run.stage}},
+        "ds_config": _config(model, run),
         "ds_version": run.ds_version,
     }
 

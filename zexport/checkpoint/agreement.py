@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import product
 from math import isfinite
 from pathlib import Path
 
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.states import ModelStates, OptimizerStates
+from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.facts import statements as facts
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.findings import FindingKind
+from zexport.formats.inert import Opaque
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_range
 
 _STEP_BITS = 64
+_DECIDING = (
+    *("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16", "data_types"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("gradient_clipping", "prescale_gradients", "gradient_predivide_factor"),
+)
+"""Sections of the configuration that decide what is trained; in others ranks may honestly differ
+(who logs, and to where), as they may in where they offload to."""
+
+_TRAINED_WITH = (Fact.CONFIG, Fact.GROUP_SETTINGS, Fact.LOSS_SCALE, Fact.SCHEDULE)
+_OFFLOAD = "zero_optimization.offload"
+_SCHEDULE = ("last_batch_iteration", "last_epoch", "base_lrs", "_last_lr")
+"""What a scheduler's state says of all ranks; others may watch a loss of their own."""
+
 _SCALAR_FORMATS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
 
 
@@ -47,9 +64,67 @@ def _statements(
         (Fact.OPTIMIZER_STEP, steps),
         (Fact.GLOBAL_STEP, {r: s.global_steps for r, s in model.items()}),
         (Fact.DP_WORLD_SIZE, {r: s.dp_world_size for r, s in model.items()}),
+        (Fact.SKIPPED_STEPS, {r: s.skipped_steps for r, s in model.items()}),
         (Fact.DEEPSPEED_VERSION, {r: s.ds_version for r, s in optimizer.items()}),
     ]
-    return stated_by_rank(stated)
+    yield from stated_by_rank(stated)
+    model_files = {s.file.path.name: s.file for s in model.values()}
+    yield from stated_by_key(model_files | {r: s.file for r, s in optimizer.items()})
+
+
+def stated_by_key(
+    files: Mapping[str | int, TorchFile], facts: Collection[Fact] = _TRAINED_WITH
+) -> Iterator[Statement]:
+    """What files state of how the run trained, key by key, wherever any two of them differ.
+
+    What a rank leaves out and another states, it states to be nothing; files that go by their names
+    are of another kind, and may say less.
+    """
+    ranks = {by for by in files if isinstance(by, int)}
+    known: dict[int, dict[Fact, dict[str, object]]] = {}
+    for file in files.values():
+        if id(file.value) not in known:  # ranks whose pickles are equal share the value
+            known[id(file.value)] = _trained_with(file)
+    for fact in facts:
+        said = {by: known[id(file.value)].get(fact) for by, file in files.items()}
+        stated = {by: values for by, values in said.items() if values}
+        first = next(iter(stated.values()), None)
+        if any(values is not first and values != first for values in stated.values()):
+            of_ranks = {key for by, values in stated.items() for key in values if by in ranks}
+            keys = dict.fromkeys(key for values in stated.values() for key in values)
+            for key, (by, values) in product(keys, stated.items()):
+                lacking = "nothing" if by in ranks and key in of_ranks else None
+                yield Statement(fact, values.get(key, lacking), by, key)
+
+
+def _trained_with(file: TorchFile) -> dict[Fact, dict[str, object]]:
+    """What a rank file says of how the run trained; a fact that it does not state is left out."""
+    root = Value(file.path, "states", file.value)
+    config = root.get("ds_config").mapping_or_empty()
+    schedule = root.get("lr_scheduler").mapping_or_empty()
+    optimizer = root.get("optimizer_state_dict").mapping_or_empty()
+    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    scaler = optimizer.get("loss_scaler")
+    stated: dict[Fact, object] = {
+        Fact.CONFIG: {key: config[key] for key in _DECIDING if key in config},
+        Fact.SCHEDULE: {key: schedule[key] for key in _SCHEDULE if key in schedule},
+        Fact.GROUP_SETTINGS: [_settings(group) for group in groups]
+        if isinstance(groups, list)
+        else None,
+        Fact.LOSS_SCALE: scaler.state if isinstance(scaler, Opaque) else None,
+    }
+    found = {fact: Value(file.path, "", value).plain_values() for fact, value in stated.items()}
+    for key in [key for key in found[Fact.CONFIG] if key.startswith(_OFFLOAD)]:
+        del found[Fact.CONFIG][key]
+    return found
+
+
+def _settings(group: object) -> object:
+    """A parameter group's settings, without what is counted or held elsewhere."""
+    if not isinstance(group, dict):
+        return None
+    return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def stated_by_rank(

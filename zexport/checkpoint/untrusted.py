@@ -13,6 +13,10 @@ from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.formats.pickles import Opaque, TensorRef
 from zexport.ranges.dtypes import Shape
 
+_PLAIN = (bool, int, float, str)
+_PLAIN_MAX = 4096
+_DEPTH_MAX = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -169,6 +173,27 @@ class Value:
             if type(step) is int or isinstance(step, TensorRef):
                 return step
         return None
+
+    def plain_values(self) -> dict[str, object]:
+        """The numbers and texts within it, by the keys that lead there, joined by dots.
+
+        A list of nothing else is one value. What takes more than a configuration or a group's
+        settings ever do (values that contain themselves can) is left out.
+        """
+        found: dict[str, object] = {}
+        below, room = [("", 0, self.value)], _PLAIN_MAX
+        while below:
+            above, depth, value = below.pop()
+            if isinstance(value, _PLAIN):
+                found[above] = value
+            elif isinstance(value, list | tuple | dict) and len(value) <= room:
+                room -= len(value)
+                if not isinstance(value, dict) and all(isinstance(one, _PLAIN) for one in value):
+                    found[above] = tuple(value)
+                elif depth < _DEPTH_MAX:
+                    items = value.items() if isinstance(value, dict) else enumerate(value)
+                    below += [(f"{above}.{key}".lstrip("."), depth + 1, one) for key, one in items]
+        return found
 
     def fail(self, problem: str, found: str = "") -> NoReturn:
         """Raise, by whose fault it is."""

@@ -12,6 +12,7 @@ from zexport.findings import Finding, FindingKind
 from zexport.printable import some
 
 _ABOUT_MAX = 8
+_BY_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,10 @@ def _agree(fact: Fact, statements: Sequence[Statement]) -> bool:
 def _said_by(sources: Sequence[str | int], named: NameRanks) -> str:
     ranks = [one for one in sources if isinstance(one, int)]
     words = dict.fromkeys(one for one in sources if isinstance(one, str))
-    return f"on {named(ranks)}" if ranks else f"in {' and '.join(words)}"
+    told = ([f"on {named(ranks)}"] if ranks else []) + (
+        [f"in {some([*words], _BY_MAX)}"] if words else []
+    )
+    return " and ".join(told)
 
 
 def _distinct(statements: Sequence[Statement]) -> list[Statement]:

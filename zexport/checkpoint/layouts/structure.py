@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
-from zexport.checkpoint.agreement import stated_by_rank, step_of
+from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
 from zexport.checkpoint.contents import Inventory, Parallelism, Role
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates
@@ -20,6 +20,7 @@ from zexport.errors import (
 )
 from zexport.facts import statements as facts
 from zexport.facts.table import Fact
+from zexport.formats.torch_file import TorchFile
 from zexport.store.folders import is_folder
 
 _MAX_NAMES = 100_000
@@ -217,10 +218,16 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
         (Fact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
         (Fact.OPTIMIZER_STEP, steps),
         (Fact.DEEPSPEED_VERSION, {i: m.ds_version for i, m in models.items()}),
+        (Fact.SCHEDULE, {i: m.lr_step for i, m in models.items()}),
+        (Fact.SKIPPED_STEPS, {i: m.skipped_steps for i, m in models.items()}),
         (Fact.CELL_WORLD_SIZE, {i: cells[i].world_size for i in models}),
         (Fact.STAGE, {i: cells[i].is_zero3 for i in models}),
     ]
-    for found in facts.disagreements(stated_by_rank(stated)):
+    files: dict[str | int, TorchFile] = {
+        i: one.file for i in models if (one := cells[i].first_optimizer) is not None
+    }
+    trained = stated_by_key(files, (Fact.CONFIG, Fact.LOSS_SCALE))
+    for found in facts.disagreements((*stated_by_rank(stated), *trained)):
         yield found.error(tag_dir, _name_cells)
 
 
