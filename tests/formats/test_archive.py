@@ -22,7 +22,8 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats.pickles import Pickle, TensorRef
+from zexport.formats.inert import TensorRef
+from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile

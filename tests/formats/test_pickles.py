@@ -23,17 +23,9 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats import opcodes, pickles
-from zexport.formats.pickles import (
-    FragmentAddress,
-    Global,
-    Opaque,
-    OpaqueKey,
-    Pickle,
-    StorageRef,
-    TensorRef,
-    load,
-)
+from zexport.formats import pickles
+from zexport.formats.inert import FragmentAddress, Global, Opaque, OpaqueKey, StorageRef, TensorRef
+from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_file import read_torch_file
 from zexport.ranges.dtypes import DType
 
@@ -519,7 +511,6 @@ def test_no_pickle_takes_more_memory_than_it_may(
 ) -> None:
     """With a bound of a few megabytes: all costs are proportional, and tracing is slow."""
     bound = 10 << 20
-    monkeypatch.setattr(opcodes, "MAX_NBYTES", bound)
     monkeypatch.setattr(pickles, "MAX_NBYTES", bound)
     tracemalloc.start()
     with pytest.raises((UnsupportedError, DamagedCheckpointError)) as caught:

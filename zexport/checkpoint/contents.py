@@ -12,7 +12,7 @@ from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import ZexportError
 from zexport.findings import Finding
-from zexport.formats.pickles import Global, TensorRef
+from zexport.formats.inert import Global, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape

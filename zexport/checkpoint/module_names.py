@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError
-from zexport.formats.pickles import StorageRef, TensorRef
+from zexport.formats.inert import StorageRef, TensorRef
 from zexport.ranges.dtypes import Shape
 
 _HIDDEN = "_checkpoint_wrapped_module."

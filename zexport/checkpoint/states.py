@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
-from zexport.formats.pickles import FragmentAddress, TensorRef
+from zexport.formats.inert import FragmentAddress, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
 

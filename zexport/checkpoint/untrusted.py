@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zexport.errors import DamagedCheckpointError, UnsafeError
-from zexport.formats.inert import MAX_NDIM, MAX_SIZE
-from zexport.formats.pickles import Opaque, TensorRef
+from zexport.formats.inert import MAX_NDIM, MAX_SIZE, Opaque, TensorRef
 from zexport.ranges.dtypes import Shape
 
 _PLAIN = (bool, int, float, str)

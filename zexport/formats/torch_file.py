@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from zexport.errors import DamagedCheckpointError
-from zexport.formats.pickles import Global, Pickle, StorageRef, TensorRef
+from zexport.formats.inert import Global, StorageRef, TensorRef
+from zexport.formats.pickles import Pickle
 from zexport.formats.torch_legacy import read_legacy
 from zexport.formats.torch_zip import COPY_AGAIN, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.formats.pickles import ForeignStorage, Pickle, StorageRef, load
+from zexport.formats.inert import ForeignStorage, StorageRef
+from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_zip import COPY_AGAIN
 from zexport.ranges.extents import Member
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
-from zexport.formats.inert import ExcessError
-from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, StorageRef, load
+from zexport.formats.inert import ExcessError, StorageRef
+from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, load
 from zexport.formats.zip_directory import Entry, data_offset, plain_entries, read_entry
 from zexport.ranges.extents import Member
 from zexport.store.files import open_regular

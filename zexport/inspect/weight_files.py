@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import ZexportError
-from zexport.formats.pickles import Global, TensorRef
+from zexport.formats.inert import Global, TensorRef
 from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary

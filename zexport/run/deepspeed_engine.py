@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
-from zexport.formats.pickles import Global, load
+from zexport.formats.inert import Global
+from zexport.formats.pickles import load
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.plan.plan import TensorPlan
 from zexport.ranges.dtypes import DType

@@ -15,7 +15,7 @@ from zexport.checkpoint.contents import FlatData, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.states import OptimizerStates
 from zexport.errors import LayoutError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Striped, Window
 

@@ -41,7 +41,7 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.extents import ByteSource, Chain, Window
 

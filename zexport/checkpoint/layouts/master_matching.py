@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from zexport.errors import LayoutError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Window
 

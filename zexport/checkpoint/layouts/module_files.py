@@ -9,7 +9,7 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import check_written_as_named
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 
 

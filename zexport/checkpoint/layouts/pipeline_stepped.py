@@ -16,7 +16,7 @@ from pathlib import Path
 from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import Shape

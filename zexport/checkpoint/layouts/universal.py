@@ -30,7 +30,7 @@ from zexport.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape

@@ -9,7 +9,7 @@ from zexport.checkpoint.layouts.master_matching import Master, Masters, Run, Wei
 from zexport.checkpoint.states import optimizer_in
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
-from zexport.formats.pickles import FragmentAddress, StorageRef, TensorRef
+from zexport.formats.inert import FragmentAddress, StorageRef, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import DType

@@ -19,7 +19,7 @@ from zexport.checkpoint.module_names import (
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape

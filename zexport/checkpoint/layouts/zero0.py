@@ -29,7 +29,7 @@ from zexport.checkpoint.layouts.zero import stored_buffers
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
-from zexport.formats.pickles import TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica
