@@ -34,6 +34,25 @@ What each module knows that no other does, in its own words; from the top floor 
 [architecture.md](architecture.md) tells how they work together.
 Made from the docstrings by `python -m docs.generate`; do not edit.
 """
+_MEANING = {
+    FindingKind.NAN: "elements are NaN",
+    FindingKind.INF: "elements are infinite",
+    FindingKind.ALL_ZERO: "every element is zero",
+    FindingKind.FP32_OVERFLOW: "finite in the checkpoint, infinite as fp32",
+    FindingKind.FP16_OVERFLOW: "finite in the checkpoint, infinite as fp16",
+    FindingKind.BF16_OVERFLOW: "finite in the checkpoint, infinite as bf16",
+    FindingKind.STEP_MISMATCH: "the optimizer counts other steps than the model files do",
+    FindingKind.GATHERED_MISMATCH: "the gathered weights beside the checkpoint are not the "
+    "masters, rounded",
+    FindingKind.CAST_MISMATCH: "the module's own copy of a weight is not the master, rounded",
+    FindingKind.REPLICA_MISMATCH: "ranks that should hold equal copies hold different ones",
+    FindingKind.SHAPE_MISMATCH: "a weight has another shape than the config says",
+    FindingKind.MIXED_STEPS: "rank files are of different steps",
+    FindingKind.MIXED_SETTINGS: "rank files are of runs with different settings",
+    FindingKind.MIXED_VERSIONS: "rank files are of different versions of DeepSpeed",
+    FindingKind.STRAY_FILES: "there are rank files beyond the world size",
+    FindingKind.BASE_MISMATCH: "the base is another model than the one that was trained",
+}
 _TYPES = {"boolean": "true or false", "array": "list", "object": "table"}
 
 
@@ -92,7 +111,7 @@ def findings_table() -> str:
     """The kinds of findings, and which of them end an export."""
     head = "| kind | what was found | |\n|---|---|---|\n"
     return head + "".join(
-        f"| `{kind.value}` | {kind.meaning} | "
+        f"| `{kind.value}` | {_MEANING[kind]} | "
         f"{'refused, unless allowed' if kind.is_refused else 'told'} |\n"
         for kind in FindingKind
     )

@@ -31,11 +31,6 @@ class FindingKind(StrEnum):
         """Whether it ends an export, unless it was allowed by name."""
         return self in _REFUSED
 
-    @property
-    def meaning(self) -> str:
-        """What was found, in words."""
-        return _MEANING[self]
-
 
 _REFUSED = frozenset(
     {
@@ -49,25 +44,6 @@ _REFUSED = frozenset(
         FindingKind.BASE_MISMATCH,
     }
 )
-_MEANING = {
-    FindingKind.NAN: "elements are NaN",
-    FindingKind.INF: "elements are infinite",
-    FindingKind.ALL_ZERO: "every element is zero",
-    FindingKind.FP32_OVERFLOW: "finite in the checkpoint, infinite as fp32",
-    FindingKind.FP16_OVERFLOW: "finite in the checkpoint, infinite as fp16",
-    FindingKind.BF16_OVERFLOW: "finite in the checkpoint, infinite as bf16",
-    FindingKind.STEP_MISMATCH: "the optimizer counts other steps than the model files do",
-    FindingKind.GATHERED_MISMATCH: "the gathered weights beside the checkpoint are not the "
-    "masters, rounded",
-    FindingKind.CAST_MISMATCH: "the module's own copy of a weight is not the master, rounded",
-    FindingKind.REPLICA_MISMATCH: "ranks that should hold equal copies hold different ones",
-    FindingKind.SHAPE_MISMATCH: "a weight has another shape than the config says",
-    FindingKind.MIXED_STEPS: "rank files are of different steps",
-    FindingKind.MIXED_SETTINGS: "rank files are of runs with different settings",
-    FindingKind.MIXED_VERSIONS: "rank files are of different versions of DeepSpeed",
-    FindingKind.STRAY_FILES: "there are rank files beyond the world size",
-    FindingKind.BASE_MISMATCH: "the base is another model than the one that was trained",
-}
 
 
 @dataclass(frozen=True, slots=True)

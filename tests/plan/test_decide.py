@@ -31,7 +31,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.plan.summary import side_nbytes, summarize
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Extent
-from zexport.report.plan import print_plan
+from zexport.report.export import print_plan
 from zexport.store.boundary import Boundary
 from zexport.weights.base import Base
 from zexport.weights.named import Weights

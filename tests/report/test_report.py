@@ -24,9 +24,8 @@ from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout
 from zexport.plan.plan import ExportPlan
 from zexport.plan.summary import side_nbytes, summarize
-from zexport.report.export import print_export, print_verify
+from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
-from zexport.report.plan import print_plan
 from zexport.report.text import duration, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
 from zexport.store.json import form_of

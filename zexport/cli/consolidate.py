@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zexport.cli.options import (
     PATH,
-    AdapterChoices,
     ByteSize,
+    Named,
     Rename,
     adapter_options,
     jobs_option,
@@ -20,6 +19,7 @@ from zexport.cli.options import (
     progress_options,
     tag_option,
 )
+from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 
@@ -36,7 +36,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @tag_option
 @click.option(
     "--dtype",
-    type=click.Choice([dtype.value for dtype in ExportDType]),
+    type=Named(ExportDType),
     default=_DEFAULTS.dtype.value,
     show_default=True,
     help="Element type of the weights; auto is the one the module trained in.",
@@ -53,7 +53,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 )
 @click.option(
     "--engine",
-    type=click.Choice([engine.value for engine in Engine]),
+    type=Named(Engine),
     default=_DEFAULTS.engine.value,
     show_default=True,
     help="Who rebuilds the weights; deepspeed runs its own converter, as a reference.",
@@ -61,7 +61,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @click.option("--exclude-frozen", is_flag=True, help="Leave frozen weights out.")
 @click.option(
     "--layout",
-    type=click.Choice([layout.value for layout in NameLayout]),
+    type=Named(NameLayout),
     default=_DEFAULTS.layout.value,
     show_default=True,
     help="Tensor names: the hub's, or the module's in memory as the checkpoint records them.",
@@ -84,14 +84,14 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 )
 @click.option(
     "--check",
-    type=click.Choice([mode.value for mode in CheckMode]),
+    type=Named(CheckMode),
     default=_DEFAULTS.check.value,
     show_default=True,
     help="How much of the masters is held against the module's own rounded copy of them.",
 )
 @click.option(
     "--allow",
-    type=click.Choice([kind.value for kind in FindingKind]),
+    type=Named(FindingKind),
     multiple=True,
     metavar="KIND",
     help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
@@ -109,27 +109,20 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 def consolidate(
     ckpts: tuple[Path, ...],
     out: Path,
+    *,
     tag: str | None,
-    verify: str,
-    check: str,
-    allow: tuple[str, ...],
-    no_verify: bool,
     follow_symlinks: bool,
+    verify: str,
+    no_verify: bool,
     dry_run: bool,
     json: bool,
     progress: str,
     quiet: bool,
-    dtype: str,
-    engine: str,
-    layout: str,
-    base: Path | None,
     max_shard_size: int,
-    exclude_frozen: bool,
-    rename: tuple[tuple[str, str], ...],
-    jobs: int,
     max_memory: int | None,
-    overwrite: bool,
-    **adapter: Unpack[AdapterChoices],
+    rename: tuple[tuple[str, str], ...],
+    allow: tuple[FindingKind, ...],
+    **chosen: Any,
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
 
@@ -140,49 +133,42 @@ def consolidate(
     """
     from zexport.api import plan_export, run_export
     from zexport.checkpoint.opening import open_checkpoint
-    from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
     from zexport.report.export import print_export
     from zexport.run.execute import VerifyMode
     from zexport.store.json import form_of
 
     options = ExportOptions(
-        dtype=ExportDType(dtype),
-        base=base,
         max_shard_nbytes=max_shard_size,
-        engine=Engine(engine),
-        exclude_frozen=exclude_frozen,
-        layout=NameLayout(layout),
-        renames=rename,
-        jobs=jobs,
         max_memory_nbytes=max_memory,
-        overwrite=overwrite,
-        check=CheckMode(check),
-        allow=frozenset(FindingKind(kind) for kind in allow),
-        **adapter,
+        renames=rename,
+        allow=frozenset(allow),
+        **chosen,
     )
     checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out, options)
     if dry_run:
-        _show(plan, json=json)
+        _show(plan, as_json=json)
         return
     mode = VerifyMode("none" if no_verify else verify)
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         done = run_export(plan, verify=mode, progress=on_progress)
-    if json:
-        click.echo(dumps(form_of(done, plan.provenance), indent=2))
-    elif not quiet:
-        print_export(console(), done)
+    if json or not quiet:
+        put_out(
+            lambda: form_of(done, plan.provenance),
+            lambda console: print_export(console, done),
+            as_json=json,
+        )
 
 
-def _show(plan: ExportPlan, *, json: bool) -> None:
-    from zexport.cli.console import console
+def _show(plan: ExportPlan, *, as_json: bool) -> None:
     from zexport.plan.summary import side_nbytes, summarize
-    from zexport.report.plan import print_plan
+    from zexport.report.export import print_plan
     from zexport.store.json import form_of
 
     summary = summarize(plan)
-    if json:
-        click.echo(dumps(form_of(summary, plan.provenance), indent=2))
-    else:
-        print_plan(console(), summary, side_nbytes(plan))
+    put_out(
+        lambda: form_of(summary, plan.provenance),
+        lambda console: print_plan(console, summary, side_nbytes(plan)),
+        as_json=as_json,
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from zexport.cli.options import PATH, jobs_option, json_option, progress_options
+from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -51,16 +51,16 @@ def diff(
     Example: zexport diff model base
     """
     from zexport.api import diff_models
-    from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
     from zexport.report.diff import diff_json, print_diff
 
     with ProgressPrinter(progress, quiet=quiet) as on_progress:
         report = diff_models(a, b, jobs=jobs, progress=on_progress)
-    if json:
-        click.echo(dumps(diff_json(report, every=all), indent=2, allow_nan=False))
-    else:
-        print_diff(console(), report, every=all)
+    put_out(
+        lambda: diff_json(report, every=all),
+        lambda console: print_diff(console, report, every=all),
+        as_json=json,
+    )
     if _fails(report, fail_on):
         click.get_current_context().exit(VerificationError.exit_code)
 

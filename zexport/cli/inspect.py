@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from zexport.cli.options import PATH, json_option, links_option, progress_options, tag_option
+from zexport.cli.streams import put_out
 
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
@@ -55,13 +55,13 @@ def inspect(
     if stats and found.checkpoint is not None:
         measured = _measure(found.checkpoint, progress, quiet=quiet)
         found, statistics = found.with_problems(measured.problems), measured.tensors
-    if json:
-        content = inspection_json(found, tensors=tensors, statistics=statistics)
-        click.echo(dumps(content, indent=2, allow_nan=False))
-        return
-    from zexport.cli.console import console
-
-    print_inspection(console(), found, tensors, files=files, statistics=statistics)
+    put_out(
+        lambda: inspection_json(found, tensors=tensors, statistics=statistics),
+        lambda console: print_inspection(
+            console, found, tensors, files=files, statistics=statistics
+        ),
+        as_json=json,
+    )
 
 
 def _measure(checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool) -> Measured:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -135,15 +135,6 @@ def progress_options(command: F) -> F:
         show_default=True,
         help="Progress on stderr: a bar or plain lines, or JSON lines.",
     )(command)
-
-
-class AdapterChoices(TypedDict):
-    """What ``adapter_options`` hand to a command, as ``ExportOptions`` takes it."""
-
-    adapter: AdapterMode
-    adapter_name: str | None
-    adapter_config: Path | None
-    base_dtype: ExportDType
 
 
 def adapter_options(command: F) -> F:

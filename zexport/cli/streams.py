@@ -1,16 +1,23 @@
-"""The standard streams of a command: there always, and refusals to write to them understood."""
+"""The standard streams of a command: there always, refusals understood, results put on them."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
+
+import click
 
 from zexport.errors import OutputError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+    from zexport.report.text import Console
+    from zexport.store.json import JsonObject
 
 _STANDARD = (0, 1, 2)
 
@@ -27,6 +34,27 @@ def prepare_streams() -> None:
         sys.stdout = _text(_Results(1, "w", closefd=False), sys.stdout)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         sys.stderr = _text(_Notes(2, "w", closefd=False), sys.stderr)
+
+
+def put_out(
+    form: Callable[[], JsonObject], describe: Callable[[Console], None], *, as_json: bool
+) -> None:
+    """A result, once as JSON for programs or once as text for people."""
+    if as_json:
+        click.echo(json.dumps(form(), indent=2, allow_nan=False))
+    else:
+        describe(_console())
+
+
+def _console() -> Console:
+    """Standard output; ``NO_COLOR`` and ``TERM=dumb`` are honoured, and long lines are not cut."""
+    from zexport.report.text import PlainConsole
+
+    if not sys.stdout.isatty() and not {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys():
+        return PlainConsole(sys.stdout)
+    from rich.console import Console as StyledConsole
+
+    return StyledConsole(soft_wrap=True, highlight=False, markup=False)
 
 
 def _silence(descriptor: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 
 import click
 
-from zexport.cli.options import PATH, json_option, links_option, progress_options
+from zexport.cli.options import PATH, Named, json_option, links_option, progress_options
+from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 from zexport.options import CheckMode
 
@@ -20,7 +20,7 @@ from zexport.options import CheckMode
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")
 @click.option(
     "--check",
-    type=click.Choice([mode.value for mode in CheckMode]),
+    type=Named(CheckMode),
     default=CheckMode.SAMPLED.value,
     show_default=True,
     help="With --against: how much of the masters is held against the module's rounded copy.",
@@ -33,7 +33,7 @@ def verify(
     out: Path,
     against: Path | None,
     base: Path | None,
-    check: str,
+    check: CheckMode,
     follow_symlinks: bool,
     json: bool,
     progress: str,
@@ -44,7 +44,6 @@ def verify(
     Example: zexport verify model --against run/checkpoint-100
     """
     from zexport.api import verify_export
-    from zexport.cli.console import console
     from zexport.cli.progress import ProgressPrinter
     from zexport.report.export import print_verify
 
@@ -53,13 +52,10 @@ def verify(
             out,
             against=against,
             base=base,
-            check=CheckMode(check),
+            check=check,
             follow_symlinks=follow_symlinks,
             progress=on_progress,
         )
-    if json:
-        click.echo(dumps(found.to_json(), indent=2))
-    else:
-        print_verify(console(), found)
+    put_out(found.to_json, lambda console: print_verify(console, found), as_json=json)
     if not found.ok:
         click.get_current_context().exit(VerificationError.exit_code)

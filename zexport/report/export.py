@@ -1,16 +1,17 @@
-"""What an export did and what a verification found, in words."""
+"""What an export would do, what it did, and what a verification found, in words."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from zexport.printable import some
-from zexport.report.findings import finding_lines
 from zexport.report.text import (
     Console,
     duration,
     plural,
     print_facts,
+    print_findings,
     print_line,
     print_list,
     print_table,
@@ -18,15 +19,58 @@ from zexport.report.text import (
 )
 
 if TYPE_CHECKING:
+    from zexport.plan.summary import PlanSummary
     from zexport.run.execute import ExportReport
-    from zexport.run.verify import Problem, VerifyReport
+    from zexport.run.verify import VerifyReport
 
+_SHARDS_SHOWN = 20
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {
     "readback": "every file was read again and compared",
     "disk": "every file was read again from the disk and compared",
     "none": "the files were not read again",
 }
+
+
+def print_plan(console: Console, plan: PlanSummary, side_nbytes: Mapping[str, int]) -> None:
+    """The plan for people; nothing has been written."""
+    print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")
+    reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
+    seconds = duration(plan.seconds_at_1_gb_per_s)
+    print_facts(
+        console,
+        (
+            ("Tensors", f"{plan.tensors:,}"),
+            ("Reads", reads),
+            ("Compared", _compared(plan)),
+            ("Writes", size(plan.nbytes_to_write)),
+            ("Memory", f"up to {size(plan.memory_nbytes)} ({plural(plan.jobs, 'worker')})"),
+            ("Time", f"about {seconds} if the disk does 1 GB/s"),
+            ("Replaces", "the folder that is there" if plan.overwrite else ""),
+        ),
+    )
+    rows = _file_rows(plan, side_nbytes)
+    print_table(console, ("File", ">Size", ">Tensors"), rows, "Files")
+    print_findings(console, "Findings", plan.findings)
+    print_list(console, "Warnings", plan.warnings, "bold yellow")
+
+
+def _compared(plan: PlanSummary) -> str:
+    """What the dry run itself has read of tensors, and why; empty where that is nothing."""
+    if not isinstance(plan.nbytes_compared, int):
+        return ""
+    return f"read {size(plan.nbytes_compared)} to compare weights that the plan depends on"
+
+
+def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tuple[str, str, str]]:
+    for file in plan.files[:_SHARDS_SHOWN]:
+        yield file.name, size(file.nbytes), f"{file.tensors:,}"
+    hidden = plan.files[_SHARDS_SHOWN:]
+    if hidden:
+        yield f"and {len(hidden):,} more", size(sum(file.nbytes for file in hidden)), ""
+    for name in plan.side_files:
+        yield name, size(side_nbytes[name]), ""
+    yield "zexport_manifest.json", "", ""
 
 
 def print_export(console: Console, report: ExportReport) -> None:
@@ -45,12 +89,7 @@ def print_export(console: Console, report: ExportReport) -> None:
             ("Verified", _VERIFIED[report.verified.value]),
         ),
     )
-    print_list(
-        console,
-        "Findings (exported as it is)",
-        finding_lines(report.findings),
-        "bold yellow",
-    )
+    print_findings(console, "Findings (exported as it is)", report.findings)
     print_list(console, "Warnings", report.warnings, "bold yellow")
 
 
@@ -66,12 +105,8 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     print_table(
         console,
         ("File", "Tensor", "Problem"),
-        (_problem_row(problem) for problem in report.problems[:_PROBLEMS_SHOWN]),
+        ((p.file, p.tensor, p.problem) for p in report.problems[:_PROBLEMS_SHOWN]),
     )
     if len(report.problems) > _PROBLEMS_SHOWN:
         more = len(report.problems) - _PROBLEMS_SHOWN
         print_line(console, f"  and {more:,} more; --json lists all of them")
-
-
-def _problem_row(problem: Problem) -> tuple[str, str, str]:
-    return problem.file, problem.tensor, problem.problem

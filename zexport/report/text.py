@@ -14,6 +14,9 @@ from zexport.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console as StyledConsole
 
+    from zexport.findings import Finding
+
+_FINDINGS_SHOWN = 20
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
 
@@ -73,6 +76,19 @@ def print_list(console: Console, title: str, items: Iterable[str], style: str = 
         print_line(console, title, style or "bold")
     for item in items:
         print_line(console, f"  - {item}")
+
+
+def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
+    """A line for each finding; after twenty, how many more there are."""
+    lines = []
+    for found in findings[:_FINDINGS_SHOWN]:
+        where = f"{found.tensor}: " if found.tensor else ""
+        count = f" ({plural(found.count, 'element')})" if found.count else ""
+        detail = f": {found.detail}" if found.detail else ""
+        lines.append(f"{where}{found.kind}{count}{detail}{', allowed' if found.accepted else ''}")
+    if len(findings) > _FINDINGS_SHOWN:
+        lines.append(f"and {len(findings) - _FINDINGS_SHOWN:,} more; --json lists all of them")
+    print_list(console, title, lines, "bold yellow")
 
 
 def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:
