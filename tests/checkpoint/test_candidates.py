@@ -84,7 +84,7 @@ def test_a_newer_checkpoint_beside_what_latest_names_is_told(tmp_path: Path) -> 
     )
     assert plan.warnings[0] == told
     found = inspect_checkpoint(run)
-    assert [(one.name, one.step, one.is_chosen) for one in found.tags] == [
+    assert [(one.name, one.step, one.chosen) for one in found.tags] == [
         ("checkpoint-6", 6, False),
         ("global_step6", 6, True),
         ("checkpoint-8", 8, False),

@@ -251,7 +251,7 @@ def test_of_many_tags_only_the_newest_are_looked_into(
     found = inspect_checkpoint(tmp_path)
     assert len(found.tags) == 20
     assert len({path.parent for path in opened if path.suffix == ".pt"}) == 16
-    assert [tag.is_complete for tag in found.tags] == [None] * 4 + [True] * 16
+    assert [tag.complete for tag in found.tags] == [None] * 4 + [True] * 16
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -265,7 +265,7 @@ def test_placeholders_beside_the_tag_are_named_and_real_weights_are_not(
     else:
         save_file(weights, path)
     (file,) = inspect_checkpoint(zero3).weight_files
-    assert (file.path.name, file.tensors, file.placeholders) == (path.name, 3, ("a", "b"))
+    assert (file.name, file.tensors, file.placeholders) == (path.name, 3, ("a", "b"))
     shown = run(zero3).stdout
     assert f"{path.name}: placeholders, 2 of 3 tensors are empty" in shown
     assert "which an export does not read" not in shown

@@ -42,7 +42,7 @@ def naive(value: torch.Tensor) -> tuple[float, object, object, float | None, int
 
 def assert_equal(found: TensorStatistics, value: torch.Tensor) -> None:
     norm, low, high, mean, nan, inf = naive(value)
-    assert (found.minimum, found.maximum, found.nan, found.inf) == (low, high, nan, inf), found.name
+    assert (found.min, found.max, found.nan, found.inf) == (low, high, nan, inf), found.name
     assert math.isclose(found.norm, norm, rel_tol=1e-12), found.name
     assert (found.mean is None) == (mean is None)
     if mean is not None and found.mean is not None:

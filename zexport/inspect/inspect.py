@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from zexport.adapters.find import adapter_folders, adapters_in, is_peft
+from zexport.adapters.peft_format import find_adapter_config, read_name
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
-from zexport.inspect.adapters import AdapterSummary, summarize_adapters
 from zexport.inspect.tags import TagSummary, summarize_choice, summarize_tags
 from zexport.inspect.weight_files import WeightFile, list_weight_files
 from zexport.model.sidecars import find_sidecars
+from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
+from zexport.weights.named import Weights
 
 __all__ = ["Count", "Inspection", "Outcome", "Verdict", "inspect_checkpoint"]
 
@@ -53,6 +56,29 @@ class Count:
 
     tensors: int
     numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSummary:
+    """One adapter of a peft model.
+
+    Attributes:
+        name: its name in the module.
+        tensors: how many tensors are its own.
+        has_base: whether the checkpoint holds weights of its base model too.
+        method: such as ``LORA``; ``None`` where no ``adapter_config.json`` lies with it.
+        rank: of most of its updates.
+        targets: the modules and parameters that it updates, as its configuration says it.
+        saved_modules: those that were trained whole.
+    """
+
+    name: str
+    tensors: int
+    has_base: bool
+    method: str | None
+    rank: int | None
+    targets: tuple[str, ...]
+    saved_modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +167,7 @@ def inspect_checkpoint(
         raise
     except ZexportError as error:
         problems.append(error)
-    adapters = summarize_adapters(checkpoint)
+    adapters = _adapters(checkpoint)
     return Inspection(
         path=paths[0],
         tags=summarize_tags(checkpoint),
@@ -154,12 +180,43 @@ def inspect_checkpoint(
     )
 
 
+def _adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
+    """The adapters of a checkpoint; none where it is no peft model's."""
+    options = ExportOptions()
+    stored, folders = Weights.of(checkpoint), adapter_folders(checkpoint, options)
+    if not is_peft(stored, folders):
+        return ()
+    parts = [read_name(tensor.name) for tensor in checkpoint.tensors]
+    frozen = {t.name for t in checkpoint.of_role(Role.FROZEN) if t.source is not None}
+    has_base = any(not read_name(name).adapter for name in frozen)
+    summaries = []
+    for name in adapters_in(stored):
+        try:
+            config = find_adapter_config(name, folders, checkpoint.location.boundary)
+        except UnsafeError:
+            raise
+        except ZexportError:
+            config = None
+        summaries.append(
+            AdapterSummary(
+                name=name,
+                tensors=sum(part.adapter == name for part in parts),
+                has_base=has_base,
+                method=None if config is None else config.peft_type,
+                rank=None if config is None else config.rank,
+                targets=() if config is None else (*config.targets,),
+                saved_modules=() if config is None else (*config.saved_modules,),
+            )
+        )
+    return tuple(summaries)
+
+
 def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
     """Several checkpoints: what each is, so that one can be chosen."""
     tags = summarize_choice(path, follow_symlinks=follow_symlinks)
     name = "NAME"
     if list_tags(path) or are_of_one_run(tag.name for tag in tags):
-        newest = next((tag for tag in reversed(tags) if tag.is_complete), tags[-1])
+        newest = next((tag for tag in reversed(tags) if tag.complete), tags[-1])
         name = shell_word(newest.name)
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
@@ -180,7 +237,7 @@ def _verdict(
         return _refusal(problems)
     command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
     command += f" --tag {shell_word(tag)}" if tag is not None else ""
-    if any(adapter.config is not None for adapter in adapters):
+    if any(adapter.method is not None for adapter in adapters):
         base = "" if adapters[0].has_base else " --base DIR"
         return Verdict(
             Outcome.EXPORTABLE,

@@ -37,7 +37,7 @@ class TensorStatistics:
     Attributes:
         name: the tensor's name in the checkpoint.
         norm: square root of the sum of squares; 0 for no elements.
-        minimum, maximum: the extremes, exact; ``None`` for no finite elements.
+        min, max: the extremes, exact; ``None`` for no finite elements.
         mean: ``None`` for no finite elements.
         nan: how many elements are NaN.
         inf: how many elements are infinite.
@@ -45,8 +45,8 @@ class TensorStatistics:
 
     name: str
     norm: float
-    minimum: float | int | None
-    maximum: float | int | None
+    min: float | int | None
+    max: float | int | None
     mean: float | None
     nan: int
     inf: int
@@ -114,8 +114,8 @@ def _measure(
     return TensorStatistics(
         name=tensor.name,
         norm=sums.norm,
-        minimum=sums.minimum if sums.count else None,
-        maximum=sums.maximum if sums.count else None,
+        min=sums.minimum if sums.count else None,
+        max=sums.maximum if sums.count else None,
         mean=sums.mean if sums.count else None,
         nan=sums.nan,
         inf=sums.inf,

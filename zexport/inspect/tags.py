@@ -32,16 +32,16 @@ class TagSummary:
         step: optimizer steps taken; ``None`` where it was not looked at or cannot be read.
         optimizer_files: how many optimizer files it has.
         world_size: how many it should have; ``None`` as above.
-        is_complete: whether every rank's files are there; ``None`` where that is not known.
-        is_chosen: whether it is the one that the rest of the inspection is about.
+        complete: whether every rank's files are there; ``None`` where that is not known.
+        chosen: whether it is the one that the rest of the inspection is about.
     """
 
     name: str
     step: int | None = None
     optimizer_files: int = 0
     world_size: int | None = None
-    is_complete: bool | None = None
-    is_chosen: bool = False
+    complete: bool | None = None
+    chosen: bool = False
 
 
 def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
@@ -87,8 +87,8 @@ def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
         step=checkpoint.global_steps,
         optimizer_files=len(optimizers),
         world_size=checkpoint.world_size if optimizers else None,
-        is_complete=not missing if optimizers else None,
-        is_chosen=True,
+        complete=not missing if optimizers else None,
+        chosen=True,
     )
 
 
@@ -100,8 +100,8 @@ def _summarize(
     optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
     is_read = is_read and all(boundary.holds(file.path) for file in files)
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
-    is_complete = None if world_size is None else _is_complete(files, world_size)
-    return TagSummary(name, step, len(optimizers), world_size, is_complete)
+    complete = None if world_size is None else _is_complete(files, world_size)
+    return TagSummary(name, step, len(optimizers), world_size, complete)
 
 
 def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:

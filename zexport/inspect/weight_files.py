@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zexport.errors import ZexportError
-from zexport.formats.inert import Global, TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
@@ -31,7 +31,7 @@ class WeightFile:
     """One file of weights, from its header or pickle alone.
 
     Attributes:
-        path: the file.
+        name: the file's name.
         nbytes: its size.
         tensors: how many tensors it holds.
         placeholders: names of those that should have elements and have none.
@@ -39,11 +39,11 @@ class WeightFile:
         problem: why it cannot be read; empty where it can.
     """
 
-    path: Path
+    name: str
     nbytes: int
     tensors: int
     placeholders: tuple[str, ...]
-    unknown_globals: tuple[Global, ...] = ()
+    unknown_globals: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -62,18 +62,18 @@ def list_weight_files(
 
 def _read(path: Path, empty: Container[str]) -> WeightFile:
     nbytes = version(path).nbytes
-    unknown: tuple[Global, ...] = ()
+    unknown: tuple[str, ...] = ()
     try:
         if path.suffix == ".safetensors":
             shapes = {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
         else:
             file = read_torch_file(path)
-            unknown = file.unknown_globals
+            unknown = tuple(map(str, file.unknown_globals))
             shapes = dict(_shapes(file.value))
     except ZexportError as error:
-        return WeightFile(path, nbytes, 0, (), problem=error.problem)
+        return WeightFile(path.name, nbytes, 0, (), problem=error.problem)
     placeholders = tuple(n for n, shape in shapes.items() if 0 in shape and n not in empty)
-    return WeightFile(path, nbytes, len(shapes), placeholders, unknown)
+    return WeightFile(path.name, nbytes, len(shapes), placeholders, unknown)
 
 
 def _shapes(value: object) -> Iterable[tuple[str, tuple[int, ...]]]:

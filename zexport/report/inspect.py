@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
-from zexport.inspect.inspect import Count, Inspection, Outcome
+from zexport.inspect.inspect import AdapterSummary, Count, Inspection, Outcome
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
@@ -22,7 +22,6 @@ from zexport.report.text import (
 from zexport.store.folders import working_folder
 
 if TYPE_CHECKING:
-    from zexport.inspect.adapters import AdapterSummary
     from zexport.inspect.statistics import TensorStatistics
     from zexport.inspect.tags import TagSummary
     from zexport.inspect.weight_files import WeightFile
@@ -111,14 +110,13 @@ def _world_size(checkpoint: ZeroCheckpoint) -> str:
 
 def _adapter(adapter: AdapterSummary) -> str:
     base = "with" if adapter.has_base else "without"
-    config = adapter.config
-    if config is None:
+    if adapter.method is None:
         return f"{adapter.name}, no adapter_config.json, {base} the base model"
-    rank = "" if config.rank is None else f" of rank {config.rank}"
+    rank = "" if adapter.rank is None else f" of rank {adapter.rank}"
     parts = [
-        f"{adapter.name}: {config.peft_type}{rank}",
-        f"on {some(config.targets, 8)}" if config.targets else "",
-        f"{some(config.saved_modules, 8)} trained whole" if config.saved_modules else "",
+        f"{adapter.name}: {adapter.method}{rank}",
+        f"on {some(adapter.targets, 8)}" if adapter.targets else "",
+        f"{some(adapter.saved_modules, 8)} trained whole" if adapter.saved_modules else "",
         f"{base} the base model",
     ]
     return ", ".join(filter(None, parts))
@@ -143,13 +141,13 @@ def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
 
 
 def _tag_row(tag: TagSummary) -> tuple[str, str, str, str]:
-    whole = {True: "complete", False: "incomplete", None: ""}[tag.is_complete]
+    whole = {True: "complete", False: "incomplete", None: ""}[tag.complete]
     of = "" if tag.world_size is None else f" of {tag.world_size:,}"
     return (
         tag.name,
         "" if tag.step is None else f"{tag.step:,}",
         f"{tag.optimizer_files:,}{of} {whole}".rstrip(),
-        "this one" if tag.is_chosen else "",
+        "this one" if tag.chosen else "",
     )
 
 
@@ -217,7 +215,7 @@ def _print_statistics(console: Console, statistics: Sequence[TensorStatistics]) 
 
 
 def _statistics_row(found: TensorStatistics) -> tuple[str, ...]:
-    numbers = (found.norm, found.minimum, found.maximum, found.mean)
+    numbers = (found.norm, found.min, found.max, found.mean)
     written = ("-" if number is None else f"{number:.5g}" for number in numbers)
     return (found.name, *written, f"{found.nan:,}", f"{found.inf:,}")
 
@@ -243,11 +241,10 @@ def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:
 
 
 def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[str]:
-    found = [(file.name, file.unknown_globals) for file in checkpoint.files]
-    found += [(file.path.name, file.unknown_globals) for file in inspection.weight_files]
-    for name, unknown in found:
-        if unknown:
-            yield f"{name}: {some([str(one) for one in unknown], 8)}"
+    files: tuple[CheckpointFile | WeightFile, ...] = (*checkpoint.files, *inspection.weight_files)
+    for file in files:
+        if file.unknown_globals:
+            yield f"{file.name}: {some([str(one) for one in file.unknown_globals], 8)}"
 
 
 def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
@@ -275,7 +272,7 @@ def _beside(files: Sequence[WeightFile]) -> Iterator[str]:
     """What the weight files beside the tag are, and where the real weights are if not there."""
     for file in files:
         if file.problem:
-            yield f"{file.path.name} beside the tag cannot be read: {file.problem}"
+            yield f"{file.name} beside the tag cannot be read: {file.problem}"
     hollow = [file for file in files if file.placeholders]
     if hollow:
         empty = sum(len(file.placeholders) for file in hollow)
@@ -292,7 +289,7 @@ def _beside(files: Sequence[WeightFile]) -> Iterator[str]:
 
 
 def _names(files: Sequence[WeightFile]) -> str:
-    return some([file.path.name for file in files], 2)
+    return some([file.name for file in files], 2)
 
 
 def _tensors_in(files: Sequence[WeightFile]) -> str:
