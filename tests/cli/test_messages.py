@@ -35,7 +35,7 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.formats.inert import StorageRef
-from zexport.formats.torch_legacy import LegacyRecords
+from zexport.formats.torch_file import LegacyRecords
 from zexport.model import custom_code
 from zexport.model.fit import ModelNames, NamesUnknown, best_fit
 from zexport.model.hub_layout import Box, HubLayout, HubTensor

@@ -1,7 +1,9 @@
 """Where records lie in the zip file that ``torch.save`` writes, and what makes such a file unfit.
 
 The central directory says what there is; a record's own header is looked at when its bytes are
-asked for, since that costs one small read a record.
+asked for, since that costs one small read a record. A directory exactly as ``torch.save`` writes it
+is read in one pass; whatever differs from that form in any way is left to ``zipfile``, which makes
+an object of every record, of which there is one for every parameter and rank under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
@@ -18,9 +21,8 @@ from typing import TypeAlias
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ExcessError, StorageRef
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, load
-from zexport.formats.zip_directory import Entry, data_offset, plain_entries, read_entry
 from zexport.ranges.extents import Member
-from zexport.store.files import open_regular
+from zexport.store.files import open_regular, read_at, version_of
 
 COPY_AGAIN = "Copy the file again from where it was written"
 _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
@@ -37,6 +39,15 @@ _ZIP_ERRORS = (
     struct.error,
     zlib.error,
 )
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
+_RECORD = struct.Struct("<4s2xHHH4xLLLHHH8xL")
+_END = struct.Struct("<4s8xLLH")  # signature, the directory's size and offset, comment
+_END64 = struct.Struct("<4s36xQQ")
+_LOCATOR_NBYTES = 20
+_VERSION_MAX = 63
+_FLAGS_KNOWN = 0x808
+"""The name is in UTF-8; the record's own header has neither size nor CRC."""
+_IN_ZIP64 = 0xFFFFFFFF
 DIRECTORY_NBYTES_MAX = 12 << 20
 """Room for 120,000 records with the long names of rank files. Read, a directory takes ten times as
 much memory."""
@@ -53,6 +64,29 @@ def opened(path: Path) -> Iterator[FileIO]:
         raise CheckpointError(
             "cannot be read", path=path, found=error.strerror, hint=hint
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the central directory says of a record, and the first byte that is not its own.
+
+    A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
+    """
+
+    name: str
+    raw_name: str
+    encoding: str
+    header_offset: int
+    nbytes: int
+    compressed_nbytes: int
+    crc32: int
+    is_stored: bool
+    limit: int
+
+    @property
+    def header_nbytes(self) -> int:
+        """Bytes of the record's own header at the least."""
+        return _LOCAL_HEADER.size + len(self.raw_name.encode(self.encoding))
 
 
 _Found: TypeAlias = tuple[str, bytes, dict[str, Entry]]
@@ -112,7 +146,7 @@ class ZipRecords:
     def _member(self, file: FileIO, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
-            offset = data_offset(file, entry)
+            offset = _data_offset(file, entry)
             if offset is None:
                 problem = f"the record {entry.name} is not where the zip's directory puts it"
                 raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
@@ -211,7 +245,7 @@ def read_zip(
 ) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:
-        data, records = _read_archive(file, path)
+        root, data, entries = _read_plain(file) or _read_any(file, path)
     except ExcessError as error:
         hint = "Save fewer tensors in one file"
         raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
@@ -221,29 +255,21 @@ def read_zip(
     known = {} if known is None else known
     if data not in known:
         known[data] = load(data, path=path)
-    return known[data], records
-
-
-def _read_archive(file: FileIO, path: Path) -> tuple[bytes, ZipRecords]:
-    """The bytes of ``data.pkl``, and where the storages lie."""
-    found = _read_plain(file) or _read_any(file, path)
-    root, data, entries = found
-    prefix = "data/"
-    storages = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
-    return data, ZipRecords(path, root, storages)
+    storages = {n.removeprefix("data/"): e for n, e in entries.items() if n.startswith("data/")}
+    return known[data], ZipRecords(path, root, storages)
 
 
 def _read_plain(file: FileIO) -> _Found | None:
     """What is in a little-endian file as ``torch.save`` writes it; ``None`` for every other."""
-    plain = plain_entries(file, _Bounded.limit)
+    plain = _plain_entries(file, _Bounded.limit)
     pickle = None if plain is None else plain[1].get("data.pkl")
     if plain is None or pickle is None or pickle.nbytes > MAX_PICKLE_NBYTES:
         return None
     root, entries = plain
     order = entries.get("byteorder")
-    if order is not None and (order.nbytes != len(_LITTLE) or read_entry(file, order) != _LITTLE):
+    if order is not None and (order.nbytes != len(_LITTLE) or _read_entry(file, order) != _LITTLE):
         return None
-    data = read_entry(file, pickle)
+    data = _read_entry(file, pickle)
     return None if data is None else (root, data, entries)
 
 
@@ -257,3 +283,87 @@ def _read_any(file: FileIO, path: Path) -> _Found:
         _check_byte_order(archive, root, path)
         data = _read(archive, f"{root}/data.pkl", limit=MAX_PICKLE_NBYTES, path=path)
     return root, data, {e.name.removeprefix(f"{root}/"): e for e in entries}
+
+
+def _data_offset(file: FileIO, entry: Entry) -> int | None:
+    """The record's first data byte, or None if its own header contradicts the central directory."""
+    name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
+    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name))
+    if len(raw) < _LOCAL_HEADER.size + len(name):
+        return None
+    signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
+    offset: int = begin + len(raw) + extra_nbytes
+    agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
+    return offset if agrees and offset + entry.nbytes <= entry.limit else None
+
+
+def _plain_entries(file: FileIO, nbytes_max: int) -> tuple[str, dict[str, Entry]] | None:
+    """The one folder of a file, and its records but for empty storages, by their names in it.
+
+    Every record is stored, none reaches into the next, and no two have one name. ``None`` where the
+    file is not of this form, or its directory has more than ``nbytes_max`` bytes.
+    """
+    place = _place(file)
+    if place is None or place[1] > nbytes_max:
+        return None
+    start, nbytes = place
+    rows = _rows(read_at(file, start, nbytes), nbytes)
+    names = {name for name, *_ in rows}
+    root = rows[0][0].partition(b"/")[0] if rows else b""
+    if not root or len(names) < len(rows) or not all(n.startswith(root + b"/") for n in names):
+        return None
+    limits = [*(offset for _, offset, *_ in rows[1:]), start]
+    entries = {}
+    for (raw, offset, size, crc), limit in zip(rows, limits, strict=True):
+        if offset + _LOCAL_HEADER.size + len(raw) + size > limit:
+            return None
+        if size or not raw.startswith(root + b"/data/"):
+            name = raw.decode("ascii")
+            entry = Entry(name, name, "ascii", offset, size, size, crc, True, limit)
+            entries[name[len(root) + 1 :]] = entry
+    return root.decode("ascii"), entries
+
+
+def _read_entry(file: FileIO, entry: Entry) -> bytes | None:
+    """The bytes of a stored record; ``None`` where they are not those that were saved."""
+    offset = _data_offset(file, entry)
+    data = b"" if offset is None else read_at(file, offset, entry.nbytes)
+    return data if len(data) == entry.nbytes and zlib.crc32(data) == entry.crc32 else None
+
+
+def _place(file: FileIO) -> tuple[int, int] | None:
+    """Where the directory begins and its size; it ends where the end records begin."""
+    size = version_of(file.fileno()).nbytes
+    nbytes = _END64.size + _LOCATOR_NBYTES + _END.size
+    tail = read_at(file, max(size - nbytes, 0), nbytes)
+    if len(tail) < nbytes:
+        return None
+    signature, count, begin, comment = _END.unpack_from(tail, nbytes - _END.size)
+    end = size - _END.size
+    if signature != b"PK\x05\x06" or comment:
+        return None
+    if tail[_END64.size :].startswith(b"PK\x06\x07"):
+        signature, count, begin = _END64.unpack_from(tail)
+        end = size - nbytes
+        if signature != b"PK\x06\x06":
+            return None
+    return (begin, count) if begin + count == end else None
+
+
+def _rows(directory: bytes, nbytes: int) -> list[tuple[bytes, int, int, int]]:
+    """Name, offset of its header, size and CRC-32 of each record; nothing if one is uncommon."""
+    rows = []
+    at = 0
+    while at + _RECORD.size <= nbytes == len(directory):
+        signature, version, flags, method, crc, stored, size, n, extra, comment, offset = (
+            _RECORD.unpack_from(directory, at)
+        )
+        raw = directory[at + _RECORD.size : at + _RECORD.size + n]
+        at += _RECORD.size + n
+        is_plain = signature == b"PK\x01\x02" and version <= _VERSION_MAX and stored == size
+        if not is_plain or flags & ~_FLAGS_KNOWN or method or extra or comment:
+            return []
+        if _IN_ZIP64 in (size, offset) or b"\0" in raw or not raw.isascii():
+            return []
+        rows.append((raw, offset, size, crc))
+    return rows if at == nbytes else []
