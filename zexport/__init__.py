@@ -20,8 +20,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from zexport.version import __version__
-
 if TYPE_CHECKING:
     from zexport.api import consolidate, diff_models, plan_export, run_export, verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -60,6 +58,8 @@ __all__ = [
     "run_export",
     "verify_export",
 ]
+
+__version__ = "0.1.0"
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import deepspeed_names, edit
 from tests.support.sparse_checkpoint import write_sparse_zero3
+from zexport import __version__
 from zexport.cli.main import cli
-from zexport.version import __version__
 
 _ROOT = click.Context(cli)
 COMMANDS = {name: cli.get_command(_ROOT, name) for name in cli.list_commands(_ROOT)}

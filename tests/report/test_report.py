@@ -235,7 +235,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def told(clock: Clock, mode: str, *, seconds_a_step: float, steps: int) -> None:
-    with progress.ProgressPrinter(mode) as tell:
+    with progress.progress_printer(mode) as tell:
         assert tell is not None
         for step in range(1, steps + 1):
             clock.now += seconds_a_step
@@ -244,7 +244,7 @@ def told(clock: Clock, mode: str, *, seconds_a_step: float, steps: int) -> None:
 
 def test_quiet_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     for mode in ("auto", "json"):
-        with progress.ProgressPrinter(mode, quiet=True) as tell:
+        with progress.progress_printer(mode, quiet=True) as tell:
             assert tell is None
     assert capfd.readouterr() == ("", "")
 
@@ -296,7 +296,7 @@ PROGRAM = """
 from zexport.cli import progress
 from zexport.run.execute import Phase, Progress
 progress._LINE_SECONDS = progress._LINE_SECONDS_MIN = 0.0
-with progress.ProgressPrinter("auto") as tell:
+with progress.progress_printer("auto") as tell:
     tell(Progress(500_000_000, 1_000_000_000, Phase.WRITE))
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from zexport import __version__
 from zexport.errors import VerificationError
 from zexport.findings import Finding, FindingKind
 from zexport.ranges.dtypes import DType
@@ -21,7 +22,6 @@ from zexport.run.manifest import (
     new_manifest,
     read_manifest,
 )
-from zexport.version import __version__
 
 MANIFEST = new_manifest(
     provenance={"tag": "global_step3", "options": {"dtype": "bf16"}},

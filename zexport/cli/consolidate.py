@@ -118,10 +118,6 @@ def consolidate(
     json: bool,
     progress: str,
     quiet: bool,
-    max_shard_size: int,
-    max_memory: int | None,
-    rename: tuple[tuple[str, str], ...],
-    allow: tuple[FindingKind, ...],
     **chosen: Any,
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
@@ -133,25 +129,18 @@ def consolidate(
     """
     from zexport.api import plan_export, run_export
     from zexport.checkpoint.opening import open_checkpoint
-    from zexport.cli.progress import ProgressPrinter
+    from zexport.cli.progress import progress_printer
     from zexport.report.export import print_export
     from zexport.run.execute import VerifyMode
     from zexport.store.json import form_of
 
-    options = ExportOptions(
-        max_shard_nbytes=max_shard_size,
-        max_memory_nbytes=max_memory,
-        renames=rename,
-        allow=frozenset(allow),
-        **chosen,
-    )
     checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_export(checkpoint, out, options)
+    plan = plan_export(checkpoint, out, _options(**chosen))
     if dry_run:
         _show(plan, as_json=json)
         return
     mode = VerifyMode("none" if no_verify else verify)
-    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+    with progress_printer(progress, quiet=quiet) as on_progress:
         done = run_export(plan, verify=mode, progress=on_progress)
     if json or not quiet:
         put_out(
@@ -159,6 +148,24 @@ def consolidate(
             lambda console: print_export(console, done),
             as_json=json,
         )
+
+
+def _options(
+    *,
+    max_shard_size: int,
+    max_memory: int | None,
+    rename: tuple[tuple[str, str], ...],
+    allow: tuple[FindingKind, ...],
+    **chosen: Any,
+) -> ExportOptions:
+    """What was chosen, by the library's names for it."""
+    return ExportOptions(
+        max_shard_nbytes=max_shard_size,
+        max_memory_nbytes=max_memory,
+        renames=rename,
+        allow=frozenset(allow),
+        **chosen,
+    )
 
 
 def _show(plan: ExportPlan, *, as_json: bool) -> None:

@@ -51,10 +51,10 @@ def diff(
     Example: zexport diff model base
     """
     from zexport.api import diff_models
-    from zexport.cli.progress import ProgressPrinter
+    from zexport.cli.progress import progress_printer
     from zexport.report.diff import diff_json, print_diff
 
-    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+    with progress_printer(progress, quiet=quiet) as on_progress:
         report = diff_models(a, b, jobs=jobs, progress=on_progress)
     put_out(
         lambda: diff_json(report, every=all),

@@ -65,8 +65,8 @@ def inspect(
 
 
 def _measure(checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool) -> Measured:
-    from zexport.cli.progress import ProgressPrinter
+    from zexport.cli.progress import progress_printer
     from zexport.inspect.statistics import measure
 
-    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+    with progress_printer(progress, quiet=quiet) as on_progress:
         return measure(checkpoint, progress=on_progress)

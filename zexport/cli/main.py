@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import click
 
+from zexport import __version__
 from zexport.cli.streams import prepare_streams
 from zexport.errors import OutputError, UsageError, ZexportError
-from zexport.version import __version__
 
 _INTERRUPTED = 130
 _BUG = 1

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from zexport.report.text import duration, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from rich.progress import TaskID
 
     from zexport.run.execute import Progress
 
@@ -24,44 +23,30 @@ _JSON_SECONDS = 0.5
 _LABEL = {"resume": "Comparing what is there", "write": "Writing", "verify": "Checking"}
 
 
-class _Teller(Protocol):
-    def tell(self, progress: Progress) -> None: ...
+@contextmanager
+def progress_printer(
+    mode: str, *, quiet: bool = False
+) -> Iterator[Callable[[Progress], None] | None]:
+    """The callback for ``run_export`` and its kin; ``None`` where nothing is to be said.
 
-    def close(self) -> None: ...
-
-
-class ProgressPrinter:
-    """A context that gives the callback for ``run_export`` and its kin.
-
-    Args:
-        mode: ``auto`` (a bar on a terminal, a plain line now and then elsewhere) or ``json`` (an
-            object a line).
-        quiet: say nothing.
+    ``mode`` is ``auto`` (a bar on a terminal, a plain line now and then elsewhere) or ``json`` (an
+    object a line).
     """
-
-    def __init__(self, mode: str = "auto", *, quiet: bool = False) -> None:
-        self._mode = mode
-        self._quiet = quiet
-        self._teller: _Teller | None = None
-
-    def __enter__(self) -> Callable[[Progress], None] | None:
-        """The callback; ``None`` where nothing is to be said."""
-        if self._quiet:
-            return None
-        if self._mode == "json":
-            self._teller = _JsonLines()
-        else:
-            self._teller = _Bar() if _is_terminal() else _PlainLines()
-        return self._teller.tell
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._teller is not None:
-            self._teller.close()
+    if quiet:
+        yield None
+    elif mode == "json":
+        yield _JsonLines().tell
+    elif _is_terminal():
+        with _new_bar() as bar:
+            task = bar.add_task("", total=None)
+            yield lambda progress: bar.update(
+                task,
+                description=_LABEL[progress.phase.value],
+                completed=progress.nbytes_done,
+                total=progress.nbytes_total,
+            )
+    else:
+        yield _PlainLines().tell
 
 
 def _is_terminal() -> bool:
@@ -73,100 +58,68 @@ def _is_terminal() -> bool:
     return not Console(stderr=True).is_dumb_terminal
 
 
-class _Clock:
+class _Lines:
     """Time since the work began, and the speed that it shows."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self._told_at = 0.0
 
-    def seconds(self) -> float:
+    def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def speed(self, progress: Progress) -> float:
+    def _speed(self, progress: Progress) -> int:
         """Bytes a second."""
-        return progress.nbytes_done / max(self.seconds(), 1e-9)
+        return round(progress.nbytes_done / max(self._seconds(), 1e-9))
 
-    def seconds_left(self, progress: Progress) -> float | None:
-        speed = self.speed(progress)
+    def _seconds_left(self, progress: Progress) -> float | None:
+        speed = progress.nbytes_done / max(self._seconds(), 1e-9)
         return (progress.nbytes_total - progress.nbytes_done) / speed if speed else None
 
 
-class _JsonLines:
+class _JsonLines(_Lines):
     """Objects with ``phase``, ``nbytes_done``, ``nbytes_total`` and their like."""
 
-    def __init__(self) -> None:
-        self._clock = _Clock()
-        self._told_at = -_JSON_SECONDS
-
     def tell(self, progress: Progress) -> None:
-        now = self._clock.seconds()
+        now = self._seconds()
         is_last = progress.nbytes_done >= progress.nbytes_total
-        if now - self._told_at < _JSON_SECONDS and not is_last:
+        if self._told_at and now - self._told_at < _JSON_SECONDS and not is_last:
             return
         self._told_at = now
-        left = self._clock.seconds_left(progress)
+        left = self._seconds_left(progress)
         line = {
             "phase": progress.phase.value,
             "nbytes_done": progress.nbytes_done,
             "nbytes_total": progress.nbytes_total,
             "nbytes_resumed": progress.nbytes_resumed,
-            "bytes_per_second": round(self._clock.speed(progress)),
+            "bytes_per_second": self._speed(progress),
             "seconds_left": None if left is None else round(left, 1),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
 
-    def close(self) -> None:
-        pass
 
-
-class _PlainLines:
+class _PlainLines(_Lines):
     """A line at every tenth of the work, or after ten seconds, and never two within a second."""
 
     def __init__(self) -> None:
-        self._clock = _Clock()
-        self._told_at = 0.0
+        super().__init__()
         self._told_tenth = 0
 
     def tell(self, progress: Progress) -> None:
-        now = self._clock.seconds()
-        tenth = progress.nbytes_done * _LINES_PER_JOB // max(progress.nbytes_total, 1)
+        now = self._seconds()
+        done, total = progress.nbytes_done, progress.nbytes_total
+        tenth = done * _LINES_PER_JOB // max(total, 1)
         waited = now - self._told_at
         if waited < (_LINE_SECONDS_MIN if tenth > self._told_tenth else _LINE_SECONDS):
             return
         self._told_at, self._told_tenth = now, tenth
-        print(self._line(progress), file=sys.stderr, flush=True)  # noqa: T201
-
-    def _line(self, progress: Progress) -> str:
-        done, total = progress.nbytes_done, progress.nbytes_total
-        left = self._clock.seconds_left(progress)
+        left = self._seconds_left(progress)
         rest = "" if left is None else f", {duration(left)} left"
-        return (
+        line = (
             f"{_LABEL[progress.phase.value]}: {100 * done // max(total, 1)} % "
-            f"({size(done)} of {size(total)}, {size(round(self._clock.speed(progress)))}/s{rest})"
+            f"({size(done)} of {size(total)}, {size(self._speed(progress))}/s{rest})"
         )
-
-    def close(self) -> None:
-        pass
-
-
-class _Bar:
-    """A rich progress bar; it is taken away when the work is done."""
-
-    def __init__(self) -> None:
-        self._bar: Bar = _new_bar()
-        self._task: TaskID = self._bar.add_task("", total=None)
-        self._bar.start()
-
-    def tell(self, progress: Progress) -> None:
-        self._bar.update(
-            self._task,
-            description=_LABEL[progress.phase.value],
-            completed=progress.nbytes_done,
-            total=progress.nbytes_total,
-        )
-
-    def close(self) -> None:
-        self._bar.stop()
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _new_bar() -> Bar:

@@ -44,10 +44,10 @@ def verify(
     Example: zexport verify model --against run/checkpoint-100
     """
     from zexport.api import verify_export
-    from zexport.cli.progress import ProgressPrinter
+    from zexport.cli.progress import progress_printer
     from zexport.report.export import print_verify
 
-    with ProgressPrinter(progress, quiet=quiet) as on_progress:
+    with progress_printer(progress, quiet=quiet) as on_progress:
         found = verify_export(
             out,
             against=against,

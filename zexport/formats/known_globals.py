@@ -6,7 +6,7 @@ computed by a function of this module, from inert values to an inert value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeGuard
 
 from zexport.formats.inert import (
@@ -68,10 +68,6 @@ def _view(args: Args, dtype: DType | None = None) -> object:
     raise MalformedError("a tensor's place or shape is not made of whole numbers")
 
 
-def _tensor(args: Args) -> object:
-    return _view(args)
-
-
 def _tensor_v3(args: Args) -> object:
     """A view of an untyped storage; the element type is the seventh argument."""
     match args[6:]:
@@ -99,19 +95,15 @@ def _from_type(args: Args) -> object | None:
 
 def _ordered_dict(args: Args) -> object | None:
     result: dict[object, object] = {}
-    match args:
-        case ():
-            return result
-        case (list() as pairs,):
-            for pair in pairs:
-                match pair:
-                    case [key, value]:
-                        result[as_key(key)] = value
-                    case _:
-                        return None
-            return result
-        case _:
+    if not args:
+        return result
+    if len(args) > 1 or not isinstance(args[0], list):
+        return None
+    for pair in args[0]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:  # noqa: PLR2004 - a pair
             return None
+        result[as_key(pair[0])] = pair[1]
+    return result
 
 
 def _items(args: Args) -> tuple[object, ...] | None:
@@ -122,14 +114,14 @@ def _items(args: Args) -> tuple[object, ...] | None:
             return None
 
 
-def _set(args: Args) -> object | None:
-    items = _items(args)
-    return None if items is None else set(map(as_key, items))
+def _collected(kind: Callable[[Iterator[object]], object]) -> Call:
+    """A call that makes a set of its one argument's items."""
 
+    def collect(args: Args) -> object | None:
+        items = _items(args)
+        return None if items is None else kind(map(as_key, items))
 
-def _frozenset(args: Args) -> object | None:
-    items = _items(args)
-    return None if items is None else frozenset(map(as_key, items))
+    return collect
 
 
 def _complex(args: Args) -> object | None:
@@ -217,8 +209,8 @@ _DTYPES: dict[Global, DType | None] = {
 
 REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD: dict[Global, Call] = {
-    Global("torch._utils", "_rebuild_tensor"): _tensor,
-    REBUILD_TENSOR: _tensor,
+    Global("torch._utils", "_rebuild_tensor"): _view,
+    REBUILD_TENSOR: _view,
     Global("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     Global("torch._utils", "_rebuild_parameter"): _parameter,
     Global("torch._utils", "_rebuild_parameter_with_state"): _parameter,
@@ -234,8 +226,8 @@ CALLS: dict[Global, Call] = _REBUILD | {
 for _builtins in ("builtins", "__builtin__"):
     CALLS |= {
         Global(_builtins, "getattr"): _getattr,
-        Global(_builtins, "set"): _set,
-        Global(_builtins, "frozenset"): _frozenset,
+        Global(_builtins, "set"): _collected(set),
+        Global(_builtins, "frozenset"): _collected(frozenset),
         Global(_builtins, "complex"): _complex,
     }
 

@@ -13,8 +13,13 @@ from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
-from zexport.inspect.tags import TagSummary, summarize_choice, summarize_tags
-from zexport.inspect.weight_files import WeightFile, list_weight_files
+from zexport.inspect.around import (
+    TagSummary,
+    WeightFile,
+    list_weight_files,
+    summarize_choice,
+    summarize_tags,
+)
 from zexport.model.sidecars import find_sidecars
 from zexport.options import ExportOptions
 from zexport.printable import shell_word

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from zexport import __version__
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.model.hub_cache import hub_id_of, is_hub_id
 from zexport.model.sidecars import Sidecars
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType
-from zexport.version import __version__
 
 _TAGS = ("zexport", "deepspeed")
 _TASKS = (

@@ -16,8 +16,8 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct
 
+from zexport import __version__
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
-from zexport.version import __version__
 
 
 class PlanDigest:

@@ -22,9 +22,8 @@ from zexport.report.text import (
 from zexport.store.folders import working_folder
 
 if TYPE_CHECKING:
+    from zexport.inspect.around import TagSummary, WeightFile
     from zexport.inspect.statistics import TensorStatistics
-    from zexport.inspect.tags import TagSummary
-    from zexport.inspect.weight_files import WeightFile
 
 __all__ = ["inspection_json", "print_inspection"]
 

@@ -11,12 +11,12 @@ from pathlib import Path, PurePosixPath
 import msgspec
 from blake3 import blake3
 
+from zexport import __version__
 from zexport.errors import VerificationError
 from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_regular
 from zexport.store.json import Json, Natural, values_of
-from zexport.version import __version__
 
 MANIFEST_NAME = "zexport_manifest.json"
 SCHEMA = 1

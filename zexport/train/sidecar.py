@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zexport import __version__
 from zexport.model.conversion import describe_model
-from zexport.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,9 +1,14 @@
-"""What each of several tags is, told from the names of its files and one of them."""
+"""What lies around a tag folder: the other tags, and weights beside them.
+
+A tag is told from the names of its files and one of them. The weights are real ones, or ZeRO-3's
+empty placeholders: without gathering on save, its module holds a tensor of no elements for every
+parameter, and a framework that saves the module saves those.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +24,19 @@ from zexport.checkpoint.find import locate
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
 from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import ZexportError
+from zexport.formats.inert import TensorRef
+from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
+from zexport.store.files import version
+from zexport.store.folders import is_file, matching
+
+_WEIGHT_PATTERNS = (
+    "model*.safetensors",
+    "adapter_model*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model*.bin",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +132,61 @@ def _world_size(path: Path) -> int | None:
     except ZexportError:  # a summary says what it can; opening this tag tells what is wrong
         return None
     return max(counts, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One file of weights, from its header or pickle alone.
+
+    Attributes:
+        name: the file's name.
+        nbytes: its size.
+        tensors: how many tensors it holds.
+        placeholders: names of those that should have elements and have none.
+        unknown_globals: names in its pickle that are outside the closed list.
+        problem: why it cannot be read; empty where it can.
+    """
+
+    name: str
+    nbytes: int
+    tensors: int
+    placeholders: tuple[str, ...]
+    unknown_globals: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def list_weight_files(
+    root: Path, empty: Container[str], boundary: Boundary
+) -> tuple[WeightFile, ...]:
+    """The weight files directly in ``root``, by name; no tensor data is read.
+
+    ``empty`` names the tensors that have no elements by nature.
+    """
+    paths = {
+        path for pattern in _WEIGHT_PATTERNS for path in matching(root, pattern) if is_file(path)
+    }
+    for path in sorted(paths):
+        boundary.check(path)
+    return tuple(_read(path, empty) for path in sorted(paths))
+
+
+def _read(path: Path, empty: Container[str]) -> WeightFile:
+    nbytes = version(path).nbytes
+    unknown: tuple[str, ...] = ()
+    try:
+        if path.suffix == ".safetensors":
+            shapes = {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
+        else:
+            file = read_torch_file(path)
+            unknown = tuple(map(str, file.unknown_globals))
+            shapes = dict(_shapes(file.value))
+    except ZexportError as error:
+        return WeightFile(path.name, nbytes, 0, (), problem=error.problem)
+    placeholders = tuple(n for n, shape in shapes.items() if 0 in shape and n not in empty)
+    return WeightFile(path.name, nbytes, len(shapes), placeholders, unknown)
+
+
+def _shapes(value: object) -> Iterable[tuple[str, tuple[int, ...]]]:
+    for name, tensor in value.items() if isinstance(value, dict) else ():
+        if isinstance(name, str) and isinstance(tensor, TensorRef):
+            yield name, tensor.shape
