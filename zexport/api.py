@@ -107,8 +107,11 @@ def verify_export(
     manifest = read_manifest(out_dir)
     base = Path(base) if base is not None else None
     options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
-    tag = _tag_of(manifest.provenance.get("checkpoint"))
-    checkpoint = _open_source(against, tag, follow_symlinks=follow_symlinks)
+    recorded = manifest.provenance.get("checkpoint")
+    tag = recorded.get("tag") if isinstance(recorded, dict) else None
+    checkpoint = _open_source(
+        against, tag if isinstance(tag, str) else None, follow_symlinks=follow_symlinks
+    )
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
 
@@ -203,11 +206,6 @@ def consolidate(
     opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(opened, out_dir, options)
     return run_export(plan, verify=verify, progress=progress)
-
-
-def _tag_of(recorded: object) -> str | None:
-    tag = recorded.get("tag") if isinstance(recorded, dict) else None
-    return tag if isinstance(tag, str) else None
 
 
 def _options_of(manifest: Manifest, path: Path, base: Path | None) -> ExportOptions:

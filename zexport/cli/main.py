@@ -80,7 +80,7 @@ def main() -> NoReturn:
     except ZexportError as error:
         code = _tell(error, as_json=as_json)
     except click.UsageError as error:
-        code = _tell(_usage_error(error), as_json=as_json) if as_json else _show(error)
+        code = _tell_usage(error, as_json=as_json)
     except (click.Abort, KeyboardInterrupt) as error:
         code = _tell_interrupt(error)
     except BrokenPipeError:
@@ -136,10 +136,9 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _show(error: click.UsageError) -> int:
+def _tell_usage(error: click.UsageError, *, as_json: bool) -> int:
+    if as_json:
+        told = UsageError(error.format_message().rstrip("."), hint="See --help")
+        return _tell(told, as_json=True)
     error.show()
     return error.exit_code
-
-
-def _usage_error(error: click.UsageError) -> UsageError:
-    return UsageError(error.format_message().rstrip("."), hint="See --help")

@@ -16,6 +16,7 @@ from zexport.options import AdapterMode, ExportDType, ExportOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_DEFAULTS = ExportOptions()
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
@@ -91,77 +92,64 @@ class Named(click.Choice[str]):
         return self._members(super().convert(value, param, ctx))
 
 
-def tag_option(command: F) -> F:
-    """``--tag``: which checkpoint, where there are several."""
-    return click.option(
-        "--tag",
-        metavar="TAG",
-        help="Which tag: a name such as global_step100, or 'newest'. Default: what `latest` names.",
-    )(command)
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one, which a command's help lists in this order."""
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def links_option(command: F) -> F:
-    """``--follow-symlinks``: what a link in a folder may lead to."""
-    return click.option(
-        "--follow-symlinks",
-        is_flag=True,
-        help="Read links that lead outside the folders given, which are refused otherwise.",
-    )(command)
-
-
-def json_option(command: F) -> F:
-    """``--json``: one object on stdout in place of text."""
-    return click.option("--json", is_flag=True, help="Print one JSON object on stdout.")(command)
-
-
-def jobs_option(command: F) -> F:
-    """``--jobs``: how many threads work at once."""
-    return click.option(
-        "--jobs",
-        type=click.IntRange(1, 256),
-        default=ExportOptions().jobs,
-        show_default="one a core, up to 4",
-        help="Worker threads.",
-    )(command)
-
-
-def progress_options(command: F) -> F:
-    """``--progress`` and ``--quiet``: what is said on stderr while the work goes on."""
-    command = click.option("-q", "--quiet", is_flag=True, help="No progress and no notes.")(command)
-    return click.option(
+tag_option = click.option(
+    "--tag",
+    metavar="TAG",
+    help="Which tag: a name such as global_step100, or 'newest'. Default: what `latest` names.",
+)
+links_option = click.option(
+    "--follow-symlinks",
+    is_flag=True,
+    help="Read links that lead outside the folders given, which are refused otherwise.",
+)
+json_option = click.option("--json", is_flag=True, help="Print one JSON object on stdout.")
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=_DEFAULTS.jobs,
+    show_default="one a core, up to 4",
+    help="Worker threads.",
+)
+progress_options = together(
+    click.option(
         "--progress",
         type=click.Choice(["auto", "json"]),
         default="auto",
         show_default=True,
         help="Progress on stderr: a bar or plain lines, or JSON lines.",
-    )(command)
-
-
-def adapter_options(command: F) -> F:
-    """``--adapter`` and its kin: what becomes of a peft model's adapter."""
-    defaults = ExportOptions()
-    options = (
-        click.option(
-            "--adapter",
-            type=Named(AdapterMode),
-            default=defaults.adapter.value,
-            show_default=True,
-            help="A peft adapter: kept for peft to load, or merged into the base model; auto "
-            "merges where --base is given.",
-        ),
-        click.option("--adapter-name", metavar="NAME", help="Which, where there are several."),
-        click.option(
-            "--adapter-config", type=PATH, help="Its adapter_config.json, where it is elsewhere."
-        ),
-        click.option(
-            "--base-dtype",
-            type=Named(ExportDType),
-            default=defaults.base_dtype.value,
-            show_default=True,
-            help="Element type that the base had when the adapter was trained; auto is the one "
-            "that DeepSpeed's configuration says.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    ),
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
+)
+adapter_options = together(
+    click.option(
+        "--adapter",
+        type=Named(AdapterMode),
+        default=_DEFAULTS.adapter.value,
+        show_default=True,
+        help="A peft adapter: kept for peft to load, or merged into the base model; auto "
+        "merges where --base is given.",
+    ),
+    click.option("--adapter-name", metavar="NAME", help="Which, where there are several."),
+    click.option(
+        "--adapter-config", type=PATH, help="Its adapter_config.json, where it is elsewhere."
+    ),
+    click.option(
+        "--base-dtype",
+        type=Named(ExportDType),
+        default=_DEFAULTS.base_dtype.value,
+        show_default=True,
+        help="Element type that the base had when the adapter was trained; auto is the one "
+        "that DeepSpeed's configuration says.",
+    ),
+)

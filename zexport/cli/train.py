@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from zexport.cli.options import GivenPath
-
-F = TypeVar("F", bound=Callable[..., Any])
+from zexport.cli.options import GivenPath, together
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
@@ -19,7 +16,7 @@ _OUT = GivenPath(file_okay=False, path_type=Path, resolve_path=True)
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
 
-_SOURCE_OPTIONS = (
+_train_options = together(
     click.option("--model", type=_FOLDER, help="Model folder to start from (default: built in)."),
     click.option("--tokenizer", type=_FOLDER, help="Tokenizer folder (default: that of --model)."),
     click.option("--data", type=_FILE, help="Text to learn (default: a short text, built in)."),
@@ -38,8 +35,6 @@ _SOURCE_OPTIONS = (
         help="Of the built-in model.",
     ),
     click.option("--layers", type=_POSITIVE, metavar="N", default=2, help="Of the built-in model."),
-)
-_RUN_OPTIONS = (
     click.option("--world-size", type=_POSITIVE, metavar="N", default=2, help="Number of ranks."),
     click.option(
         "--stage", type=click.IntRange(0, 3), metavar="0..3", default=3, help="ZeRO stage."
@@ -82,8 +77,6 @@ _RUN_OPTIONS = (
         default=600,
         help="Seconds a rank may be waited for.",
     ),
-)
-_SAVE_OPTIONS = (
     click.option(
         "--save",
         type=click.Choice(["partitioned", "gathered", "both"]),
@@ -100,15 +93,9 @@ _SAVE_OPTIONS = (
 )
 
 
-def _with_options(command: F) -> F:
-    for option in reversed((*_SOURCE_OPTIONS, *_RUN_OPTIONS, *_SAVE_OPTIONS)):
-        command = option(command)
-    return command
-
-
 @click.command(context_settings={"show_default": True})
 @click.argument("out", type=_OUT)
-@_with_options
+@_train_options
 @click.option("--json", is_flag=True, help="Print one JSON object.")
 @click.option("--local_rank", hidden=True, expose_value=False)  # the deepspeed launcher appends it
 @click.pass_context

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
@@ -262,24 +263,17 @@ def _entry(
 ) -> tuple[int, int, HeaderEntry]:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise error(f"tensor {name!r} is not described by dtype, shape and data_offsets", path=path)
-    shape = tuple(_naturals(fields["shape"]))
-    offsets = tuple(_naturals(fields["data_offsets"]))
-    if None in shape or None in offsets or len(offsets) != 2:  # noqa: PLR2004 - a pair
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not (_are_naturals(shape) and _are_naturals(offsets)) or len(offsets) != 2:  # noqa: PLR2004 - a pair
         raise error(
             f"tensor {name!r} has a shape or offsets that are not natural numbers", path=path
         )
-    begin, end = (number for number in offsets if number is not None)
-    whole = tuple(number for number in shape if number is not None)
-    return begin, end, HeaderEntry(name, _dtype(path, name, fields["dtype"]), whole)
+    begin, end = offsets
+    return begin, end, HeaderEntry(name, _dtype(path, name, fields["dtype"]), tuple(shape))
 
 
-def _naturals(value: object) -> Iterator[int | None]:
-    """The items of a list, None for what is no natural number; one None for no list at all."""
-    if not isinstance(value, list):
-        yield None
-        return
-    for item in value:
-        yield item if type(item) is int and item >= 0 else None
+def _are_naturals(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _dtype(path: Path, name: str, value: object) -> DType:
