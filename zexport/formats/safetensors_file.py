@@ -134,10 +134,8 @@ def read_header(
 ) -> SafetensorsHeader:
     """The header of a file, with every invariant of the format checked; no tensor byte is read.
 
-    Args:
-        path: the file.
-        error: what to raise when the bytes break the format: the fault lies with the checkpoint for
-            an input, with the export for an output.
+    ``error`` is raised where the bytes break the format: the fault lies with the checkpoint for an
+    input, with the export for an output.
     """
     try:
         with open_regular(path) as file:

@@ -14,12 +14,12 @@ from enum import Enum
 from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ForeignStorage, Global, StorageRef, TensorRef
 from zexport.formats.pickles import Pickle, load
-from zexport.formats.torch_zip import COPY_AGAIN, opened, read_zip
+from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
 from zexport.store.files import Version, version_of
@@ -42,15 +42,6 @@ class Container(Enum):
     LEGACY = "legacy"
 
 
-class _Records(Protocol):
-    @property
-    def root(self) -> str | None: ...
-
-    def members(self) -> tuple[Member, ...]: ...
-
-    def place(self, storage: StorageRef) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TorchFile:
     """A file written by ``torch.save``, read without its tensor data.
@@ -68,7 +59,7 @@ class TorchFile:
     container: Container
     value: object
     unknown_globals: tuple[Global, ...]
-    _records: _Records = field(repr=False, compare=False)
+    _records: ZipRecords | LegacyRecords = field(repr=False, compare=False)
 
     @property
     def root(self) -> str | None:
@@ -110,27 +101,19 @@ class TorchFile:
 def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> TorchFile:
     """What ``path`` holds, without its tensor data; no code in it runs.
 
-    Args:
-        path: the file.
-        known: pickles of zip files that were read before, by their bytes, to which this one is
-            added. The ranks of one save often write equal ones; those are read, and held in
-            memory, once.
+    ``known`` are pickles of zip files that were read before, by their bytes, to which this one is
+    added. The ranks of one save often write equal ones; those are read, and held in memory, once.
     """
     with opened(path) as file:
         version = version_of(file.fileno())
         start = file.read(len(_ZIP_START))
         container = _container(path, start, version.nbytes)
-        pickle, records = (
-            read_zip(file, path, known) if container is Container.ZIP else _read_legacy(file, path)
-        )
-    return TorchFile(
-        path=path,
-        version=version,
-        container=container,
-        value=pickle.value,
-        unknown_globals=pickle.unknown_globals,
-        _records=records,
-    )
+        records: ZipRecords | LegacyRecords
+        if container is Container.ZIP:
+            pickle, records = read_zip(file, path, known)
+        else:
+            pickle, records = _read_legacy(file, path)
+    return TorchFile(path, version, container, pickle.value, pickle.unknown_globals, records)
 
 
 def _container(path: Path, start: bytes, nbytes: int) -> Container:

@@ -209,8 +209,7 @@ def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
 class _Bounded(FileIO):
     """A zip file whose directory is not read where it is larger than any checkpoint's.
 
-    ``zipfile`` reads the directory at once, before anything else of that size, and then makes an
-    object of every entry.
+    ``zipfile`` reads it at once, before anything else of that size.
     """
 
     limit = DIRECTORY_NBYTES_MAX

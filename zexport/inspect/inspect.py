@@ -26,8 +26,6 @@ from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
 from zexport.weights.named import Weights
 
-__all__ = ["Count", "Inspection", "Outcome", "Verdict", "inspect_checkpoint"]
-
 
 class Outcome(Enum):
     """Whether an export would succeed, as far as metadata tells."""
@@ -117,7 +115,11 @@ class Inspection:
 
     def counts(self) -> Mapping[Role, Count]:
         """Tensors and elements by role."""
-        return {role: _count(self.tensors, role) for role in Role}
+        counts = {}
+        for role in Role:
+            numels = [tensor.numel for tensor in self.tensors if tensor.role is role]
+            counts[role] = Count(len(numels), sum(numels))
+        return counts
 
     def tied(self) -> Count:
         """Tied names, and the elements that they would have if they were stored again."""
@@ -150,10 +152,7 @@ def inspect_checkpoint(
 ) -> Inspection:
     """What is at ``path``; no tensor data is read, but for one scalar a rank file.
 
-    Args:
-        path: any level of a checkpoint's folders; several where nodes kept their own parts.
-        tag: name of the tag, or ``newest``.
-        follow_symlinks: read what a link leads to, wherever that is.
+    ``path`` is any level of a checkpoint's folders; several where nodes kept their own parts.
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     try:
@@ -261,22 +260,11 @@ def _verdict(
 
 def _refusal(problems: Sequence[ZexportError]) -> Verdict:
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    sentence = f"not exportable: {_fault(problems[0])}{more}"
-    return Verdict(Outcome.NOT_EXPORTABLE, sentence, _remedy(problems[0]))
-
-
-def _fault(problem: ZexportError) -> str:
-    where = f"{problem.path.name} " if problem.path is not None else ""
-    return f"{where}{problem.problem}"
-
-
-def _remedy(problem: ZexportError) -> str:
-    return problem.hint or "Use a version of zexport or DeepSpeed that supports it"
-
-
-def _count(tensors: tuple[StoredTensor, ...], role: Role) -> Count:
-    chosen = [tensor for tensor in tensors if tensor.role is role]
-    return Count(len(chosen), sum(tensor.numel for tensor in chosen))
+    first = problems[0]
+    where = f"{first.path.name} " if first.path is not None else ""
+    remedy = first.hint or "Use a version of zexport or DeepSpeed that supports it"
+    sentence = f"not exportable: {where}{first.problem}{more}"
+    return Verdict(Outcome.NOT_EXPORTABLE, sentence, remedy)
 
 
 def _stored_empty(checkpoint: ZeroCheckpoint) -> frozenset[str]:

@@ -54,12 +54,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What reading all values of a checkpoint has shown.
-
-    Attributes:
-        tensors: the statistics of every tensor whose values are there, in the checkpoint's order.
-        problems: for what values an export would be refused.
-    """
+    """Of every tensor whose values are there; and for what values an export would be refused."""
 
     tensors: tuple[TensorStatistics, ...]
     problems: tuple[ZexportError, ...]
@@ -111,15 +106,8 @@ def _measure(
     with np.errstate(all="ignore"):
         for part in _parts(source, reader, buffer):
             sums.add(np.frombuffer(part, NUMPY[tensor.dtype]))
-    return TensorStatistics(
-        name=tensor.name,
-        norm=sums.norm,
-        min=sums.minimum if sums.count else None,
-        max=sums.maximum if sums.count else None,
-        mean=sums.mean if sums.count else None,
-        nan=sums.nan,
-        inf=sums.inf,
-    )
+    low, high, mean = (sums.minimum, sums.maximum, sums.mean) if sums.count else (None, None, None)
+    return TensorStatistics(tensor.name, sums.norm, low, high, mean, sums.nan, sums.inf)
 
 
 def _parts(source: ByteSource, reader: WeightReader, buffer: memoryview) -> Iterator[memoryview]:

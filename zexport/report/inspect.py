@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
-from zexport.inspect.inspect import AdapterSummary, Count, Inspection, Outcome
+from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
@@ -44,15 +44,7 @@ def print_inspection(
     files: bool = False,
     statistics: Sequence[TensorStatistics] | None = None,
 ) -> None:
-    """The inspection for people; the verdict comes last.
-
-    Args:
-        console: where to print it.
-        inspection: what was found.
-        tensors: a line for each tensor.
-        files: a line for each rank file instead of one for each kind.
-        statistics: a table of these.
-    """
+    """The inspection for people, with a line for each tensor or rank file; the verdict is last."""
     checkpoint = inspection.checkpoint
     print_line(console, str(inspection.path), "bold")
     if checkpoint is not None:
@@ -65,7 +57,8 @@ def print_inspection(
     if tensors and checkpoint is not None:
         _print_tensors(console, checkpoint)
     if statistics is not None:
-        _print_statistics(console, statistics)
+        columns = ("Values of", ">Norm", ">Min", ">Max", ">Mean", ">NaN", ">Inf")
+        print_table(console, columns, map(_statistics_row, statistics))
     if checkpoint is not None:
         _print_remarks(console, inspection, checkpoint)
     print_line(console)
@@ -154,17 +147,14 @@ def _print_contents(console: Console, inspection: Inspection) -> None:
     if not inspection.tensors:
         return
     counts = inspection.counts()
-    rows = [
-        _count_row("trainable", counts[Role.TRAINABLE]),
-        _count_row("frozen", counts[Role.FROZEN]),
-        _count_row("buffers", counts[Role.BUFFER]),
-        _count_row("tied (stored once, counted above)", inspection.tied()),
-    ]
+    counted = (
+        ("trainable", counts[Role.TRAINABLE]),
+        ("frozen", counts[Role.FROZEN]),
+        ("buffers", counts[Role.BUFFER]),
+        ("tied (stored once, counted above)", inspection.tied()),
+    )
+    rows = [(name, f"{count.tensors:,}", f"{count.numel:,}") for name, count in counted]
     print_table(console, ("Parameters", ">Tensors", ">Elements"), rows)
-
-
-def _count_row(name: str, count: Count) -> tuple[str, str, str]:
-    return name, f"{count.tensors:,}", f"{count.numel:,}"
 
 
 def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bool) -> None:
@@ -174,7 +164,8 @@ def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bo
         return
     groups: dict[tuple[str, str], list[int]] = {}
     for file in checkpoint.files:
-        groups.setdefault((_kind(file), _needed(file)), []).append(file.nbytes)
+        kind = file.kind.value.partition(" (")[0]
+        groups.setdefault((kind, _needed(file)), []).append(file.nbytes)
     print_table(
         console,
         ("Files", ">Number", ">Each", ">Together", "For an export"),
@@ -183,10 +174,6 @@ def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bo
             for (kind, needed), sizes in groups.items()
         ),
     )
-
-
-def _kind(file: CheckpointFile) -> str:
-    return file.kind.value.partition(" (")[0]
 
 
 def _needed(file: CheckpointFile) -> str:
@@ -206,11 +193,6 @@ def _print_tensors(console: Console, checkpoint: ZeroCheckpoint) -> None:
     rows += [(alias, "tied", "", f"= {name}", "") for alias, name in checkpoint.aliases.items()]
     columns = ("Tensor", "Role", "Type", "Shape", ">Elements")
     print_table(console, columns, rows)
-
-
-def _print_statistics(console: Console, statistics: Sequence[TensorStatistics]) -> None:
-    columns = ("Values of", ">Norm", ">Min", ">Max", ">Mean", ">NaN", ">Inf")
-    print_table(console, columns, (_statistics_row(found) for found in statistics))
 
 
 def _statistics_row(found: TensorStatistics) -> tuple[str, ...]:

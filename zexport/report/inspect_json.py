@@ -9,7 +9,7 @@ from zexport.checkpoint.contents import Role, ZeroCheckpoint
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
 from zexport.report.failure import Told
-from zexport.store.json import Json, JsonObject, form_of, values_of
+from zexport.store.json import JsonObject, form_of, values_of
 
 if TYPE_CHECKING:
     from zexport.inspect.statistics import TensorStatistics
@@ -73,8 +73,8 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         "global_steps": checkpoint.global_steps,
         "optimizer": checkpoint.optimizer,
         "lr_step": checkpoint.lr_step,
-        "module_dtype": _dtype(checkpoint.module_dtype),
-        "master_dtype": _dtype(checkpoint.master_dtype),
+        "module_dtype": checkpoint.module_dtype and checkpoint.module_dtype.torch_name,
+        "master_dtype": checkpoint.master_dtype and checkpoint.master_dtype.torch_name,
         "parameters": {
             "trainable": values_of(counts[Role.TRAINABLE]),
             "frozen": values_of(counts[Role.FROZEN]),
@@ -90,7 +90,17 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
             "write_fp32": inspection.nbytes_written(DType.F32),
             "write_bf16": inspection.nbytes_written(DType.BF16),
         },
-        "files": _files(checkpoint),
+        "files": [
+            {
+                "name": file.name,
+                "kind": file.kind.name.lower(),
+                "rank": file.rank,
+                "nbytes": file.nbytes,
+                "needed": file.needed,
+                "unknown_globals": [str(known) for known in file.unknown_globals],
+            }
+            for file in checkpoint.files
+        ],
         "missing": {
             "optimizer_ranks": list(checkpoint.missing_ranks),
             "model_ranks": list(checkpoint.missing_model_ranks),
@@ -100,24 +110,6 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         "weight_files": [values_of(file) for file in inspection.weight_files],
         "warnings": [*checkpoint.newer, *checkpoint.warnings],
     }
-
-
-def _dtype(dtype: DType | None) -> str | None:
-    return None if dtype is None else dtype.torch_name
-
-
-def _files(checkpoint: ZeroCheckpoint) -> list[Json]:
-    return [
-        {
-            "name": file.name,
-            "kind": file.kind.name.lower(),
-            "rank": file.rank,
-            "nbytes": file.nbytes,
-            "needed": file.needed,
-            "unknown_globals": [str(known) for known in file.unknown_globals],
-        }
-        for file in checkpoint.files
-    ]
 
 
 def _tensors(

@@ -101,11 +101,7 @@ def print_table(
 ) -> None:
     """A table after an empty line, as wide as it needs to be: a name is never cut.
 
-    Args:
-        console: where to print it.
-        columns: the headings; one that begins with ``>`` is a column of numbers, set to the right.
-        rows: the cells.
-        title: a line above it.
+    A heading that begins with ``>`` is that of a column of numbers, set to the right.
     """
     print_line(console)
     if title:
