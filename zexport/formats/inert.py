@@ -41,15 +41,10 @@ class Global:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Opaque:
-    """Stands for an object that only running foreign code could make.
+    """Stands for an object that only running foreign code could make; equal to itself alone.
 
-    Equal to itself alone. Harmless where nothing depends on its value.
-
-    Attributes:
-        callee: what would have been called; usually a ``Global``.
-        args: the arguments it would have been given.
-        state: what would have been handed to ``__setstate__``.
-        items: what would have been appended, or (key, value) pairs that would have been set.
+    ``callee`` would have been called with ``args``, ``state`` handed to ``__setstate__``, and
+    ``items`` (or pairs of key and value) appended. Harmless where nothing depends on its value.
     """
 
     callee: object

@@ -62,15 +62,11 @@ _WIDEST = 4  # bytes that a character takes in memory, if one of its text is rar
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """One pickle, read.
+    """One pickle: its value, the byte after it, and what it mentions.
 
-    Attributes:
-        value: plain Python values, and the classes of ``zexport.formats.inert`` for everything
-            else. It may be nested to any depth and contain itself.
-        end: the first byte after it.
-        unknown_globals: the globals outside the closed list, and those on it that were called with
-            arguments they are never given; sorted.
-        storages: the storages it mentions, by key.
+    The value is of plain Python values and the classes of ``zexport.formats.inert``; it may be
+    nested to any depth and contain itself. ``unknown_globals`` are those outside the closed list,
+    and those on it that were called with arguments they are never given, sorted.
     """
 
     value: object

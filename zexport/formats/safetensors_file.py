@@ -54,12 +54,7 @@ class StoredTensor:
 class SafetensorsHeader:
     """What a safetensors file says of itself, with every invariant of the format checked.
 
-    Attributes:
-        path: the file.
-        version: what it was when it was read.
-        data_offset: first byte after the header.
-        tensors: by name, in file order.
-        metadata: the free strings under ``__metadata__``.
+    ``tensors`` are in file order; ``metadata`` is what stands under ``__metadata__``.
     """
 
     path: Path

@@ -46,12 +46,8 @@ class Container(Enum):
 class TorchFile:
     """A file written by ``torch.save``, read without its tensor data.
 
-    Attributes:
-        path: the file.
-        version: what it was when it was read.
-        container: which layout it has.
-        value: the object in it; see ``zexport.formats.pickles.Pickle``.
-        unknown_globals: the globals of its pickle that are outside the closed list, sorted.
+    ``value`` and ``unknown_globals`` are those of its ``Pickle``; ``version`` is what the file was
+    when it was read.
     """
 
     path: Path

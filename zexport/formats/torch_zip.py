@@ -96,11 +96,9 @@ _Found: TypeAlias = tuple[str, bytes, dict[str, Entry]]
 class ZipRecords:
     """The records of one zip file that hold tensor bytes.
 
-    Empty ones are not kept: under ZeRO-3 each rank's model file has one for every parameter.
-
-    Attributes:
-        root: the folder that all records are in: the file's name when it was written, without
-            ``.pt``, or ``archive`` when it was written to a stream.
+    Empty ones are not kept: under ZeRO-3 each rank's model file has one for every parameter. All
+    are in the folder ``root``: the file's name when it was written, without ``.pt``, or ``archive``
+    when it was written to a stream.
     """
 
     __slots__ = ("_entries", "_members", "_path", "root")

@@ -41,15 +41,10 @@ _WEIGHT_PATTERNS = (
 
 @dataclass(frozen=True, slots=True)
 class TagSummary:
-    """One tag.
+    """One tag; ``chosen`` tells that the rest of the inspection is about it.
 
-    Attributes:
-        name: what ``--tag`` takes.
-        step: optimizer steps taken; ``None`` where it was not looked at or cannot be read.
-        optimizer_files: how many optimizer files it has.
-        world_size: how many it should have; ``None`` as above.
-        complete: whether every rank's files are there; ``None`` where that is not known.
-        chosen: whether it is the one that the rest of the inspection is about.
+    ``step``, ``world_size`` (how many optimizer files it should have) and ``complete`` are ``None``
+    where they were not looked at or cannot be read.
     """
 
     name: str
@@ -138,13 +133,8 @@ def _world_size(path: Path) -> int | None:
 class WeightFile:
     """One file of weights, from its header or pickle alone.
 
-    Attributes:
-        name: the file's name.
-        nbytes: its size.
-        tensors: how many tensors it holds.
-        placeholders: names of those that should have elements and have none.
-        unknown_globals: names in its pickle that are outside the closed list.
-        problem: why it cannot be read; empty where it can.
+    ``placeholders`` names the tensors that should have elements and have none, ``unknown_globals``
+    what its pickle has outside the closed list; ``problem`` is why it cannot be read, if it cannot.
     """
 
     name: str

@@ -40,13 +40,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One line of judgement and the next step.
-
-    Attributes:
-        outcome: the judgement as a word.
-        sentence: the judgement in words, without a full stop.
-        next_step: a command to run, or what to do first.
-    """
+    """One line of judgement, without a full stop, and a command to run or what to do first."""
 
     outcome: Outcome
     sentence: str
@@ -63,16 +57,10 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSummary:
-    """One adapter of a peft model.
+    """One adapter of a peft model; what its ``adapter_config.json`` says is empty without one.
 
-    Attributes:
-        name: its name in the module.
-        tensors: how many tensors are its own.
-        has_base: whether the checkpoint holds weights of its base model too.
-        method: such as ``LORA``; ``None`` where no ``adapter_config.json`` lies with it.
-        rank: of most of its updates.
-        targets: the modules and parameters that it updates, as its configuration says it.
-        saved_modules: those that were trained whole.
+    ``rank`` is that of most of its updates; ``has_base`` tells whether the checkpoint holds weights
+    of its base model too.
     """
 
     name: str
@@ -88,15 +76,8 @@ class AdapterSummary:
 class Inspection:
     """Everything that ``zexport inspect`` shows, but for the statistics of tensors.
 
-    Attributes:
-        path: what was looked at, as it was given.
-        tags: every tag beside the chosen one, and it; newest last.
-        checkpoint: the chosen one; ``None`` where nothing says which is meant.
-        weight_files: weights beside the tag folder, such as ``model.safetensors``.
-        missing_sidecars: what an export would lack, in words.
-        adapters: those of a peft model.
-        problems: what stands in the way of an export.
-        verdict: the judgement.
+    ``tags`` has every tag around the chosen one, and it, newest last; ``checkpoint`` is ``None``
+    where nothing says which is meant. ``problems`` are what stands in the way of an export.
     """
 
     path: Path

@@ -30,17 +30,10 @@ _SAFE_MIN, _SAFE_MAX = 1e-140, 1e140
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """What the elements of one tensor are like.
+    """What the elements of one tensor are like; a complex element counts as two.
 
-    Norm, extremes and mean are those of the finite elements; a complex element counts as two.
-
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        norm: square root of the sum of squares; 0 for no elements.
-        min, max: the extremes, exact; ``None`` for no finite elements.
-        mean: ``None`` for no finite elements.
-        nan: how many elements are NaN.
-        inf: how many elements are infinite.
+    Norm, extremes (exact) and mean are those of the finite elements; without any, the norm is 0 and
+    the others are ``None``.
     """
 
     name: str
