@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class FindingKind(StrEnum):
@@ -70,8 +71,7 @@ _MEANING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """Something remarkable, which did not prevent the export.
 
     Attributes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import (
@@ -41,8 +42,7 @@ MAX_PICKLE_NBYTES = 64 << 20
 MAX_OPCODES = 32_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Pickle:
+class Pickle(Struct, frozen=True):
     """One pickle, read.
 
     Attributes:

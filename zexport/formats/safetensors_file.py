@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
@@ -24,8 +25,7 @@ _ALIGNMENT = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(Struct, frozen=True):
     """One tensor as a header describes it."""
 
     name: str
@@ -38,8 +38,7 @@ class HeaderEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """One tensor of an existing file; ``offset`` counts from the first byte of the file."""
 
     name: str
@@ -49,8 +48,7 @@ class StoredTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
+class SafetensorsHeader(Struct, frozen=True):
     """What a safetensors file says of itself, with every invariant of the format checked.
 
     Attributes:

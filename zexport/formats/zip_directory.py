@@ -7,9 +7,10 @@ empty one for every parameter. What differs from the common form in any way is l
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from io import FileIO
 from zlib import crc32
+
+from msgspec import Struct
 
 from zexport.store.files import read_at, version_of
 
@@ -24,8 +25,7 @@ _FLAGS_KNOWN = 0x808
 _IN_ZIP64 = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """What the central directory says of a record, and the first byte that is not its own.
 
     A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from zexport.adapters.find import adapter_folders, adapters_in, is_peft
 from zexport.adapters.peft_format import AdapterConfig, find_adapter_config, read_name
@@ -12,8 +12,7 @@ from zexport.options import ExportOptions
 from zexport.weights.named import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSummary:
+class AdapterSummary(Struct, frozen=True):
     """One adapter.
 
     Attributes:

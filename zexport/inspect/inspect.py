@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -32,8 +34,7 @@ class Outcome(Enum):
     """Several checkpoints, and nothing says which one is meant."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """One line of judgement and the next step.
 
     Attributes:
@@ -47,16 +48,14 @@ class Verdict:
     next_step: str
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(Struct, frozen=True):
     """How many tensors, and how many elements they have together."""
 
     tensors: int
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Struct, frozen=True):
     """Everything that ``zexport inspect`` shows, but for the statistics of tensors.
 
     Attributes:

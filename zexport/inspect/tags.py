@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.candidates import (
     READ_MAX,
@@ -23,8 +24,7 @@ from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 
 
-@dataclass(frozen=True, slots=True)
-class TagSummary:
+class TagSummary(Struct, frozen=True):
     """One tag.
 
     Attributes:

@@ -7,8 +7,9 @@ framework that saves the module saves those.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import ZexportError
 from zexport.formats.pickles import Global, TensorRef
@@ -26,8 +27,7 @@ _PATTERNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
+class WeightFile(Struct, frozen=True):
     """One file of weights, from its header or pickle alone.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
 
 from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
 from zexport.inspect.inspect import Inspection, Outcome
