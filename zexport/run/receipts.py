@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import astuple
 from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from zexport.errors import OutputError
 from zexport.plan.digest import PlanDigest
