@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+from msgspec import Struct, field, structs
 
 from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
 from zexport.adapters.merging import (
@@ -52,8 +54,7 @@ from zexport.weights.same_base import compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
+class Collected(Struct, frozen=True):
     """All that a plan is decided from; deciding reads nothing more.
 
     ``weights`` are the model's, heads aside, under the checkpoint's names after every rename; those
@@ -72,7 +73,7 @@ class Collected:
     mode: AdapterMode | None = None
     adapters: tuple[Adapter, ...] = ()
     saved: Mapping[str, SavedBeside] = field(default_factory=dict)
-    fit: Fit | NamesUnknown = NamesUnknown("it was not asked for")  # noqa: RUF009 - frozen
+    fit: Fit | NamesUnknown = NamesUnknown("it was not asked for")
     heads: Mapping[str, StoredTensor] = field(default_factory=dict)
     ties: Ties = field(default_factory=Ties)
     gathered: tuple[CastReplica, ...] = ()
@@ -159,12 +160,12 @@ def _with_adapters(found: Collected) -> Collected:
     if options.layout is NameLayout.HUB and (mode or has_config):
         weights, parts = found.weights.without_inner_wrappers()
         told = (f"{part!r}, which a wrapper put into names, was left out of them" for part in parts)
-        found = replace(found, weights=weights, notes=tuple(told))
+        found = structs.replace(found, weights=weights, notes=tuple(told))
     if mode is None:
         return found
     adapters = choose_adapters(checkpoint, found.weights, options)
     saved = saved_beside(checkpoint, found.weights, adapters, options.check)
-    return replace(
+    return structs.replace(
         found,
         mode=mode,
         adapters=adapters,
@@ -191,14 +192,14 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
     note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
     copied = {name: path for name, path in found.sidecars.copied.items() if name != "README.md"}
-    return replace(
+    return structs.replace(
         found,
         checkpoint=replace(
             checkpoint,
             frozen_left_out=bool(lacking) if base.tensors else checkpoint.frozen_left_out,
         ),
         weights=merged,
-        sidecars=replace(found.sidecars, copied=copied),
+        sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
         notes=(*found.notes, note, *told),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
@@ -216,7 +217,7 @@ def _held_against_base(
         named=adapter.config.text("base_model_name_or_path") if adapter is not None else "",
         follow_symlinks=found.checkpoint.location.boundary.follow,
     )
-    return replace(
+    return structs.replace(
         found,
         statements=(*found.statements, *same.statements),
         nbytes_compared=found.nbytes_compared + same.nbytes_read,
@@ -235,10 +236,10 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
         task=task,
     )
     names = model.fit.model if isinstance(model.fit, Fit) else model.fit
-    found = replace(
+    found = structs.replace(
         found,
         weights=model.weights,
-        sidecars=replace(found.sidecars, config=model.config),
+        sidecars=structs.replace(found.sidecars, config=model.config),
         base=under_tied_sources(names, under_names_of(names, found.base)),
         fit=model.fit,
         heads=model.heads,
@@ -246,7 +247,9 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     if found.mode is None:
         found = _held_against_base(found, names, model.weights, None)
     ties = _compared_ties(found)
-    return replace(found, ties=ties, nbytes_compared=found.nbytes_compared + ties.nbytes_read)
+    return structs.replace(
+        found, ties=ties, nbytes_compared=found.nbytes_compared + ties.nbytes_read
+    )
 
 
 def _compared_ties(found: Collected) -> Ties:

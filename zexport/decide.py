@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import raise_all
@@ -121,8 +123,7 @@ def _provenance(found: Collected, selection: Selection) -> JsonObject:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRecord:
+class CheckpointRecord(Struct, frozen=True):
     """The checkpoint that was exported.
 
     Attributes:
@@ -164,8 +165,7 @@ class CheckpointRecord:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(Struct, frozen=True):
     """What an export was made of.
 
     Attributes:

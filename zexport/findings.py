@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class FindingKind(StrEnum):
@@ -46,8 +47,7 @@ _REFUSED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """Something remarkable, which did not prevent the export.
 
     Attributes:

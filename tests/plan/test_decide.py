@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
@@ -239,22 +240,22 @@ def test_tied_weights_that_differ_are_both_written_and_the_config_ties_them_no_m
 def test_what_was_left_out_comes_from_the_base_or_is_refused() -> None:
     shapes = {name: SHAPES[name] for name in ("emb.weight",)}
     found = _collected(shapes)
-    found = replace(found, checkpoint=replace(found.checkpoint, frozen_left_out=True))
+    found = structs.replace(found, checkpoint=replace(found.checkpoint, frozen_left_out=True))
     with pytest.raises(FrozenLeftOutError, match=r"lin\.weight") as caught:
         decide(found, OUT)
     assert "no base was given" in str(caught.value)
     base = Base(NOWHERE, {"lin.weight": _tensor("lin.weight", (4, 4), Role.FROZEN, 5000)}, True)
-    plan = decide(replace(found, base=base), OUT)
+    plan = decide(structs.replace(found, base=base), OUT)
     assert plan.provenance["from_base"] == ["lin.weight"]
     assert _names(plan) == ["emb.weight", "lin.weight"]
     with pytest.raises(FrozenLeftOutError, match="no safetensors files"):
-        decide(replace(found, base=Base(NOWHERE)), OUT)
+        decide(structs.replace(found, base=Base(NOWHERE)), OUT)
 
 
 def test_heads_lie_in_a_file_of_their_own_beside_an_index() -> None:
     found = _collected({"emb.weight": (6, 4), "lin.weight": (4, 4)})
     head = {"v_head.weight": _tensor("v_head.weight", (1, 4), at=9000)}
-    plan = decide(replace(found, heads=head), OUT)
+    plan = decide(structs.replace(found, heads=head), OUT)
     assert [shard.filename for shard in plan.shards] == [
         "model.safetensors",
         "value_head.safetensors",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile, TensorPlan
@@ -53,22 +54,24 @@ def test_the_same_plan_made_elsewhere_and_in_other_memory_has_the_same_digest() 
 
 def test_it_does_not_depend_on_what_is_shared() -> None:
     plan = _plan()
-    apart = [replace(t, source=Striped(_ranks("here"), 8, 8, 16)) for t in plan.shards[0].tensors]
+    apart = [
+        structs.replace(t, source=Striped(_ranks("here"), 8, 8, 16)) for t in plan.shards[0].tensors
+    ]
     assert _digests(_with(plan, tensors=tuple(apart))) == _digests(plan)
 
 
 def _with(plan: ExportPlan, **changes: object) -> ExportPlan:
-    return replace(plan, shards=(replace(plan.shards[0], **changes),))  # type: ignore[arg-type]
+    return replace(plan, shards=(structs.replace(plan.shards[0], **changes),))  # type: ignore[arg-type]
 
 
 def _with_tensor(plan: ExportPlan, **changes: object) -> ExportPlan:
     first, *others = plan.shards[0].tensors
-    return _with(plan, tensors=(replace(first, **changes), *others))  # type: ignore[arg-type]
+    return _with(plan, tensors=(structs.replace(first, **changes), *others))  # type: ignore[arg-type]
 
 
 def _with_source(plan: ExportPlan, **changes: object) -> ExportPlan:
     first, *others = plan.sources
-    return replace(plan, sources=(replace(first, **changes), *others))  # type: ignore[arg-type]
+    return replace(plan, sources=(structs.replace(first, **changes), *others))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,8 @@ def test_what_many_share_is_looked_into_once() -> None:
 
     shared = (Counted(Path("here/a.pt"), 0, 40),)
     plan = _plan(tensors=100)
-    tensors = [replace(t, source=Striped(shared, 0, 40, 16)) for t in plan.shards[0].tensors]
+    tensors = [
+        structs.replace(t, source=Striped(shared, 0, 40, 16)) for t in plan.shards[0].tensors
+    ]
     PlanDigest(_with(plan, tensors=tuple(tensors)))
     assert reads.count("offset") == 1

@@ -6,7 +6,6 @@ import errno
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -286,7 +285,7 @@ def test_the_digest_of_what_was_read_is_that_of_whole_records_in_any_order(
     file, extents, _ = three
     if not with_crc:
         members = tuple(structs.replace(member, crc32=None) for member in file.members)
-        file = replace(file, members=members)
+        file = structs.replace(file, members=members)
     first, last = min(extents, key=_offset), max(extents, key=_offset)
     with SourceReader([file]) as reader:
         ledgers = [reader.new_ledger() for _ in range(2)]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
+from msgspec import structs
 from safetensors.torch import load_file
 
 from tests.support.plans import (
@@ -402,7 +403,7 @@ def test_a_file_that_the_library_cannot_open_is_never_committed(
     checkpoint: Callable[..., ExportPlan], mode: VerifyMode
 ) -> None:
     plan = checkpoint()
-    first = replace(plan.shards[0], head=plan.shards[0].head.replace(b"F32", b"F99"))
+    first = structs.replace(plan.shards[0], head=plan.shards[0].head.replace(b"F32", b"F99"))
     with pytest.raises(VerificationError, match="safetensors library cannot open it"):
         run_plan(replace(plan, shards=(first, plan.shards[1])), verify=mode)
     assert not plan.out_dir.exists()
@@ -412,7 +413,7 @@ def test_a_file_that_holds_another_name_is_never_committed(
     checkpoint: Callable[..., ExportPlan],
 ) -> None:
     plan = checkpoint()
-    first = replace(plan.shards[0], head=plan.shards[0].head.replace(b'"a"', b'"z"'))
+    first = structs.replace(plan.shards[0], head=plan.shards[0].head.replace(b'"a"', b'"z"'))
     with pytest.raises(VerificationError, match="holds other tensors than planned"):
         run_plan(replace(plan, shards=(first, plan.shards[1])))
 

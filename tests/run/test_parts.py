@@ -87,7 +87,7 @@ def test_what_two_parts_read_is_proved_as_a_whole(
     _part(plan, folder, 0, 1)
     source = plan.sources[0]
     wrong = structs.replace(source.members[0], crc32=1)
-    others = (replace(source, members=(wrong, *source.members[1:])), *plan.sources[1:])
+    others = (structs.replace(source, members=(wrong, *source.members[1:])), *plan.sources[1:])
     spoilt = replace(plan, sources=others)
     with pytest.raises(OutputError, match="was begun for another plan"):
         _part(spoilt, folder, 2, 3)

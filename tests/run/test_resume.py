@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.support.stopping import SHARDS, files, four_shards, stopped_after
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
@@ -151,7 +152,7 @@ def test_a_source_of_another_time_starts_over(plan: ExportPlan, tmp_path: Path) 
 
 def test_a_source_without_checksums_elsewhere_starts_over(plan: ExportPlan, tmp_path: Path) -> None:
     """Two bases may be alike in name, size and time; nothing else tells one from the other."""
-    plain = [replace(source, members=()) for source in plan.sources]
+    plain = [structs.replace(source, members=()) for source in plan.sources]
     one = replace(plan, sources=tuple(plain))
     _stop(one, 2)
     (elsewhere := tmp_path / "elsewhere").mkdir()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
+from msgspec import structs
 from safetensors.torch import save_file
 
 from tests.support.plans import Wanted, digest_on_disk, export_plan, save, source_file
@@ -223,9 +224,11 @@ def test_a_source_that_was_only_copied_is_the_same(plan: ExportPlan) -> None:
 
 def test_a_checkpoint_with_other_tensors_is_found(plan: ExportPlan) -> None:
     first, second = plan.shards
-    b = replace(second.tensors[0], shape=(5, 100))
-    c = replace(first.tensors[0], name="c")
-    other = replace(plan, shards=(replace(first, tensors=(c,)), replace(second, tensors=(b,))))
+    b = structs.replace(second.tensors[0], shape=(5, 100))
+    c = structs.replace(first.tensors[0], name="c")
+    other = replace(
+        plan, shards=(structs.replace(first, tensors=(c,)), structs.replace(second, tensors=(b,)))
+    )
     assert verify_export(plan.out_dir, plan=other).problems == (
         Problem("", "c", "is in the checkpoint but not in the export"),
         Problem("", "a", "is in the export but not in the checkpoint"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 import zexport
 from tests.support.checkpoints import Model, Run, save
@@ -107,13 +108,13 @@ def test_padding_that_the_layout_does_not_know_is_refused() -> None:
     (flat,) = checkpoint.flats
     assert flat.padding == account(checkpoint, checkpoint.tensors).padding > 0
     with pytest.raises(UnsupportedError, match="are not accounted for"):
-        account(replace(checkpoint, flats=(replace(flat, padding=0),)), checkpoint.tensors)
+        account(replace(checkpoint, flats=(structs.replace(flat, padding=0),)), checkpoint.tensors)
 
 
 def test_the_manifest_and_the_report_have_the_account(tmp_path: Path) -> None:
     checkpoint = _checkpoint("z3_w4_bf16_odd")
     plan = zexport.plan_export(checkpoint, tmp_path / "out")
-    assert plan.provenance["accounting"] == asdict(account(checkpoint, checkpoint.tensors))
+    assert plan.provenance["accounting"] == structs.asdict(account(checkpoint, checkpoint.tensors))
 
 
 @pytest.mark.parametrize("run", [Run(stage=1), Run(stage=2), Run(stage=3, world_size=2)], ids=str)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec import structs
 
 import zexport
 from tests.support.checkpoints import optimizer_file, small_model
@@ -184,7 +185,7 @@ def _with_an_element_too_many(
     def opened_with(*args: Any, **options: Any) -> zexport.ZeroCheckpoint:
         checkpoint: zexport.ZeroCheckpoint = opened(*args, **options)
         flat = checkpoint.flats[0]
-        return replace(checkpoint, flats=(replace(flat, padding=flat.padding + 1),))
+        return replace(checkpoint, flats=(structs.replace(flat, padding=flat.padding + 1),))
 
     for module in modules:
         monkeypatch.setattr(module, "open_checkpoint", opened_with)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
 from zexport.checkpoint.contents import Role, StoredTensor
@@ -100,7 +101,7 @@ def test_a_tie_that_the_model_does_not_declare_is_written_under_each_name(zero3:
 def test_a_tied_name_that_the_model_does_not_have_is_not_written(zero3: Path) -> None:
     names = _names(small_model(), {})
     shapes = {name: shape for name, shape in names.shapes.items() if name != "head.weight"}
-    selection = _select(zero3, replace(names, shapes=shapes))
+    selection = _select(zero3, structs.replace(names, shapes=shapes))
     assert "head.weight" not in selection.weights.tensors
     assert selection.weights.aliases == {"head.weight": "emb.weight"}
 
@@ -190,7 +191,7 @@ def test_buffers_that_the_model_does_not_know_are_written_and_said(zero3: Path) 
 
 
 def test_what_transformers_passes_over_is_written_and_loads(zero3: Path) -> None:
-    names = replace(_names(replace(small_model(), frozen={})), ignored=(r"^norm\.",))
+    names = structs.replace(_names(replace(small_model(), frozen={})), ignored=(r"^norm\.",))
     selection = _select(zero3, names)
     assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert selection.loadable

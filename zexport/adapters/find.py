@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.adapters.peft_format import (
     ADAPTER_CONFIG,
@@ -28,8 +29,7 @@ from zexport.store.folders import is_file, is_folder
 from zexport.weights.named import PEFT_PREFIX, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(Struct, frozen=True):
     """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``."""
 
     name: str

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from zexport.adapters.find import Adapter, check_whole
 from zexport.adapters.peft_format import inner_name, read_name
 from zexport.adapters.saved_beside import SavedBeside
@@ -81,7 +83,7 @@ def as_in_training(
     if isinstance(names, ModelNames) and names.base_prefix:
         given = under_prefix(f"{names.base_prefix}.", _adapted(stored, adapter), given)
     given = under_tied_sources(names, given)
-    return given if dtype is None else replace(given, tensors=_recast(given.tensors, dtype))
+    return given if dtype is None else structs.replace(given, tensors=_recast(given.tensors, dtype))
 
 
 def _recast(base: Tensors, dtype: DType) -> dict[str, StoredTensor]:
@@ -100,7 +102,7 @@ def with_saved(
     if saved is None or not saved.lacking:
         return stored, ()
     if saved.is_of_step:
-        return replace(stored, tensors={**stored.tensors, **saved.lacking}), (saved.note,)
+        return structs.replace(stored, tensors={**stored.tensors, **saved.lacking}), (saved.note,)
     resized = [n for n, t in saved.of_base.items() if n in given and given[n].shape != t.shape]
     if resized and not options.exclude_frozen:
         raise FrozenLeftOutError(
@@ -192,7 +194,7 @@ def _with_own(folder: BaseModel, inside: Weights, replaced: Set[str]) -> BaseMod
         for name, tensor in inside.tensors.items()
         if not {name, tied.get(name, name)} & replaced
     }
-    return replace(folder, own=own, tied=tied)
+    return structs.replace(folder, own=own, tied=tied)
 
 
 def _copied_ties(stored: Weights, adapter: Adapter) -> dict[str, str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError
 from zexport.store.boundary import Boundary
@@ -72,8 +73,7 @@ _REWRITING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """How ``init_lora_weights`` begins where peft changed the base weights before training."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class AdapterConfig(Struct, frozen=True):
     """An ``adapter_config.json``."""
 
     path: Path
@@ -221,8 +221,7 @@ _TUNER_PREFIXES = (
 (peft 0.21, ``prefix`` and ``adapter_layer_names`` in ``tuners/*``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeftName:
+class PeftName(Struct, frozen=True):
     """A name of a peft model, taken apart.
 
     ``module`` is the one in the base model, with neither peft's prefix nor the names of its

@@ -8,7 +8,8 @@ frozen weights out of the checkpoint, so that this file may hold the only copy o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import read_name
@@ -27,8 +28,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _PARAMETERS = ("weight", "bias")
 
 
-@dataclass(frozen=True, slots=True)
-class SavedBeside:
+class SavedBeside(Struct, frozen=True):
     """What peft's file of one adapter has of the base model.
 
     ``held`` are the checkpoint's own tensors, ``lacking`` the file's where it has none, both by the

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import permutations
 from math import prod
+
+from msgspec import Struct
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import AdapterConfig, read_name
@@ -29,8 +31,7 @@ Source: transformers 5.23, ``is_transposed=True`` in ``models/*/modeling_*.py``.
 _SAME_RUN = "Take the adapter_config.json that this run wrote"
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(Struct, frozen=True):
     """A weight of the base model and the adapter's tensors for it, by their short names.
 
     ``key`` is what patterns of ranks and scales are matched against: the module, or the parameter
@@ -69,8 +70,7 @@ class Update:
         return b.shape[0], prod(a.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Orientation:
+class Orientation(Struct, frozen=True):
     """How square weights, and square experts, are stored, whose shapes do not tell.
 
     ``is_transposed`` is whether a matrix lies as (inputs, outputs); ``None`` where the
@@ -222,8 +222,7 @@ _KNOWN = frozenset(
 """Tensors of LoRA and DoRA, without the adapter's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseModel:
+class BaseModel(Struct, frozen=True):
     """The model that an adapter is merged into.
 
     ``own`` are its weights that the checkpoint holds, ``folder`` those that were given, as training

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file
 from zexport.checkpoint.states import read_model_states
@@ -27,8 +28,7 @@ _CHECKPOINT = re.compile(r"checkpoint[-_]\d{1,18}", re.ASCII)
 _MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """What ``--tag`` may name: a tag of a folder, or a checkpoint of a run there.
 
     Attributes:

@@ -8,6 +8,8 @@ from enum import Enum
 from math import prod
 from pathlib import Path
 
+from msgspec import Struct
+
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import ZexportError
@@ -82,8 +84,7 @@ def whole_tensor(file: TorchFile, name: str, tensor: TensorRef, role: Role) -> S
     return StoredTensor(name, tensor.shape, tensor.dtype, role, file.source(tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class FlatData:
+class FlatData(Struct, frozen=True):
     """The partitions of one flat group, of all ranks that share it, laid end to end.
 
     Attributes:
@@ -102,8 +103,7 @@ class FlatData:
         return self.source.nbytes // self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     """Every tensor of a checkpoint, and the names that are not tensors of their own.
 
     Attributes:
@@ -145,8 +145,7 @@ class Inventory:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFile:
+class CheckpointFile(Struct, frozen=True):
     """A rank file and whether an export reads it.
 
     Attributes:
@@ -172,8 +171,7 @@ class CheckpointFile:
         return "/".join(self.path.parts[-depth:])
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelism:
+class Parallelism(Struct, frozen=True):
     """The degrees of parallelism beside that of data.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
@@ -36,8 +37,7 @@ class TagChoice(Enum):
     NEWEST = "the newest complete one"
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """One tag folder in ``root``, and what lies around it: the other tags, by their numbers.
 
     Its files, and those of the other tags, may lie within ``boundary``.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than

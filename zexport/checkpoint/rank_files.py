@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.store.folders import children, is_file
 
@@ -30,8 +31,7 @@ class RankFileKind(Enum):
     """Of a universal checkpoint; its name is that of its folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(Struct, frozen=True):
     """One file of a tag folder, as its name describes it; 0 stands for what the name does not say.
 
     Attributes:

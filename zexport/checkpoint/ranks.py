@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.agreement import disagreements
 from zexport.checkpoint.module_names import with_checkpointing_named
@@ -39,8 +41,7 @@ WORLD_SIZE_MAX = 1 << 20
 _States = TypeVar("_States", ModelStates, OptimizerStates)
 
 
-@dataclass(frozen=True, slots=True)
-class RankStates:
+class RankStates(Struct, frozen=True):
     """The states of every rank that could be read, by rank, and everything found wrong.
 
     Under ZeRO-1/2 rank 0 alone has model states. ``world_size`` is the number of ranks of a whole

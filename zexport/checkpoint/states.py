@@ -9,7 +9,8 @@ model states, so unknown keys are ignored there and known keys are checked befor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
@@ -32,8 +33,7 @@ _CASTS = {"bf16": DType.BF16, "bfloat16": DType.BF16, "fp16": DType.F16}
 of the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """Degrees of model parallelism; index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``.
 
     Source: DeepSpeed 0.19.8, ``runtime/pipe/topology.py`` (``ds_model_rank``: ranks of a replica in
@@ -48,8 +48,7 @@ class Grid:
         return stage * self.tensor + tensor_rank
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStates:
+class ModelStates(Struct, frozen=True):
     """What a ``*_model_states.pt`` says.
 
     Attributes:
@@ -159,8 +158,7 @@ class ModelStates:
         return Value(self.file.path, "model states", self.file.value).get(key)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupState:
+class GroupState(Struct, frozen=True):
     """What an optimizer keeps of one flat group, beside the masters: this rank's part of it.
 
     A state within another dictionary, as 8-bit optimizers have, is named by both, with a dot
@@ -178,16 +176,14 @@ class GroupState:
     settings: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedGroup:
+class SharedGroup(Struct, frozen=True):
     """The ranks that share a flat group of ZeRO-3 under AutoEP, in order, and whose part it is."""
 
     ranks: tuple[int, ...]
     part: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStates:
+class OptimizerStates(Struct, frozen=True):
     """What a ``*_optim_states.pt`` says; tuples have an entry for each flat group, or are empty.
 
     Attributes:

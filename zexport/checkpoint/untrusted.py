@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import NoReturn
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError
 from zexport.formats.inert import MAX_NDIM, MAX_SIZE, Opaque, TensorRef
@@ -17,8 +18,7 @@ _PLAIN_MAX = 4096
 _DEPTH_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Struct, frozen=True):
     """An untrusted value and where it was found, asked for as the type it should have."""
 
     path: Path

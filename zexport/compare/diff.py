@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from threading import local
 
+from msgspec import Struct
+
 from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
 from zexport.compare.values import PairSums, Rounding, compare, possible_roundings
 from zexport.compare.verdict import Outcome, TensorDiff, Verdict, judge
@@ -81,8 +83,7 @@ def diff_weights(
     return DiffReport(a, b, tensors, done, judge(tensors, adapters))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(Struct, frozen=True):
     """A tensor of A and what B has of it."""
 
     a: PlacedTensor
@@ -93,8 +94,7 @@ class _Pair:
         return possible_roundings(self.a.tensor.dtype, self.b.tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(Struct, frozen=True):
     """The elements ``start`` to ``stop`` of a pair."""
 
     pair: _Pair

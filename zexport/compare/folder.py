@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.errors import CheckpointError, DamagedCheckpointError
@@ -28,16 +29,14 @@ _NO_WEIGHTS_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(Struct, frozen=True):
     """One tensor and where its bytes lie."""
 
     tensor: StoredTensor
     source: Extent
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
+class ModelWeights(Struct, frozen=True):
     """The tensors of a folder.
 
     Attributes:

@@ -7,12 +7,13 @@ whole.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from zexport.ranges.casts import NUMPY, cast_into
 from zexport.ranges.dtypes import DType
@@ -37,16 +38,14 @@ class Side(Enum):
     B = "b"
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(Struct, frozen=True):
     """An explanation: the values of ``side``, rounded to ``dtype``, are those of the other."""
 
     side: Side
     dtype: DType
 
 
-@dataclass(frozen=True, slots=True)
-class PairSums:
+class PairSums(Struct, frozen=True):
     """What was seen of some pairs of elements; ``+`` joins a run and the run that follows it.
 
     A complex element counts as two. Sums and extremes are over the ``finite`` pairs, of which both
@@ -159,8 +158,7 @@ def compare(
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(Struct, frozen=True):
     """Some elements of one side."""
 
     stored: _Elements

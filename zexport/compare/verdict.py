@@ -14,6 +14,7 @@ from enum import Enum
 from math import prod
 
 import numpy as np
+from msgspec import Struct
 
 from zexport.compare.values import PairSums, Rounding
 from zexport.printable import some
@@ -96,8 +97,7 @@ class Cause(Enum):
     """Most of it has nothing in common."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """What made the difference, as a word and in one sentence without a full stop."""
 
     cause: Cause

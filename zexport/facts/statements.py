@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from zexport.errors import DamagedCheckpointError, UsageError, ZexportError
 from zexport.facts.table import Agreement, Fact, Severity
@@ -15,8 +16,7 @@ _ABOUT_MAX = 8
 _BY_MAX = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(Struct, frozen=True):
     """What one place says of a fact.
 
     Attributes:
@@ -40,8 +40,7 @@ def _number(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-@dataclass(frozen=True, slots=True)
-class Disagreement:
+class Disagreement(Struct, frozen=True):
     """Statements of one fact that contradict each other, by what they are about."""
 
     fact: Fact
@@ -112,8 +111,7 @@ def _same(one: Statement, other: Statement) -> bool:
     return one.value == other.value or str(one.value) == str(other.value)  # NaN is like NaN
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(Struct, frozen=True):
     """What disagreements lead to.
 
     Attributes:

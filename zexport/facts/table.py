@@ -5,8 +5,9 @@ A fact is added by adding a row here, and by stating it where it is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from zexport.findings import FindingKind
 
@@ -26,8 +27,7 @@ class Agreement(Enum):
     BELOW = "all are below the first"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Struct, frozen=True):
     """What is to be known of a fact.
 
     Attributes:

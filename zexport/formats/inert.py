@@ -9,6 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
 from zexport.ranges.dtypes import DType
 
 MAX_NDIM = 64  # torch's own bound on dimensions
@@ -28,8 +31,7 @@ class HiddenError(ValueError):
     """A value is needed that only running foreign code could make."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Global:
+class Global(Struct, frozen=True, order=True):
     """A name that the pickle mentions, as two strings; never resolved."""
 
     module: str
@@ -64,8 +66,7 @@ class OpaqueKey:
     value: object
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
+class StorageRef(Struct, frozen=True):
     """A run of ``numel`` elements that the file stores under ``key``."""
 
     dtype: DType
@@ -79,8 +80,7 @@ class StorageRef:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignStorage:
+class ForeignStorage(Struct, frozen=True):
     """A storage of an element type that ``DType`` does not name; its tensors are ``Opaque``."""
 
     itemsize: int
@@ -94,8 +94,7 @@ class ForeignStorage:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """A tensor as a view of a storage; ``stride`` and ``offset`` count elements of ``dtype``.
 
     The numbers are whole and not negative, one stride for each dimension; whether they stay within
@@ -129,8 +128,7 @@ class TensorRef:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentAddress:
+class FragmentAddress(Struct, frozen=True):
     """Where one rank's part of a parameter lies in its partition; both count elements.
 
     Source: DeepSpeed 0.10.3 to 0.19.8, ``deepspeed/utils/tensor_fragment.py``. A pickle makes the
@@ -148,8 +146,8 @@ class FragmentAddress:
         filled = self.numel >= 0
         if filled or fields.keys() != {"start", "numel"} or not (is_size(start) and is_size(numel)):
             raise MalformedError("a fragment_address does not consist of a start and a numel")
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "numel", numel)
+        force_setattr(self, "start", start)
+        force_setattr(self, "numel", numel)
 
 
 _HASHED = frozenset({str, int, float, bool, bytes, complex, type(None), Global})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
@@ -25,8 +26,7 @@ _ALIGNMENT = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(Struct, frozen=True):
     """One tensor as a header describes it."""
 
     name: str
@@ -39,8 +39,7 @@ class HeaderEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """One tensor of an existing file; ``offset`` counts from the first byte of the file."""
 
     name: str
@@ -50,8 +49,7 @@ class StoredTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
+class SafetensorsHeader(Struct, frozen=True):
     """What a safetensors file says of itself, with every invariant of the format checked.
 
     ``tensors`` are in file order; ``metadata`` is what stands under ``__metadata__``.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.candidates import (
     READ_MAX,
@@ -39,8 +40,7 @@ _WEIGHT_PATTERNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TagSummary:
+class TagSummary(Struct, frozen=True):
     """One tag; ``chosen`` tells that the rest of the inspection is about it.
 
     ``step``, ``world_size`` (how many optimizer files it should have) and ``complete`` are ``None``
@@ -129,8 +129,7 @@ def _world_size(path: Path) -> int | None:
     return max(counts, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
+class WeightFile(Struct, frozen=True):
     """One file of weights, from its header or pickle alone.
 
     ``placeholders`` names the tensors that should have elements and have none, ``unknown_globals``

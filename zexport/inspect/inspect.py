@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.adapters.find import adapter_folders, adapters_in, is_peft
 from zexport.adapters.peft_format import find_adapter_config, read_name
@@ -38,8 +40,7 @@ class Outcome(Enum):
     """Several checkpoints, and nothing says which one is meant."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """One line of judgement, without a full stop, and a command to run or what to do first."""
 
     outcome: Outcome
@@ -47,16 +48,14 @@ class Verdict:
     next_step: str
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(Struct, frozen=True):
     """How many tensors, and how many elements they have together."""
 
     tensors: int
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSummary:
+class AdapterSummary(Struct, frozen=True):
     """One adapter of a peft model; what its ``adapter_config.json`` says is empty without one.
 
     ``rank`` is that of most of its updates; ``has_base`` tells whether the checkpoint holds weights
@@ -72,8 +71,7 @@ class AdapterSummary:
     saved_modules: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Struct, frozen=True):
     """Everything that ``zexport inspect`` shows, but for the statistics of tensors.
 
     ``tags`` has every tag around the chosen one, and it, newest last; ``checkpoint`` is ``None``

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from mmap import mmap
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
@@ -28,8 +28,7 @@ _BUFFER_NBYTES = 1 << 20
 _SAFE_MIN, _SAFE_MAX = 1e-140, 1e140
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class TensorStatistics(Struct, frozen=True):
     """What the elements of one tensor are like; a complex element counts as two.
 
     Norm, extremes (exact) and mean are those of the finite elements; without any, the norm is 0 and
@@ -45,8 +44,7 @@ class TensorStatistics:
     inf: int
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """Of every tensor whose values are there; and for what values an export would be refused."""
 
     tensors: tuple[TensorStatistics, ...]
@@ -112,8 +110,7 @@ def _parts(source: ByteSource, reader: WeightReader, buffer: memoryview) -> Iter
         yield part
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(Struct):
     """What has been seen so far."""
 
     count: int = 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.json import Json, JsonObject
@@ -27,8 +29,7 @@ Sizes = Mapping[tuple[str, ...], Json]
 """Path of a table within the config (empty: the config itself) to a size that it states."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(Struct, frozen=True):
     """A ``config.json``: where it was read, what it says, and what of that was mended, in words."""
 
     path: Path
@@ -169,8 +170,7 @@ def _json_bytes(content: JsonObject) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-@dataclass(frozen=True, slots=True)
-class TokensBeyond:
+class TokensBeyond(Struct, frozen=True):
     """A tokenizer whose last added token has no row in the embedding that the config tells of.
 
     Such a token ends a model with an index error, or worse; those never added are not looked at.

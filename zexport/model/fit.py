@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from zexport.model.hub_layout import HubLayout, whole
 from zexport.ranges.dtypes import DType, Shape
@@ -29,8 +31,7 @@ INNER_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 checkpointing (torch 2.13, ``_dynamo/eval_frame.py``, ``distributed/algorithms/_checkpoint``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNames:
+class ModelNames(Struct, frozen=True):
     """The state dict that a model class has for a config.
 
     ``shapes`` has tied names and persistent buffers too; ``tied`` leads from alias to source, as
@@ -109,8 +110,7 @@ class ModelNames:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class NamesUnknown:
+class NamesUnknown(Struct, frozen=True):
     """The names could not be learnt, and why.
 
     A contradiction is a config that says what the checkpoint is not.
@@ -131,8 +131,7 @@ def _made_of(layout: HubLayout, names: frozenset[str]) -> frozenset[str]:
     return frozenset(n for n, tensor in layout.tensors.items() if tensor.sources & names)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """How stored names and shapes differ from a model's; what is tied to a stored name is there."""
 
     missing: tuple[str, ...]
@@ -150,8 +149,7 @@ class Difference:
         return len(self.missing) + len(self.unexpected)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Struct, frozen=True):
     """A form of a model, held against stored names.
 
     ``model`` is as it is in memory, ``names`` in that form, which is a file's or the one in memory;

@@ -7,18 +7,17 @@ trained; a sidecar may come with a checkpoint, so nothing in it is believed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Struct, field
 
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import row_major
 from zexport.store.json import Natural
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True):
     """A box of a hub tensor, of ``shape`` at ``start``, and where its elements lie.
 
     ``source`` is the name of a tensor in memory, or one that is itself laid together; ``offset``
@@ -32,8 +31,7 @@ class Box:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class HubTensor:
+class HubTensor(Struct, frozen=True):
     """A tensor of the model's files: its shape, and boxes that cover it."""
 
     shape: Shape
@@ -61,8 +59,7 @@ def whole(name: str, shape: Shape) -> HubTensor:
     return HubTensor(shape, (Box(name, 0, row_major(shape), (0,) * len(shape), shape),))
 
 
-@dataclass(frozen=True, slots=True)
-class HubLayout:
+class HubLayout(Struct, frozen=True):
     """One way in which a model is saved: how each tensor is made, by its name in files.
 
     ``aliases`` lead from a tied name in memory to the name it has in a file that has it too.
@@ -93,8 +90,7 @@ class _StoredBox(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shape: _Numbers | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLayout:
+class StoredLayout(Struct, frozen=True):
     """A layout as ``zexport.model.conversion`` writes it; see ``zexport.model.trace``."""
 
     label: str

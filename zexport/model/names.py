@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Timer
 from typing import Literal, Self, cast
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
@@ -114,8 +115,7 @@ def _from_transformers(config: bytes, transformers: NamesClient) -> list[ModelNa
     return [one.names(f"{one.architecture} {origin}") for one in found]
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
+class _Described(Struct, frozen=True):
     """A model as ``zexport.model.conversion`` describes it; see ``ModelNames``."""
 
     architecture: str
@@ -151,13 +151,11 @@ class _Described:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shaped:
+class _Shaped(Struct, frozen=True):
     shape: tuple[Natural, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _DescribedBefore:
+class _DescribedBefore(Struct, frozen=True):
     """A sidecar from before sidecars described the model; its names in memory are those of files.
 
     The first ones that ``zexport train`` wrote are of this form.

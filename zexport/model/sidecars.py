@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
 from zexport.model.config import ConfigFile
@@ -84,8 +85,7 @@ _MODULES_MAX = 64
 _SENTENCE_CONFIG = re.compile(r"sentence_[\w-]+_config\.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Sidecars:
+class Sidecars(Struct, frozen=True):
     """What was found around the weights.
 
     ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, build_header
@@ -28,8 +30,7 @@ def qualified(filename: str, name: str) -> str:
     return name if folder == PurePosixPath() else f"{folder}/{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
+class TensorPlan(Struct, frozen=True):
     """One tensor of the output and where its elements come from.
 
     ``source``, row-major, cast where the two types differ. ``name`` is its own in the whole output,
@@ -55,8 +56,7 @@ class TensorPlan:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
+class FilePlan(Struct, frozen=True):
     """One weight file of the output: its first bytes, complete, and its tensors in file order."""
 
     filename: str
@@ -74,8 +74,7 @@ class FilePlan:
         return len(self.head) + self.data_nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class SideFile:
+class SideFile(Struct, frozen=True):
     """A small file beside the shards: ``content`` to write, or ``origin``, a file to copy."""
 
     filename: str
@@ -83,8 +82,7 @@ class SideFile:
     origin: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(Struct, frozen=True):
     """One checkpoint file that the plan reads, and the records that hold tensor bytes, by offset.
 
     A record of torch's old container is a storage; of safetensors, a tensor.
@@ -100,8 +98,7 @@ class SourceFile:
         return cls(file.path, file.version, file.members)
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Struct, frozen=True):
     """A checkpoint that DeepSpeed's converter is to rebuild, and what the plan needs of it."""
 
     root: Path

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from zexport.errors import MemoryLimitError
 from zexport.findings import Finding
@@ -62,8 +61,7 @@ def share_memory(options: ExportOptions, shards: Iterable[FilePlan] = ()) -> tup
 _BYTES_PER_SECOND = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
+class PlannedFile(Struct, frozen=True):
     """A safetensors file.
 
     Attributes:
@@ -77,8 +75,7 @@ class PlannedFile:
     tensors: Natural
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSource:
+class PlannedSource(Struct, frozen=True):
     """A file that would be read.
 
     Attributes:
@@ -90,8 +87,7 @@ class PlannedSource:
     nbytes: Natural
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
+class PlanSummary(Struct, frozen=True, kw_only=True):
     """The figures of the whole job.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
 
@@ -37,8 +37,7 @@ _BLOCK_NUMEL = 32768
 _U32 = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(Struct, frozen=True):
     """What was seen among some floating-point elements.
 
     ``overflow`` counts those that are finite in the source and infinite after the cast;

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blake3 import blake3
+from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
@@ -33,8 +33,7 @@ Span: TypeAlias = tuple[int, int]
 """Elements from, to (half-open)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(Struct, frozen=True):
     """A second copy of bytes that are exported, which must be equal to them, byte for byte."""
 
     name: str
@@ -42,8 +41,7 @@ class Replica:
     other: ByteSource
 
 
-@dataclass(frozen=True, slots=True)
-class CastReplica:
+class CastReplica(Struct, frozen=True):
     """A second copy of a tensor in another type; the narrower of the two is the other, rounded.
 
     If nothing but their likeness says that they are one (``names_it``), every element is compared;
@@ -65,8 +63,7 @@ class CastReplica:
         return self.other.nbytes // self.other_dtype.itemsize
 
 
-@dataclass(slots=True)
-class Comparison:
+class Comparison(Struct):
     """What has been seen so far of a tensor whose copy should be what a cast of it gives.
 
     The first element that differs, how many do of those compared, and by how much at most, in units

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from msgspec import Struct
+
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource, Extent
@@ -23,8 +25,7 @@ def row_major(shape: Sequence[int]) -> Shape:
     return tuple(strides)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Struct, frozen=True):
     """A box of the whole, by its first index and size, and where its elements lie in a source.
 
     The element that holds the first, and how many apart neighbours are in each dimension.
@@ -41,8 +42,7 @@ class Tile:
         return all(a <= i < a + n for a, i, n in zip(self.start, index, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Struct, frozen=True):
     """Elements of one tile that lie within a window of the whole.
 
     Where they are in its source, and where they belong in the window, by first element and stride.

@@ -7,9 +7,11 @@ together is read as one span, gaps and all, and its elements are put in their pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.ranges.extents import ByteSource
 from zexport.ranges.mosaic import Box, Mosaic
@@ -40,8 +42,7 @@ def gather(mosaic: Mosaic, start: int, buffer: memoryview, read: Read) -> None:
             window.fill(span)
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
+class _Window(Struct, frozen=True):
     """The memory that boxes are put into."""
 
     buffer: memoryview

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import ZexportError
 from zexport.store.json import Natural
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Struct, frozen=True):
     """One error, or one problem among others.
 
     Attributes:
@@ -34,8 +34,7 @@ class Told:
         return cls(error.exit_code, error.kind, error.path, error.sentence(), error.hint)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """Why a command failed.
 
     Attributes:

@@ -6,8 +6,9 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, TypeAlias
+
+from msgspec import Struct
 
 from zexport.printable import printable
 
@@ -21,8 +22,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class PlainConsole:
+class PlainConsole(Struct, frozen=True):
     """A stream that shows no styles: rich takes longer to begin than a small export."""
 
     stream: IO[str]

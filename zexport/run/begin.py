@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from msgspec import Struct
 
 from zexport.errors import CheckpointError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
@@ -28,8 +28,7 @@ from zexport.store.files import (
 from zexport.store.retries import steadily
 
 
-@dataclass(frozen=True, slots=True)
-class Workplace:
+class Workplace(Struct, frozen=True):
     """An unfinished folder and what is to be in it: what begin, parts and finish share."""
 
     plan: ExportPlan
@@ -57,8 +56,7 @@ _SOURCE_NBYTES = 400
 _FIXED_NBYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """A folder in which the plan's files can be written.
 
     Those that a stopped export had finished hold what they should, and the small files are there.

@@ -8,10 +8,12 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
@@ -83,8 +85,7 @@ def open_reference(
         yield _Reference(tag_dir, _run_converter(root, tag), sources, stored)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(Struct, frozen=True):
     """A tensor that the converter should give: its name in the checkpoint, and how it is stored."""
 
     name: str
@@ -148,7 +149,11 @@ class _Reference:
                 return None if inner is None else Window(inner, source.start, source.nbytes)
             if isinstance(source, Mosaic):
                 tiles = [(tile, in_names(tile.source)) for tile in source.tiles]
-                moved = [replace(tile, source=inner) for tile, inner in tiles if inner is not None]
+                moved = [
+                    structs.replace(tile, source=inner)
+                    for tile, inner in tiles
+                    if inner is not None
+                ]
                 return replace(source, tiles=tuple(moved)) if len(moved) == len(tiles) else None
             return None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.findings import Finding, FindingKind
 from zexport.plan.plan import ExportPlan, TensorPlan
@@ -27,8 +28,7 @@ _OVERFLOW = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """A folder that lacks nothing but its name: everything in it, and what was remarkable."""
 
     files: Mapping[str, FileEntry]

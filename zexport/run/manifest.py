@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import msgspec
 from blake3 import blake3
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from zexport import __version__
 from zexport.errors import VerificationError
@@ -23,8 +24,7 @@ SCHEMA = 1
 _NBYTES_MAX = 128 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Struct, frozen=True):
     """One tensor of the output.
 
     Attributes:
@@ -40,8 +40,7 @@ class TensorEntry:
     blake3: str
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(Struct, frozen=True):
     """One file of the output.
 
     Attributes:
@@ -54,8 +53,7 @@ class FileEntry:
     blake3: str
 
 
-@dataclass(frozen=True, slots=True)
-class SourceEntry:
+class SourceEntry(Struct, frozen=True):
     """One file that was read.
 
     Attributes:
@@ -72,8 +70,7 @@ class SourceEntry:
     blake3: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """What an export says of itself.
 
     Nothing in it varies by run: the same sources, in whichever folder, give the same bytes.

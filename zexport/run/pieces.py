@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 from typing import Protocol
+
+from msgspec import Struct
 
 from zexport.plan.plan import FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics, cast_into, statistics_of
@@ -17,8 +18,7 @@ _LEAST_NBYTES = 8
 """Room for one element of the largest type."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Elements ``first`` to ``last`` (half-open) of one tensor."""
 
     tensor: TensorPlan
@@ -41,8 +41,7 @@ class Piece:
         return self.first == 0 and self.last == self.tensor.numel
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """Pieces that lie side by side in the output, ``nbytes`` from byte ``offset`` of the file."""
 
     offset: int

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from blake3 import blake3
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from zexport.errors import OutputError
 from zexport.plan.digest import PlanDigest
@@ -38,8 +39,7 @@ _ENTRY = ".json"
 _PLAN = "plan"
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(Struct, frozen=True):
     """What was written of one file.
 
     The digests of its tensors end to end in file order, what was remarkable of them, and what was

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
 from blake3 import blake3
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
@@ -35,8 +37,7 @@ from zexport.targets.hf import FILES_APART
 from zexport.weights.proof import WeightReader
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """One contradiction.
 
     Attributes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import UnsafeError
 
@@ -19,8 +20,7 @@ _SNAPSHOTS = "snapshots"
 _BLOBS = "blobs"
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(Struct, frozen=True):
     """Folders, by their real paths, that links may lead into; anywhere, if the user has said so."""
 
     folders: tuple[Path, ...]

@@ -8,11 +8,12 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
+
+from msgspec import Struct
 
 from zexport.errors import OutputError
 from zexport.store.retries import steadily, synced
@@ -20,8 +21,7 @@ from zexport.store.retries import steadily, synced
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(Struct, frozen=True):
     """What tells whether a file is still as it was: its size, and when it was last modified."""
 
     nbytes: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.adapters.merging import check_embedding
 from zexport.checkpoint.contents import Role, StoredTensor
@@ -32,8 +34,7 @@ for the model's.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
+class HubModel(Struct, frozen=True):
     """A model's folder: its tensors by the names it has for them, and the files beside them."""
 
     collected: Collected

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from zexport.adapters.find import Adapter, check_whole, not_just_tensors
 from zexport.adapters.peft_format import (
@@ -32,8 +34,7 @@ from zexport.weights.named import PEFT_PREFIX, Weights
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class PeftAdapters:
+class PeftAdapters(Struct, frozen=True):
     """Adapters kept as they are, each in the folder that peft gives it."""
 
     collected: Collected

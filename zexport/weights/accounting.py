@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UnsupportedError
@@ -13,8 +14,7 @@ from zexport.ranges.extents import ByteSource
 from zexport.store.json import Natural
 
 
-@dataclass(frozen=True, slots=True)
-class Accounting:
+class Accounting(Struct, frozen=True):
     """Elements of the flat partitions of all ranks, and of trained weights that lie elsewhere.
 
     Attributes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+
+from msgspec import Struct, field, structs
 
 from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -23,8 +25,7 @@ from zexport.store.folders import is_file, is_link, matching
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(Struct, frozen=True):
     """The model folder that was given for what a checkpoint lacks, or none.
 
     ``has_files`` tells whether it has safetensors files, which alone are read.
@@ -63,7 +64,7 @@ def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader
         boundary.check(path)
         header = read_header(path)
         tensors = {n: one for n, one in header.tensors.items() if n in placed}
-        yield replace(header, tensors=tensors)
+        yield structs.replace(header, tensors=tensors)
 
 
 def source_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
@@ -111,7 +112,7 @@ def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:
                 hint="Load the base with transformers, and give what save_pretrained writes of it",
             )
         renamed[new] = tensor if new == name else replace(tensor, name=new)
-    return replace(base, tensors=renamed)
+    return structs.replace(base, tensors=renamed)
 
 
 def _known_as(name: str, prefix: str, known: Set[str]) -> str | None:
@@ -135,7 +136,7 @@ def under_prefix(prefix: str, wanted: Iterable[str], base: Base) -> Base:
     ):
         return base
     tensors = {prefix + name: replace(one, name=prefix + name) for name, one in has.items()}
-    return replace(base, tensors=tensors)
+    return structs.replace(base, tensors=tensors)
 
 
 _AFTER_WEIGHT = re.compile(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
@@ -20,8 +22,7 @@ from zexport.weights.named import PEFT_PREFIX, Weights
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """What is written, as far as it is decided.
 
     ``weights`` are at first the checkpoint's under the names of ``names``, which is the model in

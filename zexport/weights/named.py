@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UsageError
@@ -15,8 +16,7 @@ PEFT_PREFIX = "base_model.model."
 """What a peft model puts before the names of the model in it, in memory and in its files."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """Weights, under the names that they go by at one point of the way.
 
     Each tensor is there once, ``aliases`` lead to it; ``left_out`` are names without a value.

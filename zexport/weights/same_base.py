@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import ZexportError
@@ -31,8 +33,7 @@ _QUANTIZED = re.compile(
 """How names end that quantized forms of a model are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class SameBase:
+class SameBase(Struct, frozen=True):
     """What was found.
 
     Attributes:

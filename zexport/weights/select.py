@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
 from zexport.model.fit import ModelNames, NamesUnknown, absent, difference
@@ -49,7 +51,7 @@ def select_tensors(
     written = own | filled
     if settled.untied:
         written, tied = _under_all_names(written, tied, settled)
-    return replace(
+    return structs.replace(
         settled,
         weights=Weights(written, tied),
         from_base=tuple(filled),

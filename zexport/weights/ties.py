@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.model.fit import ModelNames, NamesUnknown
@@ -15,8 +17,7 @@ from zexport.weights.hub_names import Selection
 from zexport.weights.named import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(Struct, frozen=True):
     """What values say of declared ties: aliases that equal what they are tied to, and others."""
 
     equal: frozenset[str] = frozenset()
@@ -66,7 +67,7 @@ def settle_ties(selection: Selection, ties: Ties) -> Selection:
         "are written, and config.json no longer ties them (tie_word_embeddings)"
         for alias in sorted(ties.differing)
     )
-    return replace(
+    return structs.replace(
         selection,
         weights=_as_aliases(stored, same) if same else stored,
         names=without_ties(names, ties.differing),
@@ -81,7 +82,7 @@ def without_ties(names: ModelNames, differing: Set[str]) -> ModelNames:
     transformers unties what a model folder holds twice, and differently (5.23,
     ``modeling_utils.py``, ``tie_weights``).
     """
-    return replace(names, tied={a: s for a, s in names.tied.items() if a not in differing})
+    return structs.replace(names, tied={a: s for a, s in names.tied.items() if a not in differing})
 
 
 def under_tied_sources(names: ModelNames | NamesUnknown, base: Base) -> Base:
@@ -101,7 +102,7 @@ def under_tied_sources(names: ModelNames | NamesUnknown, base: Base) -> Base:
                 name = spelling.get(source, source)
                 renamed[name] = replace(tensor, name=name)
                 break
-    return replace(base, tensors=renamed)
+    return structs.replace(base, tensors=renamed)
 
 
 def _apart_in_base(
@@ -142,7 +143,7 @@ def _as_aliases(stored: Weights, same: Mapping[str, str]) -> Weights:
     """The same with some tensors as mere aliases of others that equal them."""
     aliases = {alias: same.get(name, name) for alias, name in stored.aliases.items()}
     tensors = {name: tensor for name, tensor in stored.tensors.items() if name not in same}
-    return replace(stored, tensors=tensors, aliases={**aliases, **same})
+    return structs.replace(stored, tensors=tensors, aliases={**aliases, **same})
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor, read: Read) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.structure import Structure, models_of

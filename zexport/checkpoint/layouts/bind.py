@@ -8,8 +8,9 @@ element.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
+
+from msgspec import Struct
 
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
@@ -23,8 +24,7 @@ MASTERS = "fp32"
 """The run of the masters, by the name that universal checkpoints give it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRun:
+class FlatRun(Struct, frozen=True):
     """The slots of one flat run: trained tensors that lie end to end, in this order.
 
     It is made of ``groups``, with name and shape for each; ``paddings`` are the elements of padding
@@ -45,8 +45,7 @@ class FlatRun:
         return [*zero12.place_parameters(self.shapes[0], self.paddings)]
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(Struct, frozen=True):
     """The tensors of a flat run, each with its bytes, and all these: where no file is missing."""
 
     tensors: tuple[StoredTensor, ...]

@@ -9,16 +9,16 @@ one or for each of several fused sub-parameters).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+
+from msgspec import Struct
 
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """A box that a rank's shard shares with the whole: its first index in either, and its size."""
 
     rank: int
@@ -27,8 +27,7 @@ class Piece:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Struct, frozen=True):
     """A whole tensor made of its ranks' pieces: one for each box, and pairs that hold the same."""
 
     shape: Shape

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind
@@ -50,8 +51,7 @@ def sharing_sets(sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return distinct
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertGroup:
+class ExpertGroup(Struct, frozen=True):
     """A flat group that the ranks share which hold the same experts, one of ``ep_size`` sets."""
 
     run: FlatRun
@@ -63,8 +63,7 @@ class ExpertGroup:
         return self.run.groups[0]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundExperts:
+class BoundExperts(Struct, frozen=True):
     """For each flat group, what every expert-parallel rank has of it; and how that was decided."""
 
     groups: tuple[tuple[Bound, ...], ...] = ()

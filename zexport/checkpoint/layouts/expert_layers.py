@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
@@ -39,8 +41,7 @@ _PARTITIONED_VERSION = 1
 _MAX_EXPERTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class AutoEpLayer:
+class AutoEpLayer(Struct, frozen=True):
     """One layer that AutoEP replaced: number, name, that of its experts, and who holds which.
 
     ``ep_rank`` is that of the rank that wrote this, where it is said; ``held`` has the experts of
@@ -59,8 +60,7 @@ class AutoEpLayer:
         return sum(len(experts) for experts in self.held)
 
 
-@dataclass(frozen=True, slots=True)
-class NativeName:
+class NativeName(Struct, frozen=True):
     """The name of an expert's weight in DeepSpeed-MoE: prefix, number of the expert, rest."""
 
     prefix: str
@@ -133,8 +133,7 @@ def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedErro
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRun:
+class ExpertRun(Struct, frozen=True):
     """Experts that follow each other in the layer and, from ``position``, in a rank's tensor."""
 
     ep_rank: int
@@ -173,8 +172,7 @@ def uniform(num_experts: int, ep_size: int) -> list[range]:
     return [range(e * count, (e + 1) * count) for e in range(ep_size)]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayers:
+class ExpertLayers(Struct, frozen=True):
     """The layers with experts, found by the names of their weights.
 
     ``native`` has the number of experts by prefix (DeepSpeed-MoE), ``autoep`` the layer by name of

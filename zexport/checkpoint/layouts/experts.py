@@ -12,6 +12,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from msgspec import structs
+
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.bind import Bound, check_one_type
 from zexport.checkpoint.layouts.expert_groups import bind_experts
@@ -101,7 +103,7 @@ def _take_cell(ranks: RankStates, files: Sequence[RankFile]) -> Inventory:
         inventory = take_unsharded_experts(dense, stored, layers, optimizers)
     else:
         inventory = _take_sharded(ranks, model, dense, layers)
-    return replace(
+    return structs.replace(
         inventory,
         tensors=_in_order(inventory.tensors),
         files=(*(part.file for part in parts), *optimizers.values()),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+
+from msgspec import Struct
 
 from zexport.errors import LayoutError
 from zexport.formats.inert import TensorRef
@@ -21,8 +22,7 @@ _Look = tuple[Hashable, Hashable]
 """What is known of a tensor from metadata, and a digest of samples of its values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(Struct, frozen=True):
     """A weight as the module keeps it, in the element type that it trained in.
 
     ``view`` is the tensor of the model file that it is; ``None`` if it was put together.
@@ -41,16 +41,14 @@ class Weight:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Master:
+class Master(Struct, frozen=True):
     """The fp32 values of one weight."""
 
     source: ByteSource
     dtype: DType
 
 
-@dataclass(frozen=True, slots=True)
-class Masters:
+class Masters(Struct, frozen=True):
     """The masters that are some weight's beyond doubt, by its name, and why others are not.
 
     ``all_fit`` says whether there may be a weight for every master; ``unlike`` are weights that no
@@ -63,8 +61,7 @@ class Masters:
     unlike: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Elements that lie together: an unnamed master, or what of the module it may stand for.
 
     ``kind`` is what metadata tell of it; ``parts`` are the weights in it, and their places.
@@ -76,8 +73,7 @@ class Run:
     parts: tuple[tuple[Weight, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True):
     """The first and the last parameter, by index, that a master may belong to."""
 
     first: int

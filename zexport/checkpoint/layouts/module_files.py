@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import check_written_as_named
@@ -13,8 +14,7 @@ from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleFile:
+class ModuleFile(Struct, frozen=True):
     """The weights and buffers of one part as the module has them; numbers are its name's.
 
     Names are relative to a pipeline's layer, and whole for an expert. Source: DeepSpeed 0.10 to

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 
@@ -85,8 +86,7 @@ def _beyond(text: str, path: Path) -> UnsupportedError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PatternTable(Generic[T]):
+class PatternTable(Struct, Generic[T], frozen=True):
     """Values by pattern, asked for by name."""
 
     path: Path

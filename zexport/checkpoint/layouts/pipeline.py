@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.module_files import ModuleFile, read_module_files
@@ -39,8 +41,7 @@ _SHOWN = 8
 _SHOWN_SHAPES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(Struct, frozen=True):
     """What the stages of one tensor rank name: masters, of the first stage that has them; buffers.
 
     For each tied layer, its tensors and how many elements they have (``None`` for buffers).

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Weight
@@ -23,8 +25,7 @@ TIED = "tied_modules."
 """How the name of a tied layer's parameter begins; its key and its name in the layer follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageMasters:
+class StageMasters(Struct, frozen=True):
     """One stage (of one tensor rank), with the masters that its optimizer holds.
 
     Attributes:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.states import ModelStates
@@ -30,8 +31,7 @@ _Look = tuple[Shape, tuple[bytes, ...]]
 """A shape, and digests of samples of what has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Moments:
+class _Moments(Struct, frozen=True):
     """Both moments of one parameter, in a model file.
 
     ``are_adams``: they are all that Adam keeps, and nothing else is there. Such moments have the

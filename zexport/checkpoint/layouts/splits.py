@@ -8,7 +8,8 @@ part of it goes before which. Megatron-DeepSpeed writes the older lists alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from zexport.checkpoint.layouts.boxes import (
     Joined,
@@ -34,8 +35,7 @@ _MAP_VERSION = 1
 _SUB_PARAMS_WITH_WIDTHS = 0.4
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
+class Splits(Struct, frozen=True):
     """What the record says of tensors, by pattern.
 
     ``refused`` are those that DeepSpeed itself cannot put together; ``halves`` and ``sub_params``

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
@@ -126,8 +128,7 @@ def _buffer(splits: Splits, name: str, shards: Sequence[Shape]) -> Joined:
     return replicated(shards)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cutter:
+class _Cutter(Struct, frozen=True):
     """The bytes of pieces: each rank's shard, stored densely, and its shape."""
 
     sources: Sequence[ByteSource]

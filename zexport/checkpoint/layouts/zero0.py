@@ -20,7 +20,8 @@ samples, and those only where shapes do not tell.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight

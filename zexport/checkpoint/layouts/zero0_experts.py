@@ -13,7 +13,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.expert_layers import (
@@ -234,8 +236,7 @@ def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
     return read
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(Struct, frozen=True):
     """One expert-parallel rank: its optimizer file, its own experts' weights, all its masters."""
 
     file: TorchFile

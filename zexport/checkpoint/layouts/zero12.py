@@ -9,15 +9,15 @@ partition without the padding that falls into it, BF16_Optimizer saves it whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+
+from msgspec import Struct
 
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
 
 
-@dataclass(frozen=True, slots=True)
-class FlatParameter:
+class FlatParameter(Struct, frozen=True):
     """Where one parameter lies: ``offset`` elements into its group's partitions, in rank order."""
 
     name: str

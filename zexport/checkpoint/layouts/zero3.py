@@ -9,15 +9,15 @@ flat data is the stripes of all parameters in the order of ``param_shapes``, end
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+
+from msgspec import Struct
 
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
 
 
-@dataclass(frozen=True, slots=True)
-class StripedParameter:
+class StripedParameter(Struct, frozen=True):
     """Where one parameter lies: its stripe is at the same ``offset`` of every rank's flat data."""
 
     name: str
