@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Tensors
 from zexport.checkpoint.contents import Inventory
-from zexport.checkpoint.layouts.assemble import assemble
-from zexport.checkpoint.layouts.structure import Structure
+from zexport.checkpoint.layouts.structure import Structure, assemble
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import RankStates, read_ranks
 from zexport.ranges.copies import CastReplica, Replica

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, newer_than
-from zexport.checkpoint.layouts.assemble import assemble
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (
     Structure,
+    assemble,
     disagreements,
     lacking_optimizer_files,
     missing_files,

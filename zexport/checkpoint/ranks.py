@@ -1,4 +1,4 @@
-"""The states of all ranks of one model-parallel index, and whether a file of each is here."""
+"""The states of all ranks, by model-parallel index, and whether a file of each is here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from zexport.checkpoint.rank_files import (
     RankFileKind,
     name_ranks,
     parse_rank_file,
+    ranges_of,
     rank_file_name,
 )
 from zexport.checkpoint.states import (
+    MAX_DEGREE,
     ZERO3,
     ModelStates,
     OptimizerStates,
@@ -37,6 +39,7 @@ from zexport.formats.torch_file import TorchFile, read_torch_file
 
 WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
+
 
 _States = TypeVar("_States", ModelStates, OptimizerStates)
 
@@ -249,4 +252,41 @@ def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable
             expected=f"{world_size}, ranks 0-{(world_size or 1) - 1}",
             hint="Remove what another save left here",
             finding=FindingKind.STRAY_FILES,
+        )
+
+
+def models_of(cells: Mapping[int, RankStates]) -> dict[int, ModelStates]:
+    """The model states of every model-parallel index that has some, in order."""
+    found = {index: cell.first_model for index, cell in sorted(cells.items())}
+    return {index: model for index, model in found.items() if model is not None}
+
+
+def check_cells(tag_dir: Path, cells: Mapping[int, RankStates], count: int, what: str) -> None:
+    """Refuse a grid in which cells are missing or in excess."""
+    if count > MAX_DEGREE:
+        raise DamagedCheckpointError(
+            f"records an impossible number of {what}",
+            path=tag_dir,
+            found=count,
+            expected=f"1 to {MAX_DEGREE}",
+            hint="Copy the model files again",
+        )
+    have = models_of(cells).keys()
+    missing = sorted(set(range(count)) - have)
+    if missing:
+        name = rank_file_name(RankFileKind.MODEL, mp_rank=missing[0])
+        raise IncompleteCheckpointError(
+            f"lacks the model files of {what} {ranges_of(missing)}",
+            path=tag_dir,
+            found=f"{what} {ranges_of(have)}",
+            expected=f"{count} of them, *{name} and the like",
+            hint="Copy them from the nodes that wrote them",
+        )
+    if surplus := sorted(set(cells) - set(range(count))):
+        raise DamagedCheckpointError(
+            f"has files of {what} {ranges_of(surplus)}, more than it records",
+            path=tag_dir,
+            found=f"{len(cells)} model-parallel indices",
+            expected=count,
+            hint="Remove what another save left here",
         )

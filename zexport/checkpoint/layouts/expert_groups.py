@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 
 from msgspec import Struct
 
@@ -83,31 +84,21 @@ def bind_experts(
         return BoundExperts()
     _check_counts(ranks, model, optimizers)
     groups = [_group(ranks, model, optimizers, index, world_size) for index in indices]
+    bind_own = partial(bind, is_zero3=ranks.is_zero3, state=state)
     if len(optimizers) < world_size:
-        lacking = [bind(one.run, (optimizers[0], None), is_zero3=ranks.is_zero3) for one in groups]
-        pairs = zip(lacking, groups, strict=True)
-        return BoundExperts(tuple((bound,) * group.ep_size for bound, group in pairs))
+        some = (optimizers[0], None)
+        return BoundExperts(tuple((bind_own(one.run, some),) * one.ep_size for one in groups))
     notes: tuple[str, ...] = ()
     if ranks.is_zero3:
         sets = _named_sets(ranks, optimizers, groups)
     else:
         placement, notes = find_placement(model, optimizers, groups)
         sets = [placement.sets(one.ep_size, world_size) for one in groups]
-    return BoundExperts(
-        tuple(
-            tuple(
-                bind(
-                    group.run,
-                    [optimizers[rank] for rank in sharing],
-                    is_zero3=ranks.is_zero3,
-                    state=state,
-                )
-                for sharing in of_group
-            )
-            for group, of_group in zip(groups, sets, strict=True)
-        ),
-        notes,
+    bound = (
+        tuple(bind_own(group.run, [optimizers[rank] for rank in sharing]) for sharing in of_group)
+        for group, of_group in zip(groups, sets, strict=True)
     )
+    return BoundExperts(tuple(bound), notes)
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:

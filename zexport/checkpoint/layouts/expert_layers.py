@@ -24,20 +24,10 @@ from zexport.errors import (
 from zexport.ranges.extents import ByteSource, Window
 
 _T = TypeVar("_T")
-
-
 _AUTOEP_WEIGHTS = ("w1", "w2", "w3")
-
-
 _NATIVE = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,9})\.(.+)", re.ASCII)
-
-
 _PLACEMENT_VERSION = 1
-
-
 _PARTITIONED_VERSION = 1
-
-
 _MAX_EXPERTS = 1 << 20
 
 
@@ -133,16 +123,8 @@ def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedErro
     )
 
 
-class ExpertRun(Struct, frozen=True):
-    """Experts that follow each other in the layer and, from ``position``, in a rank's tensor."""
-
-    ep_rank: int
-    position: int
-    count: int
-
-
-def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
-    """The experts of a layer in their own order, out of what each expert-parallel rank holds."""
+def _runs(held: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
+    """The experts in their own order: rank and place of those that follow each other there too."""
     places = {
         expert: (ep_rank, position)
         for ep_rank, experts in enumerate(held)
@@ -151,15 +133,15 @@ def expert_runs(held: Sequence[Sequence[int]]) -> list[ExpertRun]:
     named = sorted(expert for experts in held for expert in experts)
     if named != list(range(len(named))):
         raise LayoutError("the expert placement does not name each expert once", named, "0, 1, ...")
-    runs: list[ExpertRun] = []
+    run: list[tuple[int, int]] = []
     for expert in named:
         ep_rank, position = places[expert]
-        last = runs[-1] if runs else None
-        if last and (last.ep_rank, last.position + last.count) == (ep_rank, position):
-            runs[-1] = ExpertRun(ep_rank, last.position, last.count + 1)
-        else:
-            runs.append(ExpertRun(ep_rank, position, 1))
-    return runs
+        if run and run[-1] != (ep_rank, position - 1):
+            yield run
+            run = []
+        run.append((ep_rank, position))
+    if run:
+        yield run
 
 
 def uniform(num_experts: int, ep_size: int) -> list[range]:
@@ -339,9 +321,10 @@ def without_experts(model: ModelStates, layers: ExpertLayers) -> ModelStates:
 
 def in_expert_order(sources: Sequence[ByteSource], layer: AutoEpLayer) -> Iterator[ByteSource]:
     """AutoEP's experts of all expert-parallel ranks, in the order of their numbers."""
-    for run in expert_runs(layer.held):
-        nbytes = sources[run.ep_rank].nbytes // len(layer.held[run.ep_rank])
-        yield Window(sources[run.ep_rank], run.position * nbytes, run.count * nbytes)
+    for run in _runs(layer.held):
+        ep_rank, position = run[0]
+        nbytes = sources[ep_rank].nbytes // len(layer.held[ep_rank])
+        yield Window(sources[ep_rank], position * nbytes, len(run) * nbytes)
 
 
 def _dense(by_name: Mapping[str, _T], layers: ExpertLayers) -> dict[str, _T]:

@@ -29,7 +29,6 @@ from zexport.checkpoint.layouts.expert_layers import (
 )
 from zexport.checkpoint.layouts.module_files import read_module_files
 from zexport.checkpoint.layouts.pipeline import merge_stages
-from zexport.checkpoint.layouts.structure import check_cells, models_of
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
     check_names,
@@ -40,7 +39,7 @@ from zexport.checkpoint.layouts.zero import (
 from zexport.checkpoint.layouts.zero0_experts import read_expert_optimizers, take_unsharded_experts
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
-from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model
+from zexport.checkpoint.ranks import RankStates, check_cells, is_zero0, models_of, no_first_model
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
@@ -243,16 +242,11 @@ def copies_in_files(trained: Iterable[StoredTensor], layers: ExpertLayers) -> It
 
 def _slices(tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The experts one by one, under the names of their files: there may be any number of them."""
-    for number in range(tensor.shape[0]):
-        yield f"{tensor.name}.{number}", _slice(tensor, number)
-
-
-def _slice(tensor: StoredTensor, expert: int) -> StoredTensor:
-    """One expert's part of a tensor that holds all of them, as a tensor of its own."""
     shape = tensor.shape[1:]
     nbytes = prod(shape) * tensor.dtype.itemsize
-    source = tensor.source and Window(tensor.source, expert * nbytes, nbytes)
-    return replace(tensor, shape=shape, source=source)
+    for number in range(tensor.shape[0]):
+        source = tensor.source and Window(tensor.source, number * nbytes, nbytes)
+        yield f"{tensor.name}.{number}", replace(tensor, shape=shape, source=source)
 
 
 def stored_experts(

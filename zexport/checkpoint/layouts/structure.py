@@ -1,4 +1,4 @@
-"""How a model was split, by its files' names and what they say, and which files that takes."""
+"""How a model was split; and by that which files it takes, and every tensor of it, whole."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
 from zexport.checkpoint.contents import Inventory, Parallelism, Role
+from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
-from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import MAX_DEGREE, ModelStates
+from zexport.checkpoint.ranks import RankStates, is_zero0, models_of
+from zexport.checkpoint.states import ModelStates
 from zexport.errors import (
     DamagedCheckpointError,
-    IncompleteCheckpointError,
     LayoutError,
     ZexportError,
 )
@@ -37,10 +39,13 @@ class Structure(Enum):
     UNIVERSAL = "none: converted to a universal checkpoint"
 
 
-def models_of(cells: Mapping[int, RankStates]) -> dict[int, ModelStates]:
-    """The model states of every model-parallel index that has some, in order."""
-    found = {index: cell.first_model for index, cell in sorted(cells.items())}
-    return {index: model for index, model in found.items() if model is not None}
+_HINTS = {
+    Structure.TENSOR: "Copy the rank files of all tensor ranks again",
+    Structure.PIPELINE: "Copy the rank files and layer files of all stages again",
+    Structure.UNIVERSAL: "Convert the checkpoint again with DeepSpeed's ds_to_universal, or export "
+    "its source",
+}
+"""What to do where the numbers of a layout contradict each other."""
 
 
 def recognise(
@@ -141,6 +146,90 @@ def _native_degrees(model: ModelStates, files: Sequence[RankFile]) -> Iterator[i
         yield count // len(own)
 
 
+def assemble(
+    tag_dir: Path,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    structure: Structure,
+) -> Inventory:
+    """Every tensor of a checkpoint, whole."""
+    try:
+        inventory = _by_structure(tag_dir, files, cells, structure)
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=tag_dir,
+            found=error.found,
+            expected=error.expected,
+            hint=_HINTS.get(structure, "Copy all rank files of one save again"),
+        ) from error
+    model = next(iter(models_of(cells).values()), None)
+    if structure is Structure.PIPELINE or model is None:
+        return inventory
+    return replace(inventory, module_dtype=module_dtype(model))
+
+
+def _by_structure(
+    tag_dir: Path,
+    files: Sequence[RankFile],
+    cells: Mapping[int, RankStates],
+    structure: Structure,
+) -> Inventory:
+    """Each structure imports its own code: the commonest, data parallelism, starts without it."""
+    match structure:
+        case Structure.UNIVERSAL:
+            from zexport.checkpoint.layouts.universal import take_universal  # noqa: PLC0415
+
+            return take_universal(tag_dir, cells)
+        case Structure.PIPELINE:
+            from zexport.checkpoint.layouts.pipeline import join_stages  # noqa: PLC0415
+
+            return join_stages(tag_dir, files, cells)
+        case Structure.EXPERTS:
+            from zexport.checkpoint.layouts.experts import take_experts  # noqa: PLC0415
+
+            return take_experts(tag_dir, files, cells)
+        case Structure.TENSOR:
+            from zexport.checkpoint.layouts.tensor_parallel import (  # noqa: PLC0415
+                join_tensor_ranks,
+            )
+
+            return join_tensor_ranks(tag_dir, cells, _take_each(cells))
+        case Structure.DATA:
+            return next(iter(_take_each(cells).values()), Inventory((), {}, ()))
+
+
+def _take_each(cells: Mapping[int, RankStates]) -> dict[int, Inventory]:
+    """The tensors of every model-parallel index whose names are known."""
+    models = models_of(cells)
+    whole = {index: model for index, model in models.items() if is_zero0(cells[index])}
+    sharded = {
+        index: take_inventory(cells[index], model)
+        for index, model in models.items()
+        if index not in whole
+    }
+    return sharded | (_take_zero0(whole) if whole else {})
+
+
+def _take_zero0(models: Mapping[int, ModelStates]) -> dict[int, Inventory]:
+    """Each rank's tensors; a weight without a master on one rank goes without on all of them."""
+    from zexport.checkpoint.layouts.zero0 import (  # noqa: PLC0415
+        lacking_masters,
+        take_zero0_inventory,
+    )
+
+    taken = {index: take_zero0_inventory(model) for index, model in models.items()}
+    lacking = {name for one in taken.values() for name in lacking_masters(one)}
+    uneven = {
+        index
+        for index, one in taken.items()
+        if any(replica.name in lacking for replica in one.replicas)
+    }
+    return taken | {
+        index: take_zero0_inventory(models[index], unmastered=lacking) for index in uneven
+    }
+
+
 def missing_files(
     structure: Structure,
     parallelism: Parallelism,
@@ -177,37 +266,6 @@ def _needed(
                 yield rank_file_name(RankFileKind.OPTIMIZER, rank, index, prefix=prefix)
         for rank in world if per_rank and has_stripes else (0,):
             yield rank_file_name(kind, rank, index)
-
-
-def check_cells(tag_dir: Path, cells: Mapping[int, RankStates], count: int, what: str) -> None:
-    """Refuse a grid in which cells are missing or in excess."""
-    if count > MAX_DEGREE:
-        raise DamagedCheckpointError(
-            f"records an impossible number of {what}",
-            path=tag_dir,
-            found=count,
-            expected=f"1 to {MAX_DEGREE}",
-            hint="Copy the model files again",
-        )
-    have = models_of(cells).keys()
-    missing = sorted(set(range(count)) - have)
-    if missing:
-        name = rank_file_name(RankFileKind.MODEL, mp_rank=missing[0])
-        raise IncompleteCheckpointError(
-            f"lacks the model files of {what} {ranges_of(missing)}",
-            path=tag_dir,
-            found=f"{what} {ranges_of(have)}",
-            expected=f"{count} of them, *{name} and the like",
-            hint="Copy them from the nodes that wrote them",
-        )
-    if surplus := sorted(set(cells) - set(range(count))):
-        raise DamagedCheckpointError(
-            f"has files of {what} {ranges_of(surplus)}, more than it records",
-            path=tag_dir,
-            found=f"{len(cells)} model-parallel indices",
-            expected=count,
-            hint="Remove what another save left here",
-        )
 
 
 def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[ZexportError]:

@@ -39,8 +39,6 @@ from zexport.ranges.extents import Window
 from zexport.store.folders import child_folders, exists, is_file
 
 _FOLDER = "zero"
-
-
 _FROZEN_LOST = (
     "frozen weights, if there were any, are in no file: a pipeline keeps them in layer files, "
     "which the conversion to universal leaves behind"
@@ -52,9 +50,14 @@ _COPY_AGAIN = "Convert the checkpoint again with DeepSpeed's ds_to_universal, or
 
 def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
     """The tensors of a universal checkpoint."""
-    if not cells:
-        raise _lacking_model(tag_dir)
-    models = {cell: _first_model(tag_dir, ranks) for cell, ranks in cells.items()}
+    if not cells or any(0 not in ranks.model for ranks in cells.values()):
+        raise IncompleteCheckpointError(
+            "lacks the model file of rank 0, which names and shapes come from",
+            path=tag_dir,
+            hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it "
+            "again",
+        )
+    models = {cell: ranks.model[0] for cell, ranks in cells.items()}
     for model in models.values():
         _refuse_spoiled(model)
     parts = [_take_cell(tag_dir, cells[cell], models[cell]) for cell in sorted(cells)]
@@ -87,20 +90,6 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
         replicas=(*replicas, *copies),
         notes=notes,
         files=tuple(file for _, file in weights),
-    )
-
-
-def _first_model(tag_dir: Path, ranks: RankStates) -> ModelStates:
-    if 0 not in ranks.model:
-        raise _lacking_model(tag_dir)
-    return ranks.model[0]
-
-
-def _lacking_model(tag_dir: Path) -> IncompleteCheckpointError:
-    return IncompleteCheckpointError(
-        "lacks the model file of rank 0, which names and shapes come from",
-        path=tag_dir,
-        hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it again",
     )
 
 
@@ -318,7 +307,8 @@ def _merge_rest(
     """Frozen weights and buffers of all model-parallel ranks; buffers of one name must be equal."""
     rest: dict[str, StoredTensor] = {}
     replicas = []
-    for tensor in _untrained(parts):
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    for tensor in (one for one in tensors if one.role is not Role.TRAINABLE):
         if tensor.role is Role.FROZEN and len(parts) > 1 and tensor.numel:
             raise UnsupportedError(
                 f"keeps the frozen weight {tensor.name!r} in the pieces of a tensor-parallel run, "
@@ -336,11 +326,6 @@ def _merge_rest(
         if first is not tensor and first.source is not None and tensor.source is not None:
             replicas.append(Replica(tensor.name, first.source, tensor.source))
     return tuple(rest.values()), tuple(replicas)
-
-
-def _untrained(parts: list[Inventory]) -> Iterator[StoredTensor]:
-    for part in parts:
-        yield from (tensor for tensor in part.tensors if tensor.role is not Role.TRAINABLE)
 
 
 def check_whole(
@@ -375,9 +360,16 @@ def _is_split(whole: Shape, shards: Sequence[Shape]) -> bool:
 def shape_of_flat(
     name: str, numel: int, shards: Sequence[Shape], world_size: int | None = None
 ) -> Shape:
-    """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism."""
+    """The shape of a weight that is stored flat, as from ZeRO-3 without tensor parallelism.
+
+    The converter leaves behind it all stripes of padding but one, as it strips the absolute number
+    of elements by which a stripe is beyond the end. Source: DeepSpeed 0.15 to 0.19.2,
+    ``checkpoint/ds_to_universal.py`` (``extract_zero_shards_stage3``); 0.19.8 leaves none.
+    """
     whole = prod(shards[0])
-    lengths = {whole, _with_padding(whole, world_size)} if world_size else {whole}
+    lengths = {whole}
+    if world_size:
+        lengths.add(max(whole, (world_size - 1) * stripe_numel(whole, world_size)))
     if len(set(shards)) != 1 or numel not in lengths:
         raise LayoutError(
             f"the weight {name!r} has another length than the model files say",
@@ -385,13 +377,3 @@ def shape_of_flat(
             " and ".join(str(list(shard)) for shard in shards),
         )
     return shards[0]
-
-
-def _with_padding(numel: int, world_size: int) -> int:
-    """The length that a converter gives a weight some of whose stripes are padding alone.
-
-    It leaves behind the weight all stripes of padding but one, as it strips the absolute number of
-    elements by which a stripe is beyond the end. Source: DeepSpeed 0.15 to 0.19.2,
-    ``checkpoint/ds_to_universal.py`` (``extract_zero_shards_stage3``); 0.19.8 leaves none.
-    """
-    return max(numel, (world_size - 1) * stripe_numel(numel, world_size))

@@ -48,8 +48,6 @@ from zexport.ranges.extents import Chain, paths_of
 from zexport.ranges.reader import SourceReader
 
 _GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
-
-
 _ONE_SAVE = "Copy all files of one save again"
 
 
