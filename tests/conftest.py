@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 from tests.support.published import check_all_printed
+from zexport.checkpoint import unfinished
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()
@@ -85,6 +87,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Keep names that are learnt from transformers for this session, not in the user's cache."""
     cache = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def _an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a test makes is a checkpoint that may still be being written."""
+    monkeypatch.setattr(unfinished, "now", lambda: time.time() + 3600)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint, open_recorded
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
@@ -107,19 +107,22 @@ def verify_export(
     manifest = read_manifest(out_dir)
     base = Path(base) if base is not None else None
     options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
-    recorded = manifest.provenance.get("checkpoint")
-    tag = recorded.get("tag") if isinstance(recorded, dict) else None
-    checkpoint = _open_source(
-        against, tag if isinstance(tag, str) else None, follow_symlinks=follow_symlinks
-    )
+    made_from = manifest.provenance.get("checkpoint")
+    checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out_dir, options)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
 
 
-def _open_source(against: Checkpoint, tag: str | None, *, follow_symlinks: bool) -> ZeroCheckpoint:
-    """The checkpoint that an export was made from, by the tag that its manifest records."""
+def _open_source(
+    against: Checkpoint, made_from: object, *, follow_symlinks: bool
+) -> ZeroCheckpoint:
+    """The checkpoint that an export was made from, by the tag and step in its manifest."""
+    recorded = made_from if isinstance(made_from, dict) else {}
+    tag, step = recorded.get("tag"), recorded.get("global_steps")
+    tag = tag if isinstance(tag, str) else None
+    step = step if isinstance(step, int) else None
     try:
-        return open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
+        return open_recorded(against, tag, step, follow_symlinks=follow_symlinks)
     except (NoSuchTagError, OtherTagError) as cause:
         raise NoSuchTagError(
             f"does not have the tag {tag!r}, which the export was made from",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,90 @@ def test_an_export_is_verified_against_the_run_it_came_from(tmp_path: Path) -> N
     assert zexport.verify_export(out, against=run).ok
 
 
+def test_a_newer_one_that_was_passed_over_is_named_with_the_reason(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 4):
+        add_tag(run / f"checkpoint-{step}", f"global_step{step}", step)
+    next((run / "checkpoint-4" / "global_step4").glob("*rank_1*optim*")).unlink()
+    plan = zexport.plan_export(zexport.open_checkpoint(run, tag=NEWEST), tmp_path / "out")
+    told = "checkpoint-4 (step 4) was passed over: it lacks the optimizer files of rank 1 "
+    assert plan.warnings[0].startswith(f"{told}(found 2 of 3 ranks, ")
+    add_tag(run, "global_step3", 3)
+    (run / "latest").write_text("global_step3")
+    assert zexport.open_checkpoint(run).newer[0].startswith(told)
+
+
+def test_a_newer_tag_beside_the_one_that_latest_names_is_told(tmp_path: Path) -> None:
+    add_tag(tmp_path, "global_step2", 2)
+    add_tag(tmp_path, "global_step4", 4)
+    (tmp_path / "latest").write_text("global_step2")
+    (told,) = zexport.open_checkpoint(tmp_path).newer
+    assert told.startswith("global_step4 beside global_step2 is of step 4, and this one, which is")
+    (tmp_path / "latest").write_text("global_step4")
+    assert not zexport.open_checkpoint(tmp_path).newer
+
+
+def written_at(folder: Path, seconds: int) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (seconds, seconds))
+
+
+def test_the_end_of_training_is_the_newest_of_a_run_by_step_then_by_time(tmp_path: Path) -> None:
+    for name, step in (("checkpoint-2", 2), ("checkpoint-4", 4), ("final", 6), ("best", 2)):
+        add_tag(tmp_path / name, f"global_step{step}", step)
+    assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.root.name == "final"
+    shutil.rmtree(tmp_path / "final")
+    add_tag(tmp_path / "final", "global_step4", 4)
+    one, other = (tmp_path / n / "global_step4" for n in ("checkpoint-4", "final"))
+    for newer, older in ((one, other), (other, one)):
+        written_at(newer, 2000)
+        written_at(older, 1000)
+        assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.tag_dir == newer
+    written_at(one, 2000)
+    written_at(other, 2000)
+    with pytest.raises(AmbiguousTagError, match="found checkpoint-4, final"):
+        zexport.open_checkpoint(tmp_path, tag=NEWEST)
+    next(other.glob("*rank_1*optim*")).unlink()
+    assert zexport.open_checkpoint(tmp_path, tag=NEWEST).location.tag_dir == one
+
+
+def test_models_of_one_step_are_refused_and_none_is_an_example(tmp_path: Path) -> None:
+    for number, name in enumerate(("actor", "actor_ema", "critic")):
+        add_tag(tmp_path, name, 4)
+        written_at(tmp_path / name, 1000 * number)
+    with pytest.raises(AmbiguousTagError, match="found actor, actor_ema, critic"):
+        zexport.open_checkpoint(tmp_path, tag=NEWEST)
+    with pytest.raises(AmbiguousTagError, match=r"Choose one with --tag\.$"):
+        zexport.open_checkpoint(tmp_path)
+    assert inspect_checkpoint(tmp_path).verdict.next_step.endswith("--tag NAME")
+
+
+def test_accelerates_project_folder_leads_to_its_checkpoints(tmp_path: Path) -> None:
+    project, out = tmp_path / "project", tmp_path / "out"
+    for number in (0, 1):
+        root = project / "checkpoints" / f"checkpoint_{number}"
+        add_tag(root, "pytorch_model", 2 * number + 2)
+        (root / "latest").write_text("pytorch_model")
+    found = zexport.open_checkpoint(project, tag=NEWEST)
+    assert found.location.tag_dir == root / "pytorch_model"
+    shown = inspect_checkpoint(project)
+    assert [(one.name, one.step) for one in shown.tags] == [
+        ("checkpoint_0", 2),
+        ("checkpoint_1", 4),
+    ]
+    zexport.consolidate(project, out, tag="checkpoint_0")
+    for above in (tmp_path / "project", project / "checkpoints", root.parent / "checkpoint_0"):
+        assert zexport.verify_export(out, against=above).ok
+
+
+def test_an_export_is_verified_against_the_one_model_of_a_run_it_came_from(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    for name, step in (("actor", 2), ("critic", 4)):
+        add_tag(run / name, "model", step)
+    zexport.consolidate(run / "actor", out)
+    assert zexport.verify_export(out, against=run).ok
+
+
 def test_tags_of_unknown_steps_follow_those_of_their_own_kind() -> None:
     tags = ("final", "global_step2", "global_step10", "global_step9", "x1")
     steps = {"final": 5, "global_step2": 2, "global_step9": 9}
@@ -152,10 +237,11 @@ def test_the_step_of_a_file_that_lies_outside_or_is_broken_is_not_known(tmp_path
         (["epoch=1-step=20.ckpt", "epoch=2-step=40.ckpt"], True),
         (["_actor"], True),
         (["_actor", "_critic"], False),
-        (["checkpoint-5", "checkpoint-best"], False),
+        (["checkpoint-5", "checkpoint-best", "final", "last", "epoch_1"], True),
+        (["checkpoint-5", "critic"], False),
     ],
 )
-def test_folders_that_differ_in_a_number_alone_are_of_one_run(
+def test_folders_that_differ_in_a_number_or_an_age_are_of_one_run(
     names: list[str], expected: bool
 ) -> None:
     assert are_of_one_run(names) is expected

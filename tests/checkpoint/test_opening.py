@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 import pytest
+import torch
 
 from tests.support.checkpoints import Run, edit, model_file, save, small_model
 from tests.support.expert_checkpoints import MoeRun, save_moe
+from zexport.api import consolidate
+from zexport.checkpoint import unfinished
 from zexport.checkpoint.opening import open_checkpoint, raise_problems
 from zexport.errors import (
     DamagedCheckpointError,
@@ -62,6 +68,57 @@ def test_a_save_without_any_optimizer_file_is_incomplete(stage: int, tmp_path: P
     with pytest.raises(IncompleteCheckpointError, match="optimizer files of all ranks") as caught:
         raise_problems(open_checkpoint(root))
     assert caught.value.path == root / "global_step2"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "bf16_zero_pp_rank_0"), (torch.float16, "zero_pp_rank_0")],
+)
+def test_the_names_of_files_of_which_none_is_here_are_told_by_the_configuration(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    root = save(small_model(dtype), Run(stage=2), tmp_path)
+    for path in root.glob("*/*_optim_states.pt"):
+        path.unlink()
+    (problem,) = open_checkpoint(root).problems
+    assert problem.expected == f"{name}_mp_rank_00_optim_states.pt and the like"
+    edit(root / "global_step2" / "mp_rank_00_model_states.pt", lambda s: s.pop("ds_config"))
+    (problem,) = open_checkpoint(root).problems
+    plain = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert problem.expected == f"bf16_{plain} or {plain} and the like"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"PK")])
+def test_a_checkpoint_whose_files_changed_just_now_may_still_be_being_written(
+    damage: Callable[[Path], object], zero2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(next(zero2.glob("*/*rank_1*optim*")))
+    monkeypatch.setattr(unfinished, "now", lambda: 10_000.0)
+    for seconds, is_told in ((9_900, True), (1_000, False), (10_050, True)):
+        for path in zero2.glob("*/*"):
+            os.utime(path, (seconds, seconds))
+        (problem,) = open_checkpoint(zero2).problems
+        assert ("may still be being" in str(problem)) is is_told
+
+
+@pytest.mark.parametrize(("recorded", "count"), [(2, 0), (4, 1), ("2", 0)])
+def test_a_trainers_state_of_another_step_is_warned_of(
+    recorded: object, count: int, zero2: Path
+) -> None:
+    (zero2 / "trainer_state.json").write_text(json.dumps({"global_step": recorded}))
+    told = [text for text in open_checkpoint(zero2).warnings if "trainer_state.json" in text]
+    said = "(found 2 in the files of the tag; 4 in trainer_state.json)"
+    assert told == [f"trainer_state.json beside the tag is of another step {said}"][:count]
+
+
+def test_a_run_that_skipped_all_steps_says_so_and_its_card_counts_none(tmp_path: Path) -> None:
+    skipped = {"skipped_steps": 2}
+    run = Run(stage=2, optimizer_step=None, client_state=skipped)
+    root = save(small_model(torch.float16), run, tmp_path / "run")
+    checkpoint = open_checkpoint(root)
+    assert checkpoint.warnings[0].startswith("no step was taken: all 2 were skipped")
+    consolidate(root, tmp_path / "out")
+    assert "after 0 steps" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_optimizer_files_that_cannot_be_read_are_not_called_missing(zero3: Path) -> None:

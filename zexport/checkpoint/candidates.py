@@ -7,6 +7,7 @@ it, and tags of its own beside those.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from zexport.checkpoint.states import read_model_states
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
+from zexport.store.files import version
 from zexport.store.folders import children, is_folder, matching
 
 READ_MAX = 16
@@ -24,7 +26,15 @@ READ_MAX = 16
 
 _DIGITS = re.compile(r"\d{1,18}", re.ASCII)
 _ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
-_CHECKPOINT = re.compile(r"checkpoint[-_]\d{1,18}", re.ASCII)
+_WORD = re.compile(r"[^\W\d_]+")
+_AGES = frozenset(
+    (
+        *("best", "checkpoint", "ckpt", "end", "epoch", "final", "global"),
+        *("iter", "iteration", "last", "latest", "step"),
+    )
+)
+"""Words that say when a checkpoint was made, and not what it is of."""
+
 _MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
 
@@ -48,25 +58,23 @@ def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:
     """The tags in a folder and the checkpoints of its run, newest last."""
     found = {run: (folder / run, by_age(folder / run, boundary)) for run in list_ages(folder)}
     found |= {tag: (folder, (tag,)) for tag in list_tags(folder)}
-    steps = recorded_steps(
-        {name: root / tags[-1] for name, (root, tags) in found.items()}, boundary
-    )
-    return tuple(
-        Candidate(name, *found[name], steps.get(name)) for name in newest_last(found, steps)
-    )
+    folders = {name: root / tags[-1] for name, (root, tags) in found.items()}
+    steps = recorded_steps(folders, boundary)
+    ordered = newest_last(folders, steps, _times_at_one_step(folders, steps))
+    return tuple(Candidate(name, *found[name], steps.get(name)) for name in ordered)
 
 
 def list_ages(folder: Path) -> tuple[str, ...]:
     """Those of ``list_run_checkpoints`` that are of one run, with the tags beside them if any are.
 
-    Beside tags these are ``checkpoint-N`` alone: other folders may be other models (a critic below
-    its actor). Source: transformers 5.23, ``trainer.py`` (``save_model``: under ZeRO-3 that gathers
-    nothing on saving, DeepSpeed's ``save_checkpoint`` writes the end of training to ``output_dir``
-    itself, beside ``checkpoint-N``).
+    Beside tags these are those named by age alone: other folders may be other models (a critic
+    below its actor). Source: transformers 5.23, ``trainer.py`` (``save_model``: under ZeRO-3 that
+    gathers nothing on saving, DeepSpeed's ``save_checkpoint`` writes the end of training to
+    ``output_dir`` itself, beside ``checkpoint-N``).
     """
     runs = list_run_checkpoints(folder)
     if list_tags(folder):
-        return tuple(run for run in runs if _CHECKPOINT.fullmatch(run))
+        return tuple(run for run in runs if _is_age(run))
     return runs if are_of_one_run(runs) else ()
 
 
@@ -102,11 +110,34 @@ def is_tag_dir(path: Path) -> bool:
 
 
 def are_of_one_run(names: Iterable[str]) -> bool:
-    """Whether folders differ in nothing but a number, as ``checkpoint-N`` do.
+    """Whether folders differ in nothing but a number, or an age: ``checkpoint-N`` and ``final``.
 
     Others (an actor and a critic, say) are models beside one another, none of them the newer.
     """
-    return len({_without_numbers(name) for name in names}) <= 1
+    names = tuple(names)
+    return len({_without_numbers(name) for name in names}) <= 1 or all(map(_is_age, names))
+
+
+def are_tied(one: Path, other: Path) -> bool:
+    """Whether nothing says which of two tags of one step is the newer: neither name nor time.
+
+    Both are of one run, or of models beside one another, in which case time says nothing either.
+    """
+    depth = next(i for i, (a, b) in enumerate(zip(one.parts, other.parts, strict=False)) if a != b)
+    names = (one.parts[depth], other.parts[depth])
+    if len({_without_numbers(name) for name in names}) <= 1:
+        return False
+    return not are_of_one_run(names) or written_at(one) == written_at(other)
+
+
+def written_at(tag_dir: Path) -> int:
+    """When the last of a tag's rank files was written, in seconds."""
+    times = (version(file.path).mtime_ns for file in list_rank_files(tag_dir))
+    return max(times, default=0) // 10**9
+
+
+def _is_age(name: str) -> bool:
+    return all(word in _AGES for word in _WORD.findall(name.lower()))
 
 
 def models_of_accelerate(tags: Iterable[str]) -> tuple[str, ...]:
@@ -121,8 +152,20 @@ def models_of_accelerate(tags: Iterable[str]) -> tuple[str, ...]:
 def by_age(folder: Path, boundary: Boundary) -> tuple[str, ...]:
     """The tags in ``folder``, newest last."""
     tags = list_tags(folder)
+    if len(tags) <= 1:
+        return tags
     folders = {tag: folder / tag for tag in tags}
-    return newest_last(tags, recorded_steps(folders, boundary) if len(tags) > 1 else {})
+    steps = recorded_steps(folders, boundary)
+    return newest_last(tags, steps, _times_at_one_step(folders, steps))
+
+
+def _times_at_one_step(
+    folders: Mapping[str, Path], steps: Mapping[str, int | None]
+) -> dict[str, int]:
+    """When the tags were written that record a step which another records as well."""
+    known = {name: step for name, step in steps.items() if step is not None}
+    counts = Counter(known.values())
+    return {name: written_at(folders[name]) for name, step in known.items() if counts[step] > 1}
 
 
 def recorded_steps(folders: Mapping[str, Path], boundary: Boundary) -> dict[str, int | None]:
@@ -142,19 +185,21 @@ def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
         return None
 
 
-def newest_last(tags: Iterable[str], steps: Mapping[str, int | None]) -> tuple[str, ...]:
-    """The tags by their steps; at the same step, by the numbers in their names.
+def newest_last(
+    tags: Iterable[str], steps: Mapping[str, int | None], times: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """The tags by their steps; at the same step, by their times and the numbers in their names.
 
     One whose step is not known comes right after the next lower one of its kind of name (an
     interrupted save after the one before it), and before all tags of other names if there is none.
     """
     highest: dict[str, int] = {}
-    places: dict[str, tuple[int, tuple[list[int], str]]] = {}
+    places: dict[str, tuple[int, bool, int, tuple[list[int], str]]] = {}
     for tag in sorted(tags, key=_by_number):
         kind, step = _without_numbers(tag), steps.get(tag)
-        known = highest.get(kind, -1)
-        places[tag] = (known if step is None else step, _by_number(tag))
-        highest[kind] = places[tag][0]
+        known = highest.get(kind, -1) if step is None else step
+        places[tag] = (known, step is None, (times or {}).get(tag, 0), _by_number(tag))
+        highest[kind] = known
     return tuple(sorted(places, key=places.__getitem__))
 
 

@@ -214,7 +214,8 @@ class ZeroCheckpoint:
         stage: ZeRO stage; ``None`` where it could not be read.
         world_size: number of data-parallel ranks that wrote it.
         ds_version: version of DeepSpeed that wrote it.
-        global_steps: optimizer steps taken.
+        global_steps: steps of the training.
+        skipped_steps: how many of them the optimizer did not take, for an overflow.
         optimizer: the optimizer's name in the DeepSpeed configuration.
         lr_step: step of the learning-rate scheduler.
         module_dtype: the element type the module trained in.
@@ -246,6 +247,7 @@ class ZeroCheckpoint:
     world_size: int | None
     ds_version: str | None
     global_steps: int | None
+    skipped_steps: int
     optimizer: str | None
     lr_step: int | None
     module_dtype: DType | None

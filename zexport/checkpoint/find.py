@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zexport.checkpoint.candidates import (
+    Candidate,
     are_of_one_run,
+    are_tied,
     is_tag_dir,
     list_ages,
     list_candidates,
@@ -36,7 +38,7 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, is_file, is_folder, matching
+from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
 
 _LATEST = ("latest", "latest_universal")
 _FINISHED = (
@@ -93,19 +95,58 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
         )
 
 
-def newer_than(location: Location, step: int | None) -> Iterator[str]:
-    """Tells of a newer checkpoint of the same run, where the tag was not chosen by the user."""
-    if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
-        return
-    if not list_ages(location.root):
-        return
-    candidates = list_candidates(location.root, location.boundary)
-    newest = [one for one in candidates if one.root != location.root][-1]
-    if newest.step is not None and newest.step > step:
-        yield (
-            f"{newest.name} beside {location.tag} is of step {newest.step:,}, and this one, which "
-            f"is {location.chosen.value}, of step {step:,}: --tag {newest.name} takes that one"
+def locate_named(path: Path, tag: str, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
+    """Every tag of that name, wherever in a run it lies."""
+    with _reading(path):
+        path = _folder(path)
+        boundary = Boundary.of(path, follow=follow_symlinks)
+        check_child_name(tag, path / tag, UsageError)
+        above = (path, *(child for child, _ in child_folders(path)))
+        runs = [top / run for top in above for run in list_run_checkpoints(top)]
+        return tuple(
+            location_of(root, tag, TagChoice.OPTION, boundary)
+            for root in dict.fromkeys((path, *runs))
+            if is_tag_dir(root / tag)
         )
+
+
+def newer_than(location: Location, step: int | None) -> tuple[Location, ...]:
+    """Newer checkpoints of the same run, newest first, where the tag was not chosen by the user.
+
+    Args:
+        location: a tag in a folder that may be a run's ``output_dir``.
+        step: the steps that it records.
+    """
+    if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
+        return ()
+    if len(location.tags) <= 1 and not list_ages(location.root):
+        return ()
+    candidates = list_candidates(location.root, location.boundary)
+    names = [one.name for one in candidates]
+    later = candidates[names.index(location.tag) + 1 :] if location.tag in names else ()
+    return tuple(
+        location_of(one.root, one.tags[-1], TagChoice.NEWEST, location.boundary)
+        for one in reversed(later)
+        if (one.step is None or one.step > step) and are_of_one_run((one.name, location.tag))
+    )
+
+
+def name_beside(location: Location, other: Location) -> str:
+    """What ``--tag`` takes for another checkpoint of a run: the tag's name, or its folder's."""
+    return other.tag if other.root == location.root else other.root.name
+
+
+def no_newest(one: Location, others: Sequence[Location]) -> AmbiguousTagError:
+    """The refusal to take one of several for the newest."""
+    first, *rest = (location.tag_dir for location in (one, *others))
+    above = next(parent for parent in first.parents if all(p.is_relative_to(parent) for p in rest))
+    names = [str(folder.relative_to(above).parts[0]) for folder in (first, *rest)]
+    return AmbiguousTagError(
+        "holds several checkpoints of one step, and nothing says which is the newest",
+        path=above,
+        found=_listed(sorted(names)),
+        hint="Choose one with --tag",
+    )
 
 
 @contextmanager
@@ -125,7 +166,23 @@ def _folder(path: Path) -> Path:
     if not is_folder(path):
         what = "is a file, not a checkpoint folder" if exists(path) else "does not exist"
         raise NotACheckpointError(what, path=path, hint="Give the folder that holds `latest`")
-    return path
+    return run_folder(path)
+
+
+def run_folder(path: Path) -> Path:
+    """The folder with a run's checkpoints: itself, or ``checkpoints`` in Accelerate's project.
+
+    Source: Accelerate 1.15, ``accelerator.py`` (``save_state`` with automatic names:
+    ``<project_dir>/checkpoints/checkpoint_<n>``).
+    """
+    inner = path / "checkpoints"
+    is_project = (
+        not is_tag_dir(path)
+        and not list_run_checkpoints(path)
+        and not (list_tags(path) or is_file(path / _LATEST[0]))
+        and bool(is_folder(inner) and list_run_checkpoints(inner))
+    )
+    return inner if is_project else path
 
 
 def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
@@ -170,12 +227,11 @@ def _in_run(path: Path, boundary: Boundary) -> Location:
     """Descend from a run's ``output_dir`` into its only checkpoint."""
     runs = list_run_checkpoints(path)
     if len(runs) > 1:
-        newest = next((one.name for one in reversed(list_candidates(path, boundary))), None)
         raise AmbiguousTagError(
             "holds several checkpoints",
             path=path,
             found=", ".join(runs),
-            hint="Choose one with --tag" + (f", for example --tag {newest}" if newest else ""),
+            hint="Choose one with --tag" + _example(list_candidates(path, boundary)),
         )
     return _in_root(path / runs[0], boundary)
 
@@ -191,7 +247,8 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
         return location_of(root, latest, TagChoice.LATEST, boundary)
     if latest is None and len(tags) == 1:
         return location_of(root, tags[0], TagChoice.ONLY, boundary)
-    names = [one.name for one in list_candidates(root, boundary)]
+    candidates = list_candidates(root, boundary)
+    names = [one.name for one in candidates]
     if latest is not None:
         raise CheckpointError(
             f"names the tag {latest!r}, which is not there",
@@ -203,8 +260,20 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
         "has several tags and no `latest`",
         path=root,
         found=_listed(names),
-        hint=f"Choose one with --tag, for example --tag {names[-1]}",
+        hint="Choose one with --tag" + _example(candidates),
     )
+
+
+def _example(candidates: Sequence[Candidate]) -> str:
+    """The newest as an example, unless another is of its step and may be meant as well."""
+    if not candidates:
+        return ""
+    *others, newest = candidates
+    folder = newest.root / newest.tags[-1]
+    tied = newest.step is not None and any(
+        one.step == newest.step and are_tied(one.root / one.tags[-1], folder) for one in others
+    )
+    return "" if tied else f", for example --tag {newest.name}"
 
 
 def _check_any(path: Path) -> None:
@@ -243,7 +312,7 @@ def _check_one_run(path: Path) -> None:
             "holds several checkpoints, none of which is the newest by its name",
             path=path,
             found=", ".join(runs),
-            expected="names that differ in a number alone, such as checkpoint-100",
+            expected="names that tell of their age alone, such as checkpoint-100 and final",
             hint="Choose one with --tag",
         )
 

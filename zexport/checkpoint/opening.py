@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from zexport.checkpoint.candidates import are_tied, recorded_step
 from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
-from zexport.checkpoint.find import locate, locate_all, newer_than
+from zexport.checkpoint.find import (
+    locate,
+    locate_all,
+    locate_named,
+    name_beside,
+    newer_than,
+    no_newest,
+)
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (
     Structure,
@@ -20,23 +30,29 @@ from zexport.checkpoint.layouts.structure import (
     parallelism_of,
     recognise,
 )
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.unfinished import unless_unfinished
 from zexport.errors import (
+    AmbiguousTagError,
     CheckpointError,
     IncompleteCheckpointError,
+    NoSuchTagError,
     UnsupportedError,
     UsageError,
     ZexportError,
 )
+from zexport.facts.statements import Statement, judge
+from zexport.facts.table import Fact
 from zexport.findings import Finding, FindingKind
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.ranges.extents import paths_of
 from zexport.store.files import version
-from zexport.store.folders import is_folder
+from zexport.store.folders import is_file, is_folder
+from zexport.store.json import read_json_object
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -71,15 +87,84 @@ def open_checkpoint(
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     if tag != NEWEST:
-        return _open([locate(part, tag, follow_symlinks=follow_symlinks) for part in paths])
+        opened = _open([locate(part, tag, follow_symlinks=follow_symlinks) for part in paths])
+        return dataclasses.replace(opened, newer=tuple(_newer(opened)))
     if len(paths) > 1:
         raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
     return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
 
 
+def open_recorded(
+    path: Checkpoint, tag: str | None, step: int | None, *, follow_symlinks: bool = False
+) -> ZeroCheckpoint:
+    """The checkpoint of that tag and step, wherever in a run it lies.
+
+    Accelerate gives every checkpoint's tag the same name, so that a tag alone means none of them.
+    """
+    try:
+        opened = open_checkpoint(path, tag=tag, follow_symlinks=follow_symlinks)
+        if step is None or opened.global_steps == step:
+            return opened
+    except (AmbiguousTagError, NoSuchTagError):
+        opened = None
+    found: Sequence[Location] = ()
+    if tag is not None and isinstance(path, Path | str):
+        found = locate_named(Path(path), tag, follow_symlinks=follow_symlinks)
+        found = [one for one in found if recorded_step(one.tag_dir, one.boundary) == step]
+    if len(found) == 1:
+        return _open(found)
+    return opened or open_checkpoint(path, tag=tag, follow_symlinks=follow_symlinks)
+
+
 def _open_newest(locations: Sequence[Location]) -> ZeroCheckpoint:
-    opened = (_open([location]) for location in locations)
-    return next((c for c in opened if not c.problems), None) or _open(locations[:1])
+    """The newest without problems; it tells of those that were passed over for theirs."""
+    passed_over: list[ZeroCheckpoint] = []
+    for number, location in enumerate(locations, start=1):
+        opened = _open([location])
+        if not opened.problems:
+            _check_alone(opened, locations[number:])
+            told = (_passed_over(location, one) for one in passed_over)
+            return dataclasses.replace(opened, newer=tuple(told))
+        passed_over.append(opened)
+    return passed_over[0]
+
+
+def _check_alone(newest: ZeroCheckpoint, older: Iterable[Location]) -> None:
+    """Refuse the newest if another whole one is of its step, and nothing says which is newer."""
+    step, here = newest.global_steps, newest.location
+    of_same_step = takewhile(
+        lambda one: step is not None and recorded_step(one.tag_dir, one.boundary) == step, older
+    )
+    rivals = [
+        one
+        for one in of_same_step
+        if are_tied(one.tag_dir, here.tag_dir) and not _open([one]).problems
+    ]
+    if rivals:
+        raise no_newest(here, rivals)
+
+
+def _newer(opened: ZeroCheckpoint) -> Iterator[str]:
+    """Tells of newer checkpoints of the run, where the tag was not chosen by the user."""
+    location, step = opened.location, opened.global_steps
+    for other in newer_than(location, step):
+        name = name_beside(location, other)
+        newer = _open([other])
+        if newer.problems:
+            yield _passed_over(location, newer)
+        else:
+            yield (
+                f"{name} beside {location.tag} is of step {newer.global_steps:,}, and this one, "
+                f"which is {location.chosen.value}, of step {step:,}: --tag {name} takes that one"
+            )
+            return
+
+
+def _passed_over(location: Location, other: ZeroCheckpoint) -> str:
+    step = "unknown step" if other.global_steps is None else f"step {other.global_steps:,}"
+    first, *more = (problem.statement() for problem in other.problems)
+    rest = f", and {len(more)} more problems" if more else ""
+    return f"{name_beside(location, other.location)} ({step}) was passed over: it {first}{rest}"
 
 
 def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
@@ -90,7 +175,7 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
     structure = recognise(location.tag_dir, files, cells)
     problems = [p for cell in cells.values() for p in (*cell.problems, *copied_files(cell))]
     problems += [
-        no_optimizer_files(location.tag_dir, index)
+        no_optimizer_files(location.tag_dir, index, cells[index].first_model)
         for index in lacking_optimizer_files(structure, files, cells)
     ]
     problems += disagreements(location.tag_dir, cells)
@@ -101,7 +186,8 @@ def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
         problems.append(_swapped_out(location.tag_dir) or error)
     problems += inventory.problems
     problems += _missing_frozen(location.tag_dir, cells, inventory)
-    return _describe(location, files, cells, structure, inventory, tuple(problems))
+    told = tuple(unless_unfinished(problems, files))
+    return _describe(location, files, cells, structure, inventory, told)
 
 
 def _check_links(locations: Sequence[Location]) -> None:
@@ -151,6 +237,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         ds_version=(model and model.ds_version) or (optimizer and optimizer.ds_version) or None,
         global_steps=model.global_steps if model is not None else None,
         optimizer=_optimizer_name(model),
+        skipped_steps=model.skipped_steps if model is not None else 0,
         lr_step=model.lr_step if model is not None else None,
         module_dtype=inventory.module_dtype,
         cast_dtype=model.cast_dtype if model is not None else None,
@@ -169,8 +256,13 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         replicas=inventory.replicas,
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
-        warnings=(*_warnings(cells), *_without_checksums(torch_files), *inventory.notes),
-        newer=tuple(newer_than(location, model.global_steps if model is not None else None)),
+        warnings=(
+            *_steps(location, model),
+            *_warnings(cells),
+            *_without_checksums(torch_files),
+            *inventory.notes,
+        ),
+        newer=(),
         findings=tuple(
             found for p in problems if (found := _finding(p)) and not found.kind.is_refused
         ),
@@ -256,6 +348,31 @@ def _optimizer_name(model: ModelStates | None) -> str | None:
     config = model.ds_config.get("optimizer") if model is not None else None
     name = config.get("type") if isinstance(config, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
+    """What is to be known of the steps of a checkpoint: none taken, or others than beside it."""
+    if model is None or model.global_steps is None:
+        return
+    if 0 < model.global_steps <= model.skipped_steps:
+        yield (
+            f"no step was taken: all {model.global_steps:,} were skipped for an overflow, so these "
+            "are the weights that training began from"
+        )
+    if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
+        return
+    state = location.root / "trainer_state.json"
+    try:
+        is_there = is_file(state) and location.boundary.holds(state)
+        step = read_json_object(state).get("global_step") if is_there else None
+    except ZexportError:
+        return
+    if isinstance(step, int):
+        stated = (
+            Statement(Fact.TRAINER_STEP, model.global_steps, "the files of the tag"),
+            Statement(Fact.TRAINER_STEP, step, state.name),
+        )
+        yield from judge(stated, None).warnings
 
 
 def _warnings(cells: Mapping[int, RankStates]) -> Iterator[str]:

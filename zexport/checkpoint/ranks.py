@@ -36,6 +36,7 @@ from zexport.errors import (
 from zexport.findings import FindingKind
 from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.ranges.dtypes import DType
 
 WORLD_SIZE_MAX = 1 << 20
 """More ranks than any run has; a larger number in a file is damage, and must cost nothing."""
@@ -201,13 +202,25 @@ def _world_size(
     return len(model) if len(model) > 1 else None
 
 
-def no_optimizer_files(tag_dir: Path, mp_rank: int) -> ZexportError:
-    """The problem of a model-parallel index without any file that holds master weights."""
+def no_optimizer_files(tag_dir: Path, mp_rank: int, model: ModelStates | None) -> ZexportError:
+    """The problem of a model-parallel index without any file that holds master weights.
+
+    The configuration tells their names: those of bf16 have a prefix (DeepSpeed 0.10 to 0.19,
+    ``runtime/engine.py``, ``_get_zero_ckpt_prefix``).
+    """
+    plain, bf16 = (
+        rank_file_name(RankFileKind.OPTIMIZER, 0, mp_rank, prefix=prefix)
+        for prefix in ("", "bf16_")
+    )
+    if model is None or not model.ds_config:
+        name = f"{bf16} or {plain}"
+    else:
+        name = bf16 if model.cast_dtype is DType.BF16 else plain
     return IncompleteCheckpointError(
         "lacks the optimizer files of all ranks, which hold the weights",
         path=tag_dir,
         found=f"no *_mp_rank_{mp_rank:02d}_optim_states.pt",
-        expected=f"{rank_file_name(RankFileKind.OPTIMIZER, 0, mp_rank)} and the like",
+        expected=f"{name} and the like",
         hint="Copy them from the nodes that wrote them",
     )
 

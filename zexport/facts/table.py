@@ -88,6 +88,11 @@ class Fact(Enum):
     GROUP_SETTINGS = _of_one_save("optimizer's settings", FindingKind.MIXED_SETTINGS)
     LOSS_SCALE = _of_one_save("loss scaler's state", FindingKind.MIXED_SETTINGS)
     SCHEDULE = _of_one_save("scheduler's state", FindingKind.MIXED_SETTINGS)
+    TRAINER_STEP = Row(
+        "step of the run",
+        "trainer_state.json beside the tag is of another step",
+        severity=Severity.WARNED,
+    )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")

@@ -21,7 +21,7 @@ from zexport.checkpoint.candidates import (
     recorded_step,
 )
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.find import locate
+from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
 from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import ZexportError
@@ -69,7 +69,8 @@ def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
 
 def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
     """The tags in ``path``, and the checkpoints in a run's folder, newest last."""
-    return tuple(_summarize_all(path, Boundary.of(path, follow=follow_symlinks)))
+    boundary = Boundary.of(path, follow=follow_symlinks)
+    return tuple(_summarize_all(run_folder(path), boundary))
 
 
 def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:

@@ -200,7 +200,10 @@ def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
     name = "NAME"
     if list_tags(path) or are_of_one_run(tag.name for tag in tags):
         newest = next((tag for tag in reversed(tags) if tag.complete), tags[-1])
-        name = shell_word(newest.name)
+        of_its_step = [
+            tag.name for tag in tags if newest.step is not None and tag.step == newest.step
+        ]
+        name = shell_word(newest.name) if are_of_one_run(of_its_step) else name
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
         f"{len(tags)} checkpoints, and nothing says which one is meant",

@@ -49,7 +49,8 @@ def model_card(
     """The content of ``README.md``, with metadata as the hub takes them."""
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
-    step = "" if checkpoint.global_steps is None else f" after {checkpoint.global_steps} steps"
+    steps = checkpoint.global_steps
+    step = "" if steps is None else f" after {steps - checkpoint.skipped_steps} steps"
     lines = [
         "---",
         _metadata(sidecars, architecture),
