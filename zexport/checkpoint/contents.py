@@ -247,7 +247,6 @@ class ZeroCheckpoint:
     world_size: int | None
     ds_version: str | None
     global_steps: int | None
-    skipped_steps: int
     optimizer: str | None
     lr_step: int | None
     module_dtype: DType | None
@@ -268,6 +267,7 @@ class ZeroCheckpoint:
     newer: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     flats: tuple[FlatData, ...] = ()
+    skipped_steps: int = 0
 
     @property
     def may_lack_weights(self) -> bool:
