@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from zexport.compare.diff import DiffReport
 from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
 from zexport.report.failure import Failure
@@ -19,6 +20,7 @@ from zexport.store.json import SCHEMA
 from zexport.train.options import TrainSummary
 
 _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
+    "diff": ("What `zexport diff --json` prints", SCHEMA, (DiffReport,)),
     "error": ("What every command prints with `--json` when it fails", SCHEMA, (Failure,)),
     "export": ("What `zexport consolidate --json` prints", SCHEMA, (ExportReport, Provenance)),
     "manifest": ("`zexport_manifest.json`", MANIFEST_SCHEMA, (Manifest, Provenance)),
@@ -75,7 +77,9 @@ def _whole(node: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     if "anyOf" in node:
         kinds = [_whole(kind, known) for kind in node["anyOf"]]
         first = next(kind for kind in kinds if kind["type"] != "null")
-        return {**first, "type": [kind["type"] for kind in (first, {"type": "null"})]}
+        if "enum" in first:
+            first = {**first, "enum": [*first["enum"], None]}
+        return {**first, "type": [first["type"], "null"]}
     docstring = node.get("description", "")
     whole = {key: value for key, value in node.items() if key not in _SAID_OTHERWISE}
     if "enum" in node:

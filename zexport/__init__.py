@@ -12,7 +12,7 @@ and in its steps, each of which returns a value that can be looked at::
     plan = zexport.plan_export(checkpoint, "model")  # where every byte will come from
     report = zexport.run_export(plan)  # what was done
     verdict = zexport.verify_export("model", against="run/checkpoint-100")
-    report = zexport.diff_models("model", "base")  # is it the training or the conversion?
+    report = zexport.diff_models("model", "base")  # does it look like training?
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
-    from zexport.compare.verdict import Cause, Outcome, TensorDiff
+    from zexport.compare.tensor import Outcome, TensorDiff
+    from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
     from zexport.plan.plan import ExportPlan
@@ -67,7 +68,8 @@ _HOMES = {
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),
-    "compare.verdict": ("Cause", "Outcome", "TensorDiff"),
+    "compare.tensor": ("Outcome", "TensorDiff"),
+    "compare.verdict": ("Cause",),
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),

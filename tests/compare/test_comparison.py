@@ -23,8 +23,9 @@ from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.compare.diff import DiffReport
-from zexport.compare.values import PairSums, Side
-from zexport.compare.verdict import Cause, Outcome, TensorDiff, judge
+from zexport.compare.roundings import Side
+from zexport.compare.tensor import Outcome, PairValues, TensorDiff
+from zexport.compare.verdict import Cause, judge
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError, ZexportError
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.options import ExportDType, ExportOptions, NameLayout
@@ -65,9 +66,9 @@ def only(report: DiffReport) -> TensorDiff:
     return tensor
 
 
-def sums(tensor: TensorDiff) -> PairSums:
-    assert tensor.sums is not None
-    return tensor.sums
+def told(tensor: TensorDiff) -> PairValues:
+    assert tensor.values is not None
+    return tensor.values
 
 
 def random(dtype: torch.dtype, numel: int, seed: int, *, odd: bool) -> torch.Tensor:
@@ -105,10 +106,10 @@ def naive(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
 
 
 def check_figures(tensor: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> None:
-    seen, wanted = sums(tensor), naive(a, b)
+    seen, wanted = told(tensor), naive(a, b)
     close = {"rel": 1e-9, "abs": 1e-300}
-    assert seen.largest == wanted["max"]
-    assert seen.abs_mean == pytest.approx(wanted["mean"], **close)
+    assert seen.max_abs == wanted["max"]
+    assert seen.mean_abs == pytest.approx(wanted["mean"], **close)
     assert seen.relative_norm == pytest.approx(wanted["relative"], **close)
     assert seen.cosine == pytest.approx(wanted["cosine"], abs=1e-12)
     assert (seen.a_nan, seen.b_nan, seen.nan_in_one) == wanted["nan"]
@@ -150,7 +151,7 @@ def test_what_torch_rounded_is_cast_equal_in_either_order(
 def test_values_that_went_through_a_narrow_type_are_cast_equal(
     through: torch.dtype, tmp_path: Path
 ) -> None:
-    a = random(torch.float32, 1000, 4, odd=True)
+    a = random(torch.float32, 1000, 4, odd=False)
     report = compared(tmp_path, {"x": a}, {"x": a.to(through).float()})
     tensor = only(report)
     assert tensor.outcome is Outcome.CAST_EQUAL
@@ -184,8 +185,8 @@ def test_whole_numbers_that_a_double_cannot_tell_apart_are_different(tmp_path: P
 
 def test_zeros_of_the_other_sign_are_told_though_they_differ_by_nothing(tmp_path: Path) -> None:
     tensor = only(compared(tmp_path, {"x": torch.zeros(3)}, {"x": -torch.zeros(3)}))
-    assert (tensor.outcome, sums(tensor).unequal) == (Outcome.DIFFERENT, 3)
-    assert (sums(tensor).largest, tensor.worst_at) == (0.0, None)
+    assert (tensor.outcome, told(tensor).unequal) == (Outcome.DIFFERENT, 3)
+    assert (told(tensor).max_abs, told(tensor).worst_at) == (0.0, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,7 +197,7 @@ def test_equal_tensors_are_equal_of_every_type_and_shape(
     a = random(dtype, math.prod(shape), 7, odd=False).reshape(shape)
     tensor = only(compared(tmp_path, {"x": a}, {"x": a}))
     assert tensor.outcome is Outcome.EQUAL
-    assert (tensor.a_shape, tensor.worst_at) == (shape, None)
+    assert (tensor.a_shape, told(tensor).worst_at) == (shape, None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -212,37 +213,38 @@ def test_any_numbers_give_the_figures_that_torch_gives(
         a, b = (t.clamp(-1e150, 1e150) for t in (a, b))
     a, b = a.to(dtype), b.to(dtype)
     tensor = only(compared(tmp_path_factory.mktemp("any"), {"x": a}, {"x": b}))
-    seen, wanted = sums(tensor), naive(a, b)
-    assert seen.largest == wanted["max"]
+    seen, wanted = told(tensor), naive(a, b)
+    assert seen.max_abs == wanted["max"]
     assert (seen.a_nan, seen.b_nan, seen.nan_in_one) == wanted["nan"]
     assert seen.inf_in_one == wanted["inf"]
     if wanted["mean"] is not None:
-        assert seen.abs_mean == pytest.approx(wanted["mean"], rel=1e-9)
+        assert seen.mean_abs == pytest.approx(wanted["mean"], rel=1e-9)
 
 
 def test_figures_that_a_double_cannot_hold_are_left_out(tmp_path: Path) -> None:
     a = torch.tensor([1.7e308, 1.0], dtype=torch.float64)
-    seen = sums(only(compared(tmp_path, {"x": a}, {"x": -a})))
-    assert (seen.largest, seen.abs_mean, seen.relative_norm, seen.cosine) == (None,) * 4
+    seen = told(only(compared(tmp_path, {"x": a}, {"x": -a})))
+    assert (seen.max_abs, seen.mean_abs, seen.relative_norm, seen.cosine) == (None,) * 4
 
 
 def test_a_tensor_of_many_pieces_adds_up_and_names_the_place_of_the_largest_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zexport.compare import diff, values
+    from zexport.compare import streaming
+    from zexport.compare import values as arithmetic
 
     a = random(torch.float32, 7 * 11 * 13, 8, odd=True).reshape(7, 11, 13)
     b = a.clone()
     b[2:] += 0.5
     b[5, 3, 7] = 1000
     whole = only(compared(tmp_path / "whole", {"x": a}, {"x": b}))
-    monkeypatch.setattr(diff, "_PIECE_NUMEL", 64)
-    monkeypatch.setattr(diff, "_CHUNK_NUMEL", 7)
-    monkeypatch.setattr(values, "_BLOCK_NUMEL", 3)
+    monkeypatch.setattr(streaming, "_PIECE_NUMEL", 64)
+    monkeypatch.setattr(streaming, "CHUNK_NUMEL", 7)
+    monkeypatch.setattr(arithmetic, "_BLOCK_NUMEL", 3)
     parts = only(compared(tmp_path / "parts", {"x": a}, {"x": b}))
-    assert whole.worst_at == parts.worst_at == (5, 3, 7)
+    assert told(whole).worst_at == told(parts).worst_at == (5, 3, 7)
     check_figures(parts, a.flatten(), b.flatten())
-    assert sums(parts).unequal == sums(whole).unequal
+    assert told(parts).unequal == told(whole).unequal
 
 
 # --- folders ---
@@ -361,7 +363,8 @@ def test_a_tie_that_only_the_config_knows_is_compared_with_its_source(tmp_path: 
 
 
 def broken(folder: Path, index: object) -> Path:
-    written(folder, {"x": torch.ones(1)})
+    folder.mkdir()
+    save_file({"x": torch.ones(1)}, folder / "weights.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -371,8 +374,8 @@ def broken(folder: Path, index: object) -> Path:
     [
         ({"weight_map": {}}, DamagedCheckpointError),
         ([], DamagedCheckpointError),
-        ({"weight_map": {"y": "model.safetensors"}}, DamagedCheckpointError),
-        ({"weight_map": {"x": "../model.safetensors"}}, UnsafeError),
+        ({"weight_map": {"y": "weights.safetensors"}}, DamagedCheckpointError),
+        ({"weight_map": {"x": "../weights.safetensors"}}, UnsafeError),
         ({"weight_map": {"x": 1}}, UnsafeError),
         ({"weight_map": {"x": "gone.safetensors"}}, CheckpointError),
     ],
@@ -389,6 +392,26 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a" / "model.safetensors").unlink()
     with pytest.raises(DamagedCheckpointError, match="another file"):
         diff_models(tmp_path / "a", tmp_path / "a")
+
+
+def test_of_a_file_and_an_index_what_transformers_would_load_is_compared(tmp_path: Path) -> None:
+    folder = broken(tmp_path / "a", {"weight_map": {"x": "weights.safetensors"}})
+    assert diff_models(folder, folder / "weights.safetensors").count(Outcome.EQUAL) == 1
+    written(folder, {"x": torch.zeros(1)})
+    assert diff_models(folder, folder / "model.safetensors").count(Outcome.EQUAL) == 1
+    (folder / "config.json").write_text('{"transformers_weights": "weights.safetensors"}')
+    assert diff_models(folder, folder / "weights.safetensors").count(Outcome.EQUAL) == 1
+    (folder / "config.json").write_text('{"transformers_weights": "../model.safetensors"}')
+    with pytest.raises(UnsafeError, match="transformers_weights"):
+        diff_models(folder, folder)
+
+
+def test_a_folder_that_loads_from_a_pickle_is_not_compared_by_other_files(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    assert diff_models(tmp_path, tmp_path).count(Outcome.EQUAL) == 1
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which transformers would load"):
+        diff_models(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("path", [PLAIN, PLAIN / "gone"], ids=["checkpoint", "nothing"])
@@ -423,7 +446,7 @@ def base() -> dict[str, torch.Tensor]:
 def test_weights_that_moved_a_little_were_trained(base: Tensors, tmp_path: Path) -> None:
     report = compared(tmp_path, moved(base, 0.1), base)
     assert report.verdict.cause is Cause.TRAINING
-    assert report.verdict.sentence.startswith("It is the training, not the conversion: 8 tensors")
+    assert report.verdict.sentence.startswith("Looks like training: 8 tensors moved by 9 % to")
 
 
 def test_a_few_that_became_something_else_were_converted_wrongly(
@@ -432,7 +455,7 @@ def test_a_few_that_became_something_else_were_converted_wrongly(
     swapped = dict(base) | {"layer.1.weight": base["layer.2.weight"]}
     report = compared(tmp_path, swapped, base)
     assert report.verdict.cause is Cause.CONVERSION
-    assert "(layer.1.weight)" in report.verdict.sentence
+    assert "(layer.1.weight is layer.2.weight)" in report.verdict.sentence
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
@@ -451,7 +474,7 @@ def test_models_that_share_nothing_but_names_are_told_apart(base: Tensors, tmp_p
 def test_the_answer_says_what_could_not_be_compared(base: Tensors, tmp_path: Path) -> None:
     report = compared(tmp_path, moved(base, 0.1) | {"new": torch.ones(1)}, base)
     assert report.verdict.cause is Cause.TRAINING
-    assert report.verdict.sentence.endswith("not compared: 1 in A alone")
+    assert report.verdict.sentence.endswith("besides, 1 tensor in A alone")
 
 
 def test_nothing_in_common_is_an_answer_too(tmp_path: Path) -> None:
@@ -485,14 +508,28 @@ def run(*words: str | Path) -> tuple[int, str]:
 def test_the_table_has_what_differs_and_every_tensor_with_all(
     base: Tensors, tmp_path: Path
 ) -> None:
-    a = written(tmp_path / "a", dict(base) | {"bias": torch.ones(16)})
-    b = written(tmp_path / "b", base)
+    a = written(tmp_path / "a", dict(base) | {"bias": torch.arange(16) / 7})
+    b = written(tmp_path / "b", dict(base) | {"bias": torch.arange(16) / 8 + 0.01})
     code, text = run(a, b)
     assert code == 0
     assert "bias" in text
     assert "layer.1.weight" not in text
-    assert text.rstrip().splitlines()[-1].startswith("It is the training")
+    assert "Looks like training: 1 tensor moved" in text
     assert "layer.1.weight" in run(a, b, "--all")[1]
+
+
+def test_the_report_fits_80_columns_and_sums_up_what_is_only_rounded(
+    base: Tensors, tmp_path: Path
+) -> None:
+    a, b = written(tmp_path / "a", moved(base, 0.1)), written(tmp_path / "b", base)
+    lines = run(a, b)[1].splitlines()
+    paths = [line for line in lines if str(tmp_path) in line]
+    assert max(map(len, set(lines) - set(paths))) <= 80
+    rounded = written(tmp_path / "c", {name: t.bfloat16() for name, t in moved(base, 0.1).items()})
+    text = run(a, rounded)[1]
+    assert re.findall(r"B is A in bfloat16 +(\d+)", text) == ["8"]
+    assert "layer.1.weight" not in text
+    assert "layer.1.weight" in run(a, rounded, "--all")[1]
 
 
 def test_the_table_is_bounded(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.support.published import SCHEMAS, check, schema
 from zexport.api import diff_models, plan_export, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
-from zexport.compare.verdict import Outcome
+from zexport.compare.tensor import Outcome
 from zexport.errors import UsageError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.inspect.statistics import measure

@@ -1,4 +1,4 @@
-"""``zexport diff``: how two models differ, and is it the training or the conversion?"""
+"""``zexport diff``: how two models differ, and does it look like training?"""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def diff(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Compare the weights of the models A and B, and say what made the difference.
+    """Compare the weights of the models A and B, and say what is seen.
 
-    A and B are folders with safetensors weights (or one such file): two exports, or an export and
-    the model that its training began from. Each tensor is equal, equal but for rounding, or of
-    other values, by how much; the last line answers: was it the training, or the conversion?
-    Whatever differs, the exit code is 0 unless --fail-on says otherwise. To compare an export with
-    its checkpoint, use zexport verify --against.
+    A and B are folders with safetensors weights (or one such file): an export and the model that
+    its training began from, or two exports. Each tensor is equal, equal but for rounding, moved by
+    values as training moves them, or what else can be seen: scaled, zeroed, exchanged, missing.
+    The last lines conclude: it looks like training, a conversion error is likely, or nobody can
+    tell from the weights. Whatever differs, the exit code is 0 unless --fail-on says otherwise. To
+    compare an export with its checkpoint, use zexport verify --against.
 
     Example: zexport diff model base
     """
@@ -66,7 +67,7 @@ def diff(
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.compare.verdict import Outcome
+    from zexport.compare.tensor import Outcome
 
     accepted = {
         "none": frozenset(Outcome),

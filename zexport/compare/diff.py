@@ -6,29 +6,43 @@ Model folders hold nothing twice that could be compared: what proves one is ``ze
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import local
 
 from msgspec import Struct
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
-from zexport.compare.values import PairSums, Rounding, compare, possible_roundings
-from zexport.compare.verdict import Outcome, TensorDiff, Verdict, judge
+from zexport.compare.roundings import Side
+from zexport.compare.streaming import Pair, sums_of
+from zexport.compare.suspects import Found, SecondLook
+from zexport.compare.tensor import Kind, Outcome, PairValues, TensorDiff, kind_of
+from zexport.compare.values import PairSums
+from zexport.compare.verdict import Verdict, judge
+from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
 from zexport.run.progress import Phase, Progress
+from zexport.store.json import Natural
 
-_CHUNK_NUMEL = 1 << 17
-"""Elements read together."""
-_PIECE_NUMEL = 1 << 22
-"""Elements of one task, so that one large tensor keeps every thread busy."""
-_ITEMSIZE_MAX = 8
-_AHEAD = 4
-"""Tasks a thread that may wait for their turn."""
+
+class Counts(Struct, frozen=True):
+    """Tensors by outcome.
+
+    Attributes:
+        equal: the same shape, element type and bytes.
+        cast_equal: one is the other rounded to an element type.
+        different: other values.
+        shape: another shape; the rows that both have are compared.
+        only_in_a: in A alone.
+        only_in_b: in B alone.
+    """
+
+    equal: Natural
+    cast_equal: Natural
+    different: Natural
+    shape: Natural
+    only_in_a: Natural
+    only_in_b: Natural
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +50,24 @@ class DiffReport:
     """Every tensor of two model folders, the worst first.
 
     Attributes:
-        a, b: the folders.
-        tensors: those on one side alone, then other shapes, other values by the size of the
-            difference, cast-equal and equal ones.
+        a: the first folder or file, as it was given.
+        b: the second.
+        verdict: what follows from all that is seen.
+        counts: tensors by outcome.
         nbytes_read: bytes read of both.
-        verdict: what made the difference.
+        tensors: the tensors that are not equal, the worst first; with `--all` every one.
     """
 
     a: Path
     b: Path
-    tensors: tuple[TensorDiff, ...]
-    nbytes_read: int
     verdict: Verdict
+    counts: Counts
+    nbytes_read: Natural
+    tensors: tuple[TensorDiff, ...]
 
     def count(self, outcome: Outcome) -> int:
         """How many tensors have this outcome."""
-        return sum(tensor.outcome is outcome for tensor in self.tensors)
+        return int(getattr(self.counts, outcome.value))
 
 
 def diff_weights(
@@ -63,68 +79,66 @@ def diff_weights(
 ) -> DiffReport:
     """How the weights of two model folders differ; see ``zexport.api.diff_models``."""
     a_weights, b_weights = open_weights(a), open_weights(b)
-    pairs, alone = _paired(a_weights, b_weights)
-    comparable = [pair for pair in pairs if pair.a.tensor.shape == pair.b.tensor.shape]
-    sums = {pair: PairSums(frozenset(pair.roundings)) for pair in comparable}
-    pieces = tuple(_pieces(comparable))
-    total = sum(piece.nbytes for piece in pieces)
-    done = 0
+    pairs, a_alone, b_alone = _paired(a_weights, b_weights)
+    total, done = sum(pair.nbytes for pair in pairs), 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(Progress(done, total, Phase.VERIFY))
+
     files = {file.path: file for file in (*a_weights.files, *b_weights.files)}
     with SourceReader(files.values()) as reader:
-        for piece, seen in _compared(pieces, reader, jobs):
-            sums[piece.pair] += seen
-            done += piece.nbytes
-            if progress is not None:
-                progress(Progress(done, total, Phase.VERIFY))
+        sums = sums_of(filter(_may_be_compared, pairs), reader, jobs, tell)
+        first = {pair: _judged(pair, sums.get(pair)) for pair in pairs}
+        look = SecondLook(sums, reader, jobs)
+        found = [*_looked_at(first, look), *_alone(a_alone, b_alone, look)]
         reader.finish()
-    found = [*alone, *(_judged(pair, sums.get(pair)) for pair in pairs)]
+        nbytes_read = reader.nbytes_read
     tensors = tuple(sorted(found, key=_order))
     adapters = (a_weights.is_adapter, b_weights.is_adapter)
-    return DiffReport(a, b, tensors, done, judge(tensors, adapters))
+    return DiffReport(
+        a=a,
+        b=b,
+        verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
+        counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
+        nbytes_read=nbytes_read,
+        tensors=tensors,
+    )
 
 
-class _Pair(Struct, frozen=True):
-    """A tensor of A and what B has of it."""
-
-    a: PlacedTensor
-    b: PlacedTensor
-
-    @property
-    def roundings(self) -> tuple[Rounding, ...]:
-        return possible_roundings(self.a.tensor.dtype, self.b.tensor.dtype)
+def _may_be_compared(pair: Pair) -> bool:
+    return pair.numel > 0 or pair.a.tensor.shape == pair.b.tensor.shape
 
 
-class _Piece(Struct, frozen=True):
-    """The elements ``start`` to ``stop`` of a pair."""
-
-    pair: _Pair
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        sides = (self.pair.a.tensor, self.pair.b.tensor)
-        return (self.stop - self.start) * sum(side.dtype.itemsize for side in sides)
+def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:
+    """The side that is an export, where one alone is."""
+    if a.is_export == b.is_export:
+        return None
+    return Side.A if a.is_export else Side.B
 
 
-def _paired(a: ModelWeights, b: ModelWeights) -> tuple[list[_Pair], list[TensorDiff]]:
+def _paired(
+    a: ModelWeights, b: ModelWeights
+) -> tuple[list[Pair], list[PlacedTensor], list[PlacedTensor]]:
     """What there is on both sides, ties taken into account, and what is on one side alone."""
     shared = a.tensors.keys() & b.tensors.keys()
-    pairs = [_Pair(a.tensors[name], b.tensors[name]) for name in a.tensors if name in shared]
-    a_alone, b_alone = a.tensors.keys() - shared, b.tensors.keys() - shared
-    ties = {**a.learn_ties(), **b.learn_ties()} if a_alone or b_alone else {}
-    alone = []
-    for name in sorted(a_alone):
+    pairs = [Pair(a.tensors[name], b.tensors[name]) for name in a.tensors if name in shared]
+    a_names, b_names = a.tensors.keys() - shared, b.tensors.keys() - shared
+    ties = {**a.learn_ties(), **b.learn_ties()} if a_names or b_names else {}
+    a_alone, b_alone = [], []
+    for name in sorted(a_names):
         if partner := _partner(name, b, ties):
-            pairs.append(_Pair(a.tensors[name], partner))
+            pairs.append(Pair(a.tensors[name], partner))
         else:
-            alone.append(_alone(Outcome.ONLY_IN_A, a.tensors[name]))
-    for name in sorted(b_alone):
+            a_alone.append(a.tensors[name])
+    for name in sorted(b_names):
         if partner := _partner(name, a, ties):
-            pairs.append(_Pair(partner, b.tensors[name]))
+            pairs.append(Pair(partner, b.tensors[name]))
         else:
-            alone.append(_alone(Outcome.ONLY_IN_B, b.tensors[name]))
-    return list(dict.fromkeys(pairs)), alone
+            b_alone.append(b.tensors[name])
+    return list(dict.fromkeys(pairs)), a_alone, b_alone
 
 
 def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> PlacedTensor | None:
@@ -134,73 +148,78 @@ def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> PlacedT
     return next((other.tensors[m] for m in members if m in other.tensors), None)
 
 
-def _alone(outcome: Outcome, placed: PlacedTensor) -> TensorDiff:
-    tensor = placed.tensor
-    if outcome is Outcome.ONLY_IN_A:
-        return TensorDiff(outcome, tensor.name, None, tensor.dtype, None, tensor.shape, None)
-    return TensorDiff(outcome, None, tensor.name, None, tensor.dtype, None, tensor.shape)
-
-
-def _compared(
-    pieces: Iterable[_Piece], reader: SourceReader, jobs: int
-) -> Iterator[tuple[_Piece, PairSums]]:
-    """What is seen of every piece, in order; few are under way at a time."""
-    buffers = _Buffers()
-    workers = ThreadPoolExecutor(jobs)
-    running: deque[tuple[_Piece, Future[PairSums]]] = deque()
-    try:
-        for piece in pieces:
-            running.append((piece, workers.submit(_seen, piece, reader, buffers)))
-            if len(running) > jobs * _AHEAD:
-                first, future = running.popleft()
-                yield first, future.result()
-        for first, future in running:
-            yield first, future.result()
-    finally:
-        workers.shutdown(cancel_futures=True)
-
-
-def _pieces(pairs: Iterable[_Pair]) -> Iterator[_Piece]:
-    for pair in pairs:
-        numel = prod(pair.a.tensor.shape)
-        for start in range(0, numel, _PIECE_NUMEL):
-            yield _Piece(pair, start, min(start + _PIECE_NUMEL, numel))
-
-
-class _Buffers(local):
-    """Room for a chunk of either side, in each thread its own."""
-
-    def __init__(self) -> None:
-        self.a = memoryview(bytearray(_CHUNK_NUMEL * _ITEMSIZE_MAX))
-        self.b = memoryview(bytearray(_CHUNK_NUMEL * _ITEMSIZE_MAX))
-
-
-def _seen(piece: _Piece, reader: SourceReader, buffers: _Buffers) -> PairSums:
-    a, b = piece.pair.a, piece.pair.b
-    sums = PairSums(frozenset(piece.pair.roundings))
-    for start in range(piece.start, piece.stop, _CHUNK_NUMEL):
-        numel = min(_CHUNK_NUMEL, piece.stop - start)
-        a_part = buffers.a[: numel * a.tensor.dtype.itemsize]
-        b_part = buffers.b[: numel * b.tensor.dtype.itemsize]
-        reader.read_into(a.source, start * a.tensor.dtype.itemsize, a_part)
-        reader.read_into(b.source, start * b.tensor.dtype.itemsize, b_part)
-        sums += compare(
-            a_part, a.tensor.dtype, b_part, b.tensor.dtype, start=start, tried=sums.roundings
-        )
-    return sums
-
-
-def _judged(pair: _Pair, sums: PairSums | None) -> TensorDiff:
+def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
     a, b = pair.a.tensor, pair.b.tensor
     rounding = None
-    if sums is None:
+    if a.shape != b.shape:
         outcome = Outcome.SHAPE
-    elif not sums.unequal and a.dtype is b.dtype:
-        outcome = Outcome.EQUAL
-    else:
+    elif sums is not None and (sums.unequal or a.dtype is not b.dtype):
         rounding = next((r for r in pair.roundings if r in sums.roundings), None)
+        if a.dtype is b.dtype and sums.is_constant(Side.A) is not sums.is_constant(Side.B):
+            rounding = None  # whatever is near one number rounds to it
         outcome = Outcome.DIFFERENT if rounding is None else Outcome.CAST_EQUAL
-    return TensorDiff(outcome, a.name, b.name, a.dtype, b.dtype, a.shape, b.shape, sums, rounding)
+    else:
+        outcome = Outcome.EQUAL
+    is_complex = DType.C64 in (a.dtype, b.dtype)
+    tensor = TensorDiff(
+        outcome,
+        a.name,
+        b.name,
+        a.dtype,
+        b.dtype,
+        a.shape,
+        b.shape,
+        kind=Kind.RESHAPED,
+        rounding=rounding,
+        values=None if sums is None else PairValues.of(sums, a.shape, is_complex=is_complex),
+    )
+    if sums is None or outcome is Outcome.SHAPE:
+        return tensor
+    kind, side = kind_of(tensor, sums)
+    return replace(tensor, kind=kind, side=side)
+
+
+def _looked_at(found: Found, look: SecondLook) -> Iterator[TensorDiff]:
+    """Every pair's difference, those that were suspects after a second look."""
+    exchanged: Mapping[Pair, str] = dict(look.exchanged(found))
+    for pair, tensor in found.items():
+        if pair in exchanged:
+            yield replace(tensor, kind=Kind.EXCHANGED, side=None, partner=exchanged[pair])
+        else:
+            kind, side = look.at(pair, tensor)
+            yield replace(tensor, kind=kind, side=side)
+
+
+def _alone(
+    a_alone: Sequence[PlacedTensor], b_alone: Sequence[PlacedTensor], look: SecondLook
+) -> Iterator[TensorDiff]:
+    """What is on one side alone by its name, with its other name where the other side has it."""
+    there = dict(look.renamed(a_alone, b_alone))
+    back = {b: a for a, b in there.items()}
+    for placed in a_alone:
+        tensor, partner = placed.tensor, there.get(placed.tensor.name)
+        yield TensorDiff(
+            Outcome.ONLY_IN_A,
+            tensor.name,
+            None,
+            a_dtype=tensor.dtype,
+            a_shape=tensor.shape,
+            kind=Kind.RENAMED if partner else Kind.MISSING,
+            side=Side.A,
+            partner=partner,
+        )
+    for placed in b_alone:
+        tensor, partner = placed.tensor, back.get(placed.tensor.name)
+        yield TensorDiff(
+            Outcome.ONLY_IN_B,
+            None,
+            tensor.name,
+            b_dtype=tensor.dtype,
+            b_shape=tensor.shape,
+            kind=Kind.RENAMED if partner else Kind.MISSING,
+            side=Side.B,
+            partner=partner,
+        )
 
 
 _WORST_FIRST = (
@@ -213,10 +232,10 @@ _WORST_FIRST = (
 )
 
 
-def _order(diff: TensorDiff) -> tuple[int, int, float, str]:
+def _order(tensor: TensorDiff) -> tuple[int, int, float, str]:
     """Worst first: values by NaN and infinities in one alone, then by the relative difference."""
-    sums, rank = diff.sums, _WORST_FIRST.index(diff.outcome)
-    if sums is None:
-        return rank, 0, 0.0, diff.name
-    relative = math.inf if sums.relative_norm is None else sums.relative_norm
-    return rank, -(sums.nan_in_one + sums.inf_in_one), -relative, diff.name
+    values, rank = tensor.values, _WORST_FIRST.index(tensor.outcome)
+    if values is None:
+        return rank, 0, 0.0, tensor.name
+    relative = math.inf if values.relative_norm is None else values.relative_norm
+    return rank, -(values.nan_in_one + values.inf_in_one), -relative, tensor.name

@@ -18,10 +18,11 @@ from zexport.ranges.extents import Extent
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import read_json_object
+from zexport.weights.base import weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"
-_PREFERRED = ("model.safetensors.index.json", "model.safetensors")
+_TORCH_PATTERN = "pytorch_model.bin*"
 _FETCH_AGAIN = "Fetch the folder again"
 _NO_WEIGHTS_HINT = (
     "Name a folder with model.safetensors or its index, or one safetensors file; "
@@ -53,6 +54,11 @@ class ModelWeights(Struct, frozen=True):
     def is_adapter(self) -> bool:
         """Whether these are a peft adapter's weights alone, which have names of their own."""
         return bool(self.files) and all(file.path.name == ADAPTER_FILE for file in self.files)
+
+    @property
+    def is_export(self) -> bool:
+        """Whether zexport wrote it."""
+        return is_file(self.path / MANIFEST_NAME)
 
     def learn_ties(self) -> Mapping[str, str]:
         """Alias to source, from the manifest, else from the model class that the config names.
@@ -114,8 +120,15 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
     """The files that hold the weights, and the names that an index promises of each."""
     if is_file(path):
         return _indexed(path) if path.match(_INDEX_PATTERN) else {path: set()}
-    chosen = [path / name for name in _PREFERRED if is_file(path / name)]
-    indexes = chosen[:1] or matching(path, _INDEX_PATTERN)
+    if weights := weights_file(path):
+        return _weight_files(weights)
+    if others := matching(path, _TORCH_PATTERN):
+        raise CheckpointError(
+            f"holds {others[0].name}, which transformers would load and zexport diff does not read",
+            path=path,
+            hint="Load it with transformers, and compare what save_pretrained writes of it",
+        )
+    indexes = matching(path, _INDEX_PATTERN)
     if len(indexes) == 1:
         return _weight_files(indexes[0])
     files = matching(path, _WEIGHTS_PATTERN)

@@ -7,42 +7,44 @@ whole.
 from __future__ import annotations
 
 import math
-from enum import Enum
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import fields, replace
 
-from zexport.ranges.casts import NUMPY, cast_into
-from zexport.ranges.dtypes import DType
+from zexport.compare.roundings import Rounding, Run, Side, bits, explains
+from zexport.ranges.casts import NUMPY
+from zexport.ranges.dtypes import DType, Shape
 
-_Doubles = npt.NDArray[np.float64]
-_Elements = npt.NDArray[np.generic]
+Doubles = npt.NDArray[np.float64]
 
 _BLOCK_NUMEL = 1 << 13
 """Elements looked at together: their doubles stay in the cache, and in memory that the C library
 hands out again without asking the system for it (below 128 KiB, glibc's ``M_MMAP_THRESHOLD``)."""
 _PARTS = {DType.C64: 2}
 """Numbers of an element, where it is not one."""
-_FLOAT8 = frozenset({DType.F8_E4M3, DType.F8_E5M2})
-_NARROWER = {DType.F64: (DType.F32, DType.BF16, DType.F16), DType.F32: (DType.BF16, DType.F16)}
-"""What values may have been rounded to on their way though they are stored wide again."""
+_APART = 0.25
+"""Of a row's squares, those of its difference above which it is not where it was."""
 
 
-class Side(Enum):
-    """One of the two."""
+class Lost(Struct, frozen=True):
+    """Places where one side alone is zero.
 
-    A = "a"
-    B = "b"
+    Attributes:
+        count: how many.
+        squares: sum of the other side's squares there.
+        run: the most of them without a gap, among elements that were looked at together.
+    """
 
+    count: int = 0
+    squares: float = 0.0
+    run: int = 0
 
-class Rounding(Struct, frozen=True):
-    """An explanation: the values of ``side``, rounded to ``dtype``, are those of the other."""
-
-    side: Side
-    dtype: DType
+    def __add__(self, other: Lost) -> Lost:
+        return Lost(
+            self.count + other.count, self.squares + other.squares, max(self.run, other.run)
+        )
 
 
 class PairSums(Struct, frozen=True):
@@ -57,10 +59,13 @@ class PairSums(Struct, frozen=True):
         abs_max: largest absolute difference.
         worst: index of the first pair that differs so much; ``None`` where none differs.
         abs_sum: sum of the absolute differences.
+        a_sum, b_sum: sums of the numbers.
         difference_squares, a_squares, b_squares, products: sums of squares, and of A times B.
         a_nan, b_nan: elements that are NaN.
         nan_in_one: pairs of which one alone is NaN.
         inf_in_one: pairs without NaN, one infinite and the other not the same.
+        rows_apart: rows that differ by more than half of themselves.
+        a_lost, b_lost: where this side alone is zero.
         roundings: what explains every pair.
     """
 
@@ -70,6 +75,8 @@ class PairSums(Struct, frozen=True):
     abs_max: float = 0.0
     worst: int | None = None
     abs_sum: float = 0.0
+    a_sum: float = 0.0
+    b_sum: float = 0.0
     difference_squares: float = 0.0
     a_squares: float = 0.0
     b_squares: float = 0.0
@@ -78,6 +85,9 @@ class PairSums(Struct, frozen=True):
     b_nan: int = 0
     nan_in_one: int = 0
     inf_in_one: int = 0
+    rows_apart: int = 0
+    a_lost: Lost = Lost()
+    b_lost: Lost = Lost()
 
     def __add__(self, other: PairSums) -> PairSums:
         larger = other if other.abs_max > self.abs_max else self
@@ -113,25 +123,43 @@ class PairSums(Struct, frozen=True):
         norm = math.sqrt(self.a_squares)
         return _number(math.sqrt(self.difference_squares) / norm) if norm else None
 
+    def lost(self, side: Side) -> Lost:
+        """Where this side alone is zero."""
+        return self.a_lost if side is Side.A else self.b_lost
 
+    def is_constant(self, side: Side) -> bool:
+        """Whether this side is one number over and over, as far as doubles can tell."""
+        squares = self.a_squares if side is Side.A else self.b_squares
+        total = self.a_sum if side is Side.A else self.b_sum
+        if not self.finite or not math.isfinite(squares):
+            return False
+        return squares - total * total / self.finite <= _NO_SPREAD * squares
+
+    @property
+    def shift(self) -> float | None:
+        """Mean of A less that of B; ``None`` without finite pairs."""
+        return _number((self.a_sum - self.b_sum) / self.finite) if self.finite else None
+
+    @property
+    def shift_rest(self) -> float:
+        """What the difference is beside the shift: its standard deviation."""
+        if self.shift is None:
+            return 0.0
+        return math.sqrt(max(0.0, self.difference_squares / self.finite - self.shift**2))
+
+    @property
+    def factor(self) -> float | None:
+        """What of B is in A: the number by which B comes closest to A."""
+        return _number(self.products / self.b_squares) if self.b_squares else None
+
+
+_NO_SPREAD = 1e-12
 _ADDED = {one.name for one in fields(PairSums)} - {"roundings", "abs_max", "worst"}
 
 
 def _number(value: float) -> float | None:
     """The value, unless it is beyond what a double holds."""
     return value if math.isfinite(value) else None
-
-
-def possible_roundings(a: DType, b: DType) -> tuple[Rounding, ...]:
-    """The explanations to try for two element types, the likeliest first.
-
-    Types that differ: one is the other, rounded to its type (or, of integers, the same numbers).
-    The same wide type twice: one went through a narrower type on its way.
-    """
-    if a is b:
-        return tuple(Rounding(side, to) for to in _NARROWER.get(a, ()) for side in Side)
-    tried = (Rounding(Side.A, b), Rounding(Side.B, a))
-    return tuple(sorted(tried, key=lambda rounding: rounding.dtype.itemsize))
 
 
 def compare(
@@ -141,62 +169,73 @@ def compare(
     b_dtype: DType,
     *,
     start: int,
+    width: int,
     tried: frozenset[Rounding],
 ) -> PairSums:
     """What is seen of equally many elements of A and B.
 
-    ``start`` is the place of the first of them in the tensor; ``tried`` are the explanations that
-    are still worth a trial.
+    ``start`` is the place of the first of them in the tensor; ``width`` the elements of a row, by
+    ``row_width``; ``tried`` are the explanations that are still worth a trial.
     """
-    a_run = _Run(np.frombuffer(a, NUMPY[a_dtype]), a_dtype)
-    b_run = _Run(np.frombuffer(b, NUMPY[b_dtype]), b_dtype)
+    a_run = Run(np.frombuffer(a, NUMPY[a_dtype]), a_dtype)
+    b_run = Run(np.frombuffer(b, NUMPY[b_dtype]), b_dtype)
     sums = PairSums(tried)
+    numel = whole_rows(_BLOCK_NUMEL, width)
     with np.errstate(all="ignore"):
-        for begin in range(0, a.nbytes // a_dtype.itemsize, _BLOCK_NUMEL):
-            a_block, b_block = (run.block(begin) for run in (a_run, b_run))
-            sums += _block_sums(a_block, b_block, start + begin, sums.roundings)
+        for begin in range(0, a.nbytes // a_dtype.itemsize, numel):
+            a_block, b_block = (_block(run, begin, numel) for run in (a_run, b_run))
+            sums += _block_sums(a_block, b_block, start + begin, width, sums.roundings)
     return sums
 
 
-class _Run(Struct, frozen=True):
-    """Some elements of one side."""
+def row_width(shape: Shape) -> int:
+    """The elements of a row: those of the last dimensions that make enough to know one by.
 
-    stored: _Elements
-    dtype: DType
+    Long rows are cut, so that few elements have to be at hand together.
+    """
+    numel, width = math.prod(shape), 1
+    for dim in reversed(shape):
+        width *= dim
+        if width >= ROW_NUMEL_MIN:
+            break
+    return max(1, min(width, numel, _BLOCK_NUMEL))
 
-    def block(self, begin: int) -> _Run:
-        """The elements from ``begin`` on, as many as are looked at together."""
-        parts = _PARTS.get(self.dtype, 1)
-        return _Run(self.stored[begin * parts : (begin + _BLOCK_NUMEL) * parts], self.dtype)
+
+ROW_NUMEL_MIN = 8
 
 
-def _block_sums(a: _Run, b: _Run, start: int, tried: frozenset[Rounding]) -> PairSums:
+def whole_rows(numel: int, width: int) -> int:
+    """As many elements as are whole rows of ``width``, at least one."""
+    return max(numel // width, 1) * width
+
+
+def _block(run: Run, begin: int, numel: int) -> Run:
+    parts = _PARTS.get(run.dtype, 1)
+    return Run(run.stored[begin * parts : (begin + numel) * parts], run.dtype)
+
+
+def _block_sums(a: Run, b: Run, start: int, width: int, tried: frozenset[Rounding]) -> PairSums:
     a_values = _doubles(a, b.dtype)
-    unequal = int(np.count_nonzero(_bits(a.stored) != _bits(b.stored))) if a.dtype is b.dtype else 0
+    unequal = int(np.count_nonzero(bits(a.stored) != bits(b.stored))) if a.dtype is b.dtype else 0
     if a.dtype is b.dtype and not unequal:
         sums = _same(a_values)
     else:
         b_values = _doubles(b, a.dtype)
-        sums = _different(
-            a_values, b_values, start * max(_PARTS.get(d, 1) for d in (a.dtype, b.dtype))
-        )
+        parts = max(_PARTS.get(d, 1) for d in (a.dtype, b.dtype))
+        sums = _different(a_values, b_values, start * parts, width * parts)
         if a.dtype is not b.dtype:
             unequal = _unequal(a_values, b_values)
-    roundings = frozenset(r for r in tried if _explains(r, a, b))
+    roundings = frozenset(r for r in tried if explains(r, a, b))
     return replace(sums, unequal=unequal, roundings=roundings)
 
 
-def _bits(values: _Elements) -> _Elements:
-    return values.view(np.dtype(f"u{values.itemsize}"))
-
-
-def _unequal(a: _Doubles, b: _Doubles) -> int:
+def _unequal(a: Doubles, b: Doubles) -> int:
     """How many pairs are of other numbers; NaN is as good as NaN."""
     unequal = int(np.count_nonzero(a != b))
     return unequal and unequal - int(np.count_nonzero(np.isnan(a) & np.isnan(b)))
 
 
-def _doubles(run: _Run, other: DType) -> _Doubles:
+def _doubles(run: Run, other: DType) -> Doubles:
     """The numbers in double precision; beside complex ones, with imaginary parts of zero."""
     values = run.stored.astype(np.float64)
     if run.dtype in _PARTS or other not in _PARTS:
@@ -206,23 +245,31 @@ def _doubles(run: _Run, other: DType) -> _Doubles:
     return pairs
 
 
-def _same(values: _Doubles) -> PairSums:
+def _same(values: Doubles) -> PairSums:
     """The sums of a run that is the same on both sides."""
     squares = float(np.square(values).sum())
     if not math.isfinite(squares):
-        return _different(values, values, 0)
-    return PairSums(finite=values.size, a_squares=squares, b_squares=squares, products=squares)
+        return _different(values, values, 0, values.size)
+    total = float(values.sum())
+    return PairSums(
+        finite=values.size,
+        a_sum=total,
+        b_sum=total,
+        a_squares=squares,
+        b_squares=squares,
+        products=squares,
+    )
 
 
-def _different(a: _Doubles, b: _Doubles, start: int) -> PairSums:
+def _different(a: Doubles, b: Doubles, start: int, width: int) -> PairSums:
     """The sums alone, of any two runs; NaN, infinities and overflow among them take longer."""
     difference = np.abs(a - b)
     if math.isfinite(float(difference.sum())):
-        return _finite_sums(a, b, difference, start)
+        return _finite_sums(a, b, difference, start, width)
     a_nan, b_nan = np.isnan(a), np.isnan(b)
     is_finite = np.isfinite(a) & np.isfinite(b)
     places = np.flatnonzero(is_finite)
-    sums = _finite_sums(a[is_finite], b[is_finite], difference[is_finite], 0)
+    sums = _finite_sums(a[is_finite], b[is_finite], difference[is_finite], 0, max(1, places.size))
     return replace(
         sums,
         worst=None if sums.worst is None else start + int(places[sums.worst]),
@@ -233,58 +280,40 @@ def _different(a: _Doubles, b: _Doubles, start: int) -> PairSums:
     )
 
 
-def _finite_sums(a: _Doubles, b: _Doubles, difference: _Doubles, start: int) -> PairSums:
+def _finite_sums(a: Doubles, b: Doubles, difference: Doubles, start: int, width: int) -> PairSums:
     """The sums of pairs of finite numbers."""
     largest = float(difference.max(initial=0.0))
+    a_rows, b_rows, apart = (_row_squares(values, width) for values in (a, b, difference))
     return PairSums(
         finite=difference.size,
         abs_max=largest,
         worst=start + int(difference.argmax()) if largest else None,
         abs_sum=float(difference.sum()),
-        difference_squares=float(np.square(difference).sum()),
-        a_squares=float(np.square(a).sum()),
-        b_squares=float(np.square(b).sum()),
+        a_sum=float(a.sum()),
+        b_sum=float(b.sum()),
+        difference_squares=float(apart.sum()),
+        a_squares=float(a_rows.sum()),
+        b_squares=float(b_rows.sum()),
         products=float((a * b).sum()),
+        rows_apart=int(np.count_nonzero(apart > _APART * np.maximum(a_rows, b_rows))),
+        a_lost=_lost(a, b),
+        b_lost=_lost(b, a),
     )
 
 
-def _explains(rounding: Rounding, a: _Run, b: _Run) -> bool:
-    """Whether the one side, rounded, is the other to the last bit; NaN is NaN."""
-    run, other = (a, b) if rounding.side is Side.A else (b, a)
-    if run.dtype in _PARTS or other.dtype in _PARTS:
-        return False
-    if not (_is_real(run.dtype) and _is_real(other.dtype)):
-        there, back = _cast(run, other.dtype).stored, _cast(other, run.dtype).stored
-        return bool(np.all((there == other.stored) & (back == run.stored)))
-    rounded = _cast(_cast(run, rounding.dtype), other.dtype).stored
-    is_alike = _bits(rounded) == _bits(other.stored)
-    return bool(is_alike.all() or (is_alike | (_is_nan(rounded) & _is_nan(other.stored))).all())
+def _row_squares(values: Doubles, width: int) -> Doubles:
+    """The sum of squares of every row; what is no whole number of rows counts as one."""
+    rows = values.reshape((-1, width) if values.size % width == 0 else (1, -1))
+    squares: Doubles = np.einsum("ij,ij->i", rows, rows)
+    return squares
 
 
-def _is_real(dtype: DType) -> bool:
-    return dtype.is_floating or dtype in _FLOAT8
-
-
-def _is_nan(values: _Elements) -> npt.NDArray[np.bool_]:
-    return np.isnan(values.astype(np.float32))
-
-
-def _cast(run: _Run, to: DType) -> _Run:
-    """The elements as another type, rounded as torch rounds them.
-
-    To and from 8-bit floats it goes by way of float, as in torch (torch 2.13,
-    ``c10/util/Float8_e4m3fn.h`` and ``Float8_e5m2.h`` convert from float alone), and what is beyond
-    E4M3, which has no infinity, becomes its largest number.
-    """
-    if run.dtype is to:
-        return run
-    if run.dtype.is_floating and to.is_floating:
-        out = np.empty(run.stored.size * to.itemsize, np.uint8)
-        cast_into(run.stored.view(np.uint8).data, run.dtype, to, out.data)
-        return _Run(out.view(NUMPY[to]), to)
-    if _is_real(run.dtype) and _is_real(to) and DType.F32 not in (run.dtype, to):
-        return _cast(_cast(run, DType.F32), to)
-    if to is DType.F8_E4M3 and run.dtype is DType.F32:
-        largest = np.float32(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-        return _Run(np.clip(run.stored, -largest, largest).astype(NUMPY[to]), to)
-    return _Run(run.stored.astype(NUMPY[to]), to)
+def _lost(one: Doubles, other: Doubles) -> Lost:
+    """Where the one alone is zero."""
+    if np.count_nonzero(one) == one.size:
+        return Lost()
+    at = np.flatnonzero((one == 0) & (other != 0))
+    gaps = np.flatnonzero(np.diff(at) > 1)
+    ends = np.concatenate(([-1], gaps, [at.size - 1]))
+    run = int(np.diff(ends).max(initial=0))
+    return Lost(at.size, float(np.square(other[at]).sum()), run)

@@ -2,124 +2,85 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zexport.compare.verdict import Outcome, TensorDiff
+from zexport.compare.tensor import Kind, Outcome, TensorDiff
+from zexport.compare.verdict import share, words
 from zexport.report.text import Console, print_facts, print_line, print_table
-from zexport.store.json import JsonObject, values_of
+from zexport.store.json import JsonObject, form_of
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
-    from zexport.compare.values import PairSums, Rounding
 
-_SCHEMA = 1
 _ROWS_SHOWN = 40
-_WORDS = {
-    Outcome.EQUAL: "equal",
-    Outcome.CAST_EQUAL: "equal but for rounding",
-    Outcome.DIFFERENT: "other values",
-    Outcome.SHAPE: "other shape",
-    Outcome.ONLY_IN_A: "only in A",
-    Outcome.ONLY_IN_B: "only in B",
-}
+_WIDTH = 80
+_SUMMED_UP = frozenset({Kind.EQUAL, Kind.ROUNDED})
+"""Of these the number is enough."""
 
 
 def diff_json(report: DiffReport, *, every: bool = False) -> JsonObject:
     """The report as one JSON object; equal tensors are listed only where ``every`` is asked for."""
-    return {
-        "schema": _SCHEMA,
-        "a": str(report.a),
-        "b": str(report.b),
-        "verdict": values_of(report.verdict),
-        "counts": {outcome.value: report.count(outcome) for outcome in Outcome},
-        "nbytes_read": report.nbytes_read,
-        "tensors": [
-            _tensor_json(tensor)
-            for tensor in report.tensors
-            if every or tensor.outcome is not Outcome.EQUAL
-        ],
-    }
+    listed = (t for t in report.tensors if every or t.outcome is not Outcome.EQUAL)
+    return form_of(replace(report, tensors=tuple(listed)))
 
 
 def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> None:
-    """The report for people: the counts, the worst tensors (or every one), and the answer."""
+    """The report for people: what is seen, the worst tensors (or every one), and the answer."""
     print_facts(console, (("A", str(report.a)), ("B", str(report.b))))
-    counted = ((outcome, report.count(outcome)) for outcome in Outcome)
-    print_table(
-        console,
-        ("Tensors", ">Number"),
-        [(_WORDS[outcome], f"{count:,}") for outcome, count in counted if count],
-    )
-    listed = [t for t in report.tensors if every or t.outcome is not Outcome.EQUAL]
+    counted = Counter(map(words, report.tensors))
+    rows = [(said, f"{count:,}") for said, count in counted.items()]
+    print_table(console, ("What is seen", ">Tensors"), rows)
+    listed = [t for t in report.tensors if every or t.kind not in _SUMMED_UP]
     shown = listed if every else listed[:_ROWS_SHOWN]
     if shown:
-        print_table(
-            console,
-            ("Tensor", "A", "B", "", ">max |A-B|", ">mean", ">relative", ">cosine"),
-            map(_row, shown),
-        )
+        print_line(console)
+    for tensor in shown:
+        print_line(console, f"  {_name(tensor)}")
+        for line in _wrapped(", ".join(_facts(tensor)), "    "):
+            print_line(console, line)
     if len(shown) < len(listed):
         print_line(console, f"  and {len(listed) - len(shown):,} more; --all lists all of them")
     print_line(console)
-    print_line(console, f"{report.verdict.sentence}.", "bold")
+    for line in _wrapped(f"{report.verdict.sentence}."):
+        print_line(console, line, "bold")
 
 
-def _row(tensor: TensorDiff) -> tuple[str, ...]:
-    name = tensor.name
-    if tensor.a_name and tensor.b_name and tensor.a_name != tensor.b_name:
-        name = f"{tensor.a_name} (B: {tensor.b_name})"
-    a, b = _side(tensor, "a"), _side(tensor, "b")
-    words = _WORDS[tensor.outcome]
-    if tensor.rounding is not None:
-        words = _rounded(tensor.rounding)
-    sums = tensor.sums
-    if sums is None:
-        return name, a, b, words, "", "", "", ""
-    figures = (sums.largest, sums.abs_mean, sums.relative_norm, sums.cosine)
-    words = ", ".join((words, *_gaps(sums)))
-    numbers = ("-" if value is None else f"{value:.3g}" for value in figures)
-    return name, a, b, words, *numbers
-
-
-def _side(tensor: TensorDiff, side: str) -> str:
-    is_a = side == "a"
-    dtype = tensor.a_dtype if is_a else tensor.b_dtype
-    shape = tensor.a_shape if is_a else tensor.b_shape
-    return "-" if dtype is None or shape is None else f"{dtype.value} {list(shape)}"
-
-
-def _rounded(rounding: Rounding) -> str:
-    other = "B" if rounding.side.value == "a" else "A"
-    return f"{other} is {rounding.side.value.upper()} in {rounding.dtype.torch_name}"
-
-
-def _gaps(sums: PairSums) -> Iterator[str]:
-    parts = (
-        (sums.nan_in_one, "NaN on one side"),
-        (sums.inf_in_one, "Inf on one side"),
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
-    return (f"{count:,} {words}" for count, words in parts if count)
 
 
-def _tensor_json(tensor: TensorDiff) -> JsonObject:
-    sums = tensor.sums
-    told = values_of(replace(tensor, sums=None))
-    del told["sums"]  # told as what follows from them
-    return told | {"values": None if sums is None else _values_json(sums, tensor.worst_at)}
+def _name(tensor: TensorDiff) -> str:
+    if tensor.a_name and tensor.b_name and tensor.a_name != tensor.b_name:
+        return f"{tensor.a_name} (B: {tensor.b_name})"
+    return tensor.name
 
 
-def _values_json(sums: PairSums, worst_at: tuple[int, ...] | None) -> JsonObject:
-    return {
-        "unequal": sums.unequal,
-        "max_abs": sums.largest,
-        "mean_abs": sums.abs_mean,
-        "relative_norm": sums.relative_norm,
-        "cosine": sums.cosine,
-        "worst_at": None if worst_at is None else list(worst_at),
-        "a_nan": sums.a_nan,
-        "b_nan": sums.b_nan,
-        "nan_in_one": sums.nan_in_one,
-        "inf_in_one": sums.inf_in_one,
-    }
+def _facts(tensor: TensorDiff) -> Iterator[str]:
+    """What is seen of a tensor, and the figures."""
+    yield f"{words(tensor)}: {tensor.partner}" if tensor.partner else words(tensor)
+    sides = ((tensor.a_dtype, tensor.a_shape), (tensor.b_dtype, tensor.b_shape))
+    told = [f"{d.value} {list(s)}" for d, s in sides if d is not None and s is not None]
+    if len(set(told)) > 1 or None in (tensor.a_name, tensor.b_name):
+        yield " and ".join(told)
+    values = tensor.values
+    if values is None or not values.unequal:
+        return
+    gaps = ((values.nan_in_one, "NaN on one side"), (values.inf_in_one, "Inf on one side"))
+    yield from (f"{count:,} {said}" for count, said in gaps if count)
+    if values.relative_norm:
+        yield f"apart by {share(values.relative_norm)} of its norm"
+    if values.max_abs and values.worst_at is not None:
+        yield f"at most {values.max_abs:.3g} at [{','.join(map(str, values.worst_at))}]"
+    if values.cosine is not None:
+        yield f"cosine {values.cosine:.3g}"

@@ -12,7 +12,7 @@ from msgspec import Struct, field, structs
 from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.states import ZERO3
-from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.plan.plan import INDEX_FILE, SINGLE_FILE, SourceFile
@@ -21,7 +21,10 @@ from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file, is_link, matching
+from zexport.store.json import read_json_object
 
+CONFIG_FILE = "config.json"
+_WEIGHTS = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
@@ -46,16 +49,39 @@ class Base(Struct, frozen=True):
 
 
 def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
-    """Headers of a base model's weight files: those that its index names, else the single one."""
+    """Headers of the weight files that ``from_pretrained`` would load of a base model."""
     if base is None:
         return ()
     boundary = Boundary.of(base, follow=follow_symlinks)
-    index, single = base / INDEX_FILE, base / SINGLE_FILE
-    for path in (index, single):
-        boundary.check(path)
-    if is_file(index):
-        return tuple(_read_indexed(index, boundary))
-    return (read_header(single),) if is_file(single) else ()
+    for name in (SINGLE_FILE, INDEX_FILE, CONFIG_FILE):
+        boundary.check(base / name)
+    weights = weights_file(base)
+    if weights is None:
+        return ()
+    boundary.check(weights)
+    if weights.suffix == ".json":
+        return tuple(_read_indexed(weights, boundary))
+    return (read_header(weights),)
+
+
+def weights_file(folder: Path) -> Path | None:
+    """The safetensors file, or the index of several, that ``from_pretrained`` opens in a folder.
+
+    Source: transformers 5.23, ``modeling_utils.py``, ``_get_resolved_checkpoint_files``: what the
+    config names goes first, and a single file goes before an index.
+    """
+    config = folder / CONFIG_FILE
+    named = read_json_object(config).get("transformers_weights") if is_file(config) else None
+    if named is None:
+        return next(filter(is_file, (folder / SINGLE_FILE, folder / INDEX_FILE)), None)
+    if isinstance(named, str) and _WEIGHTS.fullmatch(named):
+        return folder / named
+    raise UnsafeError(
+        "has a transformers_weights that is no safetensors file beside it",
+        path=config,
+        found=repr(named),
+        hint="Give a folder as save_pretrained writes it",
+    )
 
 
 def _read_indexed(index: Path, boundary: Boundary) -> Iterator[SafetensorsHeader]:

@@ -1,0 +1,147 @@
+"""Pairs of tensors read side by side, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from threading import local
+
+import numpy as np
+from msgspec import Struct
+
+from zexport.compare.folder import PlacedTensor
+from zexport.compare.roundings import Rounding, possible_roundings
+from zexport.compare.values import Doubles, PairSums, compare, row_width, whole_rows
+from zexport.ranges.casts import NUMPY
+from zexport.ranges.reader import SourceReader
+
+CHUNK_NUMEL = 1 << 17
+"""Elements read together."""
+_PIECE_NUMEL = 1 << 22
+"""Elements of one task, so that one large tensor keeps every thread busy."""
+_ITEMSIZE_MAX = 8
+_AHEAD = 4
+"""Tasks a thread that may wait for their turn."""
+
+
+class Pair(Struct, frozen=True):
+    """A tensor of A and what B has of it."""
+
+    a: PlacedTensor
+    b: PlacedTensor
+
+    @property
+    def numel(self) -> int:
+        """Elements that both have in one order: all, or those of the rows that both have."""
+        a, b = self.a.tensor.shape, self.b.tensor.shape
+        return min(prod(a), prod(b)) if a == b or (a and b and a[1:] == b[1:]) else 0
+
+    @property
+    def roundings(self) -> tuple[Rounding, ...]:
+        """What may explain it."""
+        return possible_roundings(self.a.tensor.dtype, self.b.tensor.dtype)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return row_width(self.a.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both that are compared."""
+        return self.numel * (self.a.tensor.dtype.itemsize + self.b.tensor.dtype.itemsize)
+
+
+def sums_of(
+    pairs: Iterable[Pair],
+    reader: SourceReader,
+    jobs: int,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> dict[Pair, PairSums]:
+    """What is seen of every pair; ``on_bytes`` is told how many bytes were compared since."""
+    sums = {pair: PairSums(frozenset(pair.roundings)) for pair in pairs}
+    for piece, seen in _compared(_pieces(sums), reader, jobs):
+        sums[piece.pair] += seen
+        on_bytes(piece.nbytes)
+    return sums
+
+
+def numbers(placed: PlacedTensor, start: int, numel: int, reader: SourceReader) -> Doubles:
+    """Some elements of one tensor; what is no number counts as zero."""
+    dtype = placed.tensor.dtype
+    buffer = memoryview(bytearray(numel * dtype.itemsize))
+    reader.read_into(placed.source, start * dtype.itemsize, buffer)
+    with np.errstate(all="ignore"):
+        values: Doubles = np.frombuffer(buffer, NUMPY[dtype]).astype(np.float64)
+    return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class _Piece(Struct, frozen=True):
+    """The elements ``start`` to ``stop`` of a pair."""
+
+    pair: Pair
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.pair.nbytes * (self.stop - self.start) // self.pair.numel
+
+
+def _pieces(pairs: Iterable[Pair]) -> Iterator[_Piece]:
+    """Pieces of whole rows."""
+    for pair in pairs:
+        numel = whole_rows(_PIECE_NUMEL, whole_rows(CHUNK_NUMEL, pair.width))
+        for start in range(0, pair.numel, numel):
+            yield _Piece(pair, start, min(start + numel, pair.numel))
+
+
+def _compared(
+    pieces: Iterable[_Piece], reader: SourceReader, jobs: int
+) -> Iterator[tuple[_Piece, PairSums]]:
+    """What is seen of every piece, in order; few are under way at a time."""
+    buffers = _Buffers()
+    workers = ThreadPoolExecutor(jobs)
+    running: deque[tuple[_Piece, Future[PairSums]]] = deque()
+    try:
+        for piece in pieces:
+            running.append((piece, workers.submit(_seen, piece, reader, buffers)))
+            if len(running) > jobs * _AHEAD:
+                first, future = running.popleft()
+                yield first, future.result()
+        for first, future in running:
+            yield first, future.result()
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+class _Buffers(local):
+    """Room for a chunk of either side, in each thread its own."""
+
+    def __init__(self) -> None:
+        self.a = memoryview(bytearray(CHUNK_NUMEL * _ITEMSIZE_MAX))
+        self.b = memoryview(bytearray(CHUNK_NUMEL * _ITEMSIZE_MAX))
+
+
+def _seen(piece: _Piece, reader: SourceReader, buffers: _Buffers) -> PairSums:
+    a, b, width = piece.pair.a, piece.pair.b, piece.pair.width
+    sums = PairSums(frozenset(piece.pair.roundings))
+    chunk = whole_rows(CHUNK_NUMEL, width)
+    for start in range(piece.start, piece.stop, chunk):
+        numel = min(chunk, piece.stop - start)
+        a_part = buffers.a[: numel * a.tensor.dtype.itemsize]
+        b_part = buffers.b[: numel * b.tensor.dtype.itemsize]
+        reader.read_into(a.source, start * a.tensor.dtype.itemsize, a_part)
+        reader.read_into(b.source, start * b.tensor.dtype.itemsize, b_part)
+        sums += compare(
+            a_part,
+            a.tensor.dtype,
+            b_part,
+            b.tensor.dtype,
+            start=start,
+            width=width,
+            tried=sums.roundings,
+        )
+    return sums

@@ -1,0 +1,225 @@
+"""A second look at tensors of which the sums do not tell: are their values elsewhere?
+
+Few elements are read again, or, of the few tensors that are suspects, all; one explanation is
+better than another where it leaves less than half of the difference.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from zexport.compare.folder import PlacedTensor
+from zexport.compare.roundings import Side
+from zexport.compare.streaming import CHUNK_NUMEL, Pair, numbers, sums_of
+from zexport.compare.tensor import Kind, TensorDiff
+from zexport.compare.values import ROW_NUMEL_MIN, Doubles, PairSums, row_width, whole_rows
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.reader import SourceReader
+
+_BETTER = 0.25
+"""Of squares: half of the distance."""
+_SAMPLES = 64
+_WINDOW_NUMEL = 2048
+_SKETCH_NUMEL = 256
+_GROUP_NUMEL = 64
+"""Weights that 4-bit formats scale together (bitsandbytes; others take 32 or 128)."""
+_LEVELS = ((_GROUP_NUMEL, 16), (_WINDOW_NUMEL, 256))
+"""Among so many elements that were quantized there are at most so many numbers."""
+_TOGETHER = 256
+_MISSES_MAX = 16
+"""So many tensors without a row elsewhere, and the models are two, or trained far apart."""
+
+Found = dict[Pair, TensorDiff]
+
+
+class SecondLook(Struct):
+    """What reads suspects again.
+
+    Attributes:
+        sums: what was seen of each pair at first.
+        reader: the files of both.
+        jobs: threads.
+        misses: tensors read again whose rows were nowhere else.
+    """
+
+    sums: Mapping[Pair, PairSums]
+    reader: SourceReader
+    jobs: int
+    misses: int = 0
+
+    def at(self, pair: Pair, tensor: TensorDiff) -> tuple[Kind, Side | None]:
+        """The kind of a pair's difference, seen from nearby."""
+        if not tensor.is_matrix or DType.C64 in (tensor.a_dtype, tensor.b_dtype):
+            return tensor.kind, tensor.side
+        if tensor.kind in (Kind.UNRELATED, Kind.RESHAPED) and self._is_transposed(pair):
+            return Kind.TRANSPOSED, None
+        if tensor.kind not in (Kind.UNRELATED, Kind.MOVED, Kind.ZEROED):
+            return tensor.kind, tensor.side
+        if self.misses < _MISSES_MAX and self.sums[pair].rows_apart > 1:
+            if self._is_reordered(pair):
+                return Kind.REORDERED, None
+            self.misses += 1
+        if tensor.kind is Kind.MOVED and (side := self._coarse(pair)):
+            return Kind.COARSE, side
+        return tensor.kind, tensor.side
+
+    def exchanged(self, found: Found) -> Iterator[tuple[Pair, str]]:
+        """Pairs of which A has the values of another tensor of B, and that one's name."""
+        by_shape: dict[Shape, list[Pair]] = defaultdict(list)
+        for pair in found:
+            by_shape[pair.a.tensor.shape].append(pair)
+        crossed: dict[Pair, Pair] = {}
+        for pairs in by_shape.values():
+            suspects = [pair for pair in pairs if _may_be_another(found[pair])]
+            if suspects and len(pairs) > 1:
+                own = {pair.a: pair for pair in suspects}
+                sketches = [self._sketch(pair.b) for pair in suspects]
+                for a, b in self._nearest(list(own), sketches, [pair.b for pair in pairs]):
+                    crossed[Pair(a, b)] = own[a]
+        for cross, sums in sums_of(crossed, self.reader, self.jobs).items():
+            before = self.sums[crossed[cross]]
+            is_nearer = sums.difference_squares < _BETTER * before.difference_squares
+            if is_nearer and sums.shift_rest**2 <= _BETTER * before.shift_rest**2:
+                yield crossed[cross], cross.b.tensor.name
+
+    def renamed(
+        self, a_alone: Sequence[PlacedTensor], b_alone: Sequence[PlacedTensor]
+    ) -> Iterator[tuple[str, str]]:
+        """Names in A and B of what each has alone by that name, and both have."""
+        crossed = []
+        for shape in {placed.tensor.shape for placed in a_alone}:
+            mine, theirs = (
+                [placed for placed in side if placed.tensor.shape == shape]
+                for side in (a_alone, b_alone)
+            )
+            nothing = [np.zeros(_sketch_numel(placed)) for placed in mine]
+            crossed += [Pair(*found) for found in self._nearest(mine, nothing, theirs)]
+        taken: set[str] = set()
+        for cross, sums in sums_of(crossed, self.reader, self.jobs).items():
+            name = cross.b.tensor.name
+            is_near = sums.difference_squares <= _BETTER * sums.a_squares
+            is_known = sums.finite >= ROW_NUMEL_MIN and not sums.is_constant(Side.A)
+            if is_near and is_known and name not in taken:
+                taken.add(name)
+                yield cross.a.tensor.name, name
+
+    def _nearest(
+        self, suspects: Sequence[PlacedTensor], owns: Sequence[Doubles], others: list[PlacedTensor]
+    ) -> Iterator[tuple[PlacedTensor, PlacedTensor]]:
+        """Suspects with the one of the others that is nearer than their own, by few elements."""
+        sketches = [self._sketch(suspect) for suspect in suspects]
+        best = [
+            _BETTER * float(np.square(s - o).sum()) for s, o in zip(sketches, owns, strict=True)
+        ]
+        nearest: list[PlacedTensor | None] = [None] * len(suspects)
+        for begin in range(0, len(others) if any(best) else 0, _TOGETHER):
+            group = others[begin : begin + _TOGETHER]
+            there = np.array([self._sketch(other) for other in group])
+            for index, sketch in enumerate(sketches):
+                squares = np.square(there - sketch).sum(axis=1)
+                if squares.size and squares.min() < best[index]:
+                    best[index] = float(squares.min())
+                    nearest[index] = group[int(squares.argmin())]
+        for suspect, other in zip(suspects, nearest, strict=True):
+            if other is not None:
+                yield suspect, other
+
+    def _sketch(self, placed: PlacedTensor) -> Doubles:
+        return self._window(placed, _sketch_numel(placed))
+
+    def _window(self, placed: PlacedTensor, numel: int) -> Doubles:
+        """Elements in the middle of a tensor, from the beginning of a group on."""
+        start = max(0, prod(placed.tensor.shape) - numel) // 2 // _GROUP_NUMEL * _GROUP_NUMEL
+        return numbers(placed, start, numel, self.reader)
+
+    def _coarse(self, pair: Pair) -> Side | None:
+        """The side that alone has few different numbers."""
+        total = prod(pair.a.tensor.shape)
+        windows = [self._window(placed, min(total, _WINDOW_NUMEL)) for placed in (pair.a, pair.b)]
+        for numel, levels in _LEVELS:
+            a, b = (np.unique(window[:numel]).size for window in windows)
+            if min(a, b) <= levels and max(a, b) >= 2 * levels:
+                return Side.A if a < b else Side.B
+        return None
+
+    def _is_transposed(self, pair: Pair) -> bool:
+        """Whether B has at [j, i] what A has at [i, j]; told from a few places."""
+        a, b = pair.a.tensor.shape, pair.b.tensor.shape
+        if len(a) < 2 or b != (*a[:-2], a[-1], a[-2]) or prod(a) < _SAMPLES:  # noqa: PLR2004
+            return False
+        places = np.random.default_rng(0).integers(0, a, (_SAMPLES, len(a)))
+        turned = places[:, [*range(len(a) - 2), -1, -2]]
+        here = self._at(pair.a, places, a)
+        apart = np.square(here - self._at(pair.b, turned, b)).sum()
+        own = np.square(here - (self._at(pair.b, places, a) if a == b else 0)).sum()
+        return bool(apart < _BETTER * own)
+
+    def _at(self, placed: PlacedTensor, places: npt.NDArray[np.int64], shape: Shape) -> Doubles:
+        flat = np.ravel_multi_index(tuple(places.T), shape)
+        return np.array([numbers(placed, int(at), 1, self.reader)[0] for at in flat])
+
+    def _is_reordered(self, pair: Pair) -> bool:
+        """Whether rows of A that are not where they were are other such rows of B."""
+        width = row_width(pair.a.tensor.shape)
+        if self.sums[pair].rows_apart < 2 or width < ROW_NUMEL_MIN:  # noqa: PLR2004
+            return False
+        every = -(-self.sums[pair].rows_apart // _SAMPLES)
+        apart, samples, own = self._rows_apart(pair, width, every)
+        if len(samples) < 2:  # noqa: PLR2004
+            return False
+        best = np.full(len(samples), np.inf)
+        squares = np.square(samples).sum(axis=1)
+        for first, every_row in self._rows(pair.b, width):
+            rows = every_row[apart[first : first + len(every_row)]]
+            if len(rows):
+                products = samples @ rows.T
+                distance = squares[:, None] + np.square(rows).sum(axis=1) - 2 * products
+                best = np.minimum(best, distance.min(axis=1))
+        found = int(np.count_nonzero((best < _BETTER * own) & (best < _BETTER * squares)))
+        return found >= max(2, len(samples) / 4)
+
+    def _rows_apart(
+        self, pair: Pair, width: int, every: int
+    ) -> tuple[npt.NDArray[np.bool_], Doubles, Doubles]:
+        """Which rows are not where they were, some of those of A, and their distance to B's."""
+        marks, samples, own = [], [], []
+        count = 0
+        for (_, a), (_, b) in zip(
+            self._rows(pair.a, width), self._rows(pair.b, width), strict=True
+        ):
+            distance = np.square(a - b).sum(axis=1)
+            mark = distance > _BETTER * np.maximum(np.square(a).sum(1), np.square(b).sum(1))
+            marks.append(mark)
+            at = np.flatnonzero(mark)
+            taken = at[(np.arange(count, count + at.size) % every) == 0]
+            count += at.size
+            samples.append(a[taken])
+            own.append(distance[taken])
+        return np.concatenate(marks), np.concatenate(samples), np.concatenate(own)
+
+    def _rows(self, placed: PlacedTensor, width: int) -> Iterator[tuple[int, Doubles]]:
+        """The whole rows of a tensor, some at a time, with the number of the first."""
+        total = prod(placed.tensor.shape) // width * width
+        step = whole_rows(CHUNK_NUMEL, width)
+        for start in range(0, total, step):
+            values = numbers(placed, start, min(step, total - start), self.reader)
+            yield start // width, values.reshape(-1, width)
+
+
+def _sketch_numel(placed: PlacedTensor) -> int:
+    return min(prod(placed.tensor.shape), _SKETCH_NUMEL)
+
+
+def _may_be_another(tensor: TensorDiff) -> bool:
+    """Whether its values may be those of a tensor of another name."""
+    if prod(tensor.shape) < ROW_NUMEL_MIN or tensor.kind is Kind.RESHAPED:
+        return False
+    if tensor.is_matrix:
+        return tensor.kind is Kind.UNRELATED
+    return tensor.kind in (Kind.MOVED, Kind.SCALED, Kind.SHIFTED, Kind.UNRELATED)
