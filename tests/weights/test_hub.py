@@ -261,6 +261,18 @@ def test_a_stale_name_changes_nothing_for_the_others(tmp_path: Path) -> None:
     assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
 
 
+def test_of_a_bases_file_and_its_shards_what_transformers_would_load_is_taken(
+    tmp_path: Path,
+) -> None:
+    model, root = _with_a_frozen_layer("gpt2", "transformer.h.0.", tmp_path)
+    base = saved(model.transformer, tmp_path / "base")
+    save_file({n: torch.zeros_like(t) for n, t in base.items()}, tmp_path / "base/old.safetensors")
+    index = {"weight_map": dict.fromkeys(base, "old.safetensors")}
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
+    consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
+    assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
+
+
 def test_a_base_in_torchs_files_alone_is_told_to_be_none(tmp_path: Path) -> None:
     model, root = _with_a_frozen_layer("gpt2", "transformer.h.0.", tmp_path)
     model.config.save_pretrained(tmp_path / "base")
