@@ -127,8 +127,11 @@ class Striped(Struct, frozen=True):
         while start < stop:
             index, within = divmod(start, self.stripe_nbytes)
             count = min(self.stripe_nbytes - within, stop - start)
-            begin = self.offset + within
-            yield from self.sources[index].extents(begin, begin + count)
+            source, begin = self.sources[index], self.offset + within
+            if isinstance(source, Extent):  # as most are; a generator takes as long as the reading
+                yield Extent(source.path, source.offset + begin, count)
+            else:
+                yield from source.extents(begin, begin + count)
             start += count
 
     def constituents(self) -> tuple[ByteSource, ...]:

@@ -27,7 +27,7 @@ class Ledger:
 
     def enter(self, path: Path, offset: int, data: memoryview) -> None:
         """Note bytes of a file."""
-        self.of(path).enter(offset, data)
+        (self._files.get(path) or self.of(path)).enter(offset, data)
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Note what another ledger noted of the same files."""
@@ -64,10 +64,14 @@ class FileLedger:
         self._offsets = [member.offset for member in members]
         self._intervals: dict[Member, _Intervals] = {}
         self._taken: set[Member] = set()
+        self._last = _Intervals(0)
         self._lock = Lock()
 
     def enter(self, offset: int, data: memoryview) -> None:
         """Note bytes of the file; those outside every record are passed over."""
+        with self._lock:  # most ranges go on where the last one ended
+            if self._last.goes_on(offset, data):
+                return
         for member, first, last in self._within(offset, offset + data.nbytes):
             crc = isal_zlib.crc32(data[first - offset : last - offset])
             self._add(member, first, last, crc)
@@ -108,8 +112,9 @@ class FileLedger:
         with self._lock:
             found = self._intervals.get(member)
             if found is None:
-                found = self._intervals[member] = _Intervals()
+                found = self._intervals[member] = _Intervals(member.offset + member.nbytes)
             found.add(first, last, crc)
+            self._last = found
 
     def ranges(self) -> list[Range]:
         """Everything noted, by ascending offset; no range reaches into two records."""
@@ -156,10 +161,19 @@ class _Intervals:
     unseen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: int) -> None:
+        self._end = end
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._crcs: list[int] = []
+
+    def goes_on(self, start: int, data: memoryview) -> bool:
+        """Whether bytes follow the last range within the record; then they are entered."""
+        if not self._stops or self._stops[-1] != start or start + data.nbytes > self._end:
+            return False
+        self._crcs[-1] = isal_zlib.crc32(data, self._crcs[-1])
+        self._stops[-1] = start + data.nbytes
+        return True
 
     def add(self, start: int, stop: int, crc: int) -> None:
         if self._stops and self._stops[-1] == start:  # read in order, as most are

@@ -167,11 +167,10 @@ class SourceReader:
 
 
 def _read_exactly(file: InputFile, offset: int, part: memoryview) -> None:
-    path = file.path
-    done = 0
-    while done < part.nbytes:
+    path, done, rest = file.path, 0, part
+    while rest.nbytes:
         try:
-            count = file.read(offset + done, part[done:])
+            count = file.read(offset + done, rest)
         except OSError as cause:
             raise CheckpointError(
                 f"cannot be read at byte {offset + done}: {cause.strerror}", path=path
@@ -185,6 +184,7 @@ def _read_exactly(file: InputFile, offset: int, part: memoryview) -> None:
                 hint="Copy the checkpoint again",
             )
         done += count
+        rest = part[done:]
 
 
 def _compare(path: Path, member: Member, found: int) -> None:

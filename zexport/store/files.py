@@ -96,7 +96,10 @@ class InputFile(_OpenFile):
 
     def read(self, offset: int, part: memoryview) -> int:
         """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
-        return self._steadily(lambda: _preadv(self._descriptor, part, offset))
+        try:
+            return _preadv(self._descriptor, part, offset)
+        except OSError:
+            return self._steadily(lambda: _preadv(self._descriptor, part, offset))
 
     def forget(self) -> None:
         """Put the file on the disk and have the system forget it: the next reading starts there.
