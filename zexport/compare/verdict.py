@@ -7,32 +7,20 @@ error; what training does not do is never called training.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from functools import cached_property
 from math import prod
 
 from msgspec import Struct
 
 from zexport.compare.roundings import Side
-from zexport.compare.tensor import COSINE_RELATED_MIN, Kind, Outcome, TensorDiff
+from zexport.compare.rules import Evidence, Models
+from zexport.compare.tensor import Kind, Outcome, TensorDiff
 from zexport.printable import some
 
 _NAMED = 3
-_LAYERS_MIN = 3
-_DECAY = (0.5, 2.0)
-"""Between these a factor may be what weight decay leaves where there is no gradient."""
-_LONG_DECAY = (0.1, 10.0)
-_NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
-_NO_HEAD = re.compile(r"embed|wte|wpe|norm|ln_|\.\d+\.[^.]+\.[^.]+")
-"""In names of what every model of a kind has, where a head is new with each task."""
-_BUFFER = re.compile(r"rotary|inv_freq|position_ids|attn\.(masked_)?bias$|num_batches_tracked")
 _LIMIT = re.compile(r"\.\d+\.")
-
-
-_AS_MOVED = (Kind.MOVED, Kind.COARSE, Kind.UNRELATED)
 
 
 class Cause(Enum):
@@ -66,63 +54,6 @@ class Verdict(Struct, frozen=True):
     sentence: str
 
 
-class _Weight(Enum):
-    """What a tensor speaks for."""
-
-    NOTHING = 0
-    ERROR = 1
-    UNKNOWN = 2
-
-
-@dataclass(frozen=True)
-class _Models:
-    """All tensors, and what is known beside them.
-
-    Attributes:
-        tensors: every one.
-        exported: the side that is known to be an export, where one alone is.
-    """
-
-    tensors: Sequence[TensorDiff]
-    exported: Side | None
-
-    @property
-    def trained(self) -> Side:
-        """The side that training, or a conversion, made out of the other."""
-        return self.exported or Side.A
-
-    @cached_property
-    def moved(self) -> Sequence[TensorDiff]:
-        """Tensors that moved as training moves them."""
-        return [tensor for tensor in self.tensors if tensor.kind in _AS_MOVED]
-
-    def weight(self, tensor: TensorDiff) -> _Weight:
-        """What this tensor speaks for."""
-        rule = _RULES.get(tensor.kind)
-        return _Weight.NOTHING if rule is None else rule(self, tensor)
-
-    @cached_property
-    def modules(self) -> frozenset[str]:
-        """Modules of which both sides have something."""
-        both = (t.name for t in self.tensors if t.a_name and t.b_name)
-        return frozenset(name.rpartition(".")[0] for name in both) - {""}
-
-    @cached_property
-    def _layers(self) -> Mapping[str, Sequence[TensorDiff]]:
-        layers: dict[str, list[TensorDiff]] = defaultdict(list)
-        for tensor in self.tensors:
-            layers[_skeleton(tensor.name)].append(tensor)
-        return layers
-
-    def peers(self, tensor: TensorDiff) -> Sequence[TensorDiff]:
-        """The same tensor of every layer."""
-        return self._layers[_skeleton(tensor.name)]
-
-    def is_head(self, tensor: TensorDiff) -> bool:
-        """Whether it may be new with its task: in no layer, neither embedding nor norm."""
-        return _NO_HEAD.search(tensor.name) is None and len(self.peers(tensor)) < _LAYERS_MIN
-
-
 def judge(
     tensors: Sequence[TensorDiff],
     adapters: tuple[bool, bool] = (False, False),
@@ -138,10 +69,10 @@ def judge(
     compared = [tensor for tensor in tensors if tensor.values is not None]
     if not compared:
         return _nothing_compared(tensors, adapters)
-    models = _Models(tensors, exported)
-    weights = [(models.weight(tensor), tensor) for tensor in tensors]
-    errors = [tensor for weight, tensor in weights if weight is _Weight.ERROR]
-    unknown = [tensor for weight, tensor in weights if weight is _Weight.UNKNOWN]
+    models = Models(tensors, exported)
+    evidence = [(models.evidence(tensor), tensor) for tensor in tensors]
+    errors = [tensor for said, tensor in evidence if said is Evidence.ERROR]
+    unknown = [tensor for said, tensor in evidence if said is Evidence.UNKNOWN]
     unrelated = [tensor for tensor in unknown if tensor.kind is Kind.UNRELATED]
     if 2 * sum(map(_numel, unrelated)) > sum(map(_numel, compared)):
         return Verdict(
@@ -204,117 +135,6 @@ _WORDS = {
 }
 
 
-# --- rules: what a tensor of a kind speaks for ---
-
-
-def _rounded(_: _Models, tensor: TensorDiff) -> _Weight:
-    """Vectors near one number are explained by any rounding."""
-    is_usual = tensor.rounding is None or tensor.rounding.is_usual
-    return _Weight.NOTHING if is_usual or not tensor.is_matrix else _Weight.ERROR
-
-
-def _scaled(models: _Models, tensor: TensorDiff) -> _Weight:
-    factor = (tensor.values and tensor.values.factor) or 0.0
-    if _DECAY[0] * 1.001 < factor < _DECAY[1] * 0.999:
-        return _Weight.NOTHING if models.moved else _Weight.UNKNOWN
-    is_power = tensor.values is not None and _is_power(abs(factor))
-    is_far = not _LONG_DECAY[0] < factor < _LONG_DECAY[1]
-    return _Weight.ERROR if is_power or is_far else _Weight.UNKNOWN
-
-
-def _is_power(factor: float) -> bool:
-    return any(abs(factor / 2.0**power - 1) <= 0.02 for power in range(-4, 5))  # noqa: PLR2004
-
-
-def _zeroed(models: _Models, tensor: TensorDiff) -> _Weight:
-    """Rows may begin at zero (padding, new tokens); that is B's matter, or it cannot be told."""
-    values = tensor.values
-    lost = 0 if values is None else values.a_zero if tensor.side is Side.A else values.b_zero
-    is_all = values is not None and values.unequal == lost and not models.moved
-    is_row = lost <= max(tensor.shape[-1:], default=1)
-    if tensor.side is models.trained:
-        is_sure = is_all or not is_row or models.exported is not None
-        return _Weight.ERROR if is_sure else _Weight.UNKNOWN
-    return _Weight.NOTHING if is_row and not is_all else _Weight.UNKNOWN
-
-
-def _constant(models: _Models, tensor: TensorDiff) -> _Weight:
-    """Norms and biases begin as one number, in every layer alike."""
-    peers = [t.values for t in models.peers(tensor) if t.values is not None]
-    is_alike = all(v.a_constant if tensor.side is Side.A else v.b_constant for v in peers)
-    if tensor.side is not models.trained:
-        return _Weight.NOTHING if models.moved else _Weight.UNKNOWN
-    is_sure = not is_alike or models.exported is not None
-    return _Weight.ERROR if is_sure else _Weight.UNKNOWN
-
-
-def _not_finite(models: _Models, tensor: TensorDiff) -> _Weight:
-    """Training that diverged leaves NaN everywhere; what rounding made infinite was too large."""
-    bad = [t for t in models.tensors if t.kind is Kind.NOT_FINITE]
-    if tensor.rounding is not None:
-        return _Weight.ERROR
-    return _Weight.UNKNOWN if len(bad) > len(models.tensors) / 2 else _Weight.ERROR
-
-
-def _unrelated(models: _Models, tensor: TensorDiff) -> _Weight:
-    return _Weight.NOTHING if models.is_head(tensor) else _Weight.UNKNOWN
-
-
-def _reshaped(models: _Models, tensor: TensorDiff) -> _Weight:
-    """Heads and vocabularies change their size; of the latter the rows are the same."""
-    values = tensor.values
-    is_same = values is not None and (values.cosine or 0) >= COSINE_RELATED_MIN
-    return _Weight.NOTHING if is_same or models.is_head(tensor) else _Weight.UNKNOWN
-
-
-def _coarse(models: _Models, tensor: TensorDiff) -> _Weight:
-    """What training began from may have been quantized."""
-    return _Weight.UNKNOWN if tensor.side is models.trained else _Weight.NOTHING
-
-
-def _missing(models: _Models, tensor: TensorDiff) -> _Weight:
-    """A layer, or a part of a module that is there, is lost; heads and buffers come and go."""
-    is_lost = tensor.side is models.trained.other
-    comes_and_goes = models.is_head(tensor) or _BUFFER.search(tensor.name) is not None
-    is_layer = any(peer.a_name and peer.b_name for peer in models.peers(tensor))
-    if is_layer or (is_lost and tensor.name.rpartition(".")[0] in models.modules):
-        return _Weight.ERROR if is_lost or not models.moved else _Weight.UNKNOWN
-    return _Weight.UNKNOWN if is_lost and not comes_and_goes else _Weight.NOTHING
-
-
-def _error(_: _Models, __: TensorDiff) -> _Weight:
-    return _Weight.ERROR
-
-
-def _unknown(_: _Models, __: TensorDiff) -> _Weight:
-    return _Weight.UNKNOWN
-
-
-_RULES: Mapping[Kind, Callable[[_Models, TensorDiff], _Weight]] = {
-    Kind.ROUNDED: _rounded,
-    Kind.SCALED: _scaled,
-    Kind.SHIFTED: _error,
-    Kind.ZEROED: _zeroed,
-    Kind.CONSTANT: _constant,
-    Kind.REORDERED: _error,
-    Kind.EXCHANGED: _error,
-    Kind.TRANSPOSED: _error,
-    Kind.COARSE: _coarse,
-    Kind.NOT_FINITE: _not_finite,
-    Kind.UNRELATED: _unrelated,
-    Kind.RESHAPED: _reshaped,
-    Kind.RENAMED: _unknown,
-    Kind.MISSING: _missing,
-}
-
-
-def _skeleton(name: str) -> str:
-    return _NUMBERED.sub("*", name)
-
-
-# --- sentences ---
-
-
 def _nothing_compared(tensors: Sequence[TensorDiff], adapters: tuple[bool, bool]) -> Verdict:
     if adapters[0] != adapters[1]:
         a, b = ("an adapter", "a model") if adapters[0] else ("a model", "an adapter")
@@ -346,7 +166,7 @@ def _same_values(tensors: Sequence[TensorDiff]) -> Verdict:
     )
 
 
-def _training(models: _Models) -> str:
+def _training(models: Models) -> str:
     is_new = {Kind.UNRELATED, Kind.RESHAPED}
     moved = [t for t in models.tensors if t.outcome is Outcome.DIFFERENT and t.kind not in is_new]
     known = [t.values.relative_norm for t in moved if t.values and t.values.relative_norm]
@@ -373,7 +193,7 @@ def _module(name: str) -> str:
     return inner.split(".")[0]
 
 
-def _advice(models: _Models) -> str:
+def _advice(models: Models) -> str:
     moved = [tensor for tensor in models.moved if tensor.kind is Kind.MOVED]
     beside = f"; {_count(moved)} besides moved as in training" if moved else ""
     return f"{beside}; zexport verify --against the checkpoint tells more"
