@@ -172,11 +172,21 @@ def test_a_dry_run_for_people_tells_sizes(tmp_path: Path) -> None:
 def test_overwrite_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
     out = tmp_path / "model"
     out.mkdir()
-    (out / "stale.txt").write_text("old")
+    (out / "pytorch_model.bin").write_text("old")
     assert run("consolidate", ZERO3, out, "--overwrite").returncode == 0
-    assert not (out / "stale.txt").exists()
+    assert not (out / "pytorch_model.bin").exists()
     assert (out / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_overwrite_removes_nothing_but_a_model(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years")
+    done = run("consolidate", ZERO3, out, "--overwrite")
+    assert done.returncode == 6
+    assert "found thesis.tex" in done.stderr
+    assert (out / "thesis.tex").read_text() == "years"
 
 
 # --- settings ---

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zexport.errors import OutputError
+from zexport.run.manifest import FileEntry, new_manifest
 from zexport.run.staging import staged_folder
 
 
@@ -31,7 +32,6 @@ def _names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("zexport_manifest.json", "{}"),
         ("model-00001-of-00002.safetensors", ""),
         ("pytorch_model-00001-of-00002.bin", ""),
         ("config.json", '{"model_type": "llama"}'),
@@ -50,25 +50,60 @@ def test_a_folder_with_a_file_of_a_model_is_replaced(
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("thesis.txt", "years"), ("config.json", '{"port": 80}'), ("config.json", "[1")],
+    [
+        ("thesis.tex", "years"),
+        ("config.json", '{"port": 80}'),
+        ("config.json", "[1"),
+        ("zexport_manifest.json", "{}"),
+        ("figures/1.svg", "<svg/>"),
+        ("figures/.empty/", ""),
+    ],
 )
-def test_a_folder_of_folders_that_is_no_model_s_is_not_replaced(
+def test_a_folder_that_is_no_model_s_is_not_replaced(
     tmp_path: Path, name: str, content: str
 ) -> None:
-    (out := tmp_path / "out").mkdir()
-    (out / name).write_text(content)
-    (out / "figures").mkdir()
-    with pytest.raises(OutputError, match="holds folders and is no model's"):
+    out = tmp_path / "out"
+    if name.endswith("/"):
+        (out / name).mkdir(parents=True)
+    else:
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text(content)
+    with pytest.raises(OutputError, match="is neither an export nor a model's folder") as caught:
         _make(out)
-    assert (out / name).read_text() == content
+    assert caught.value.found == name.rstrip("/")
+    assert (out / name).exists()
     assert _names(tmp_path) == ["out"]
 
 
-def test_files_that_something_left_behind_are_replaced(tmp_path: Path) -> None:
-    (out := tmp_path / "out").mkdir()
-    (out / "stale.txt").write_text("of a tool that failed")
+def _exported(out: Path) -> None:
+    """An export of two files, of which one lies in a folder."""
+    files = {"model.safetensors": "old", "templates/tools.jinja": "{{ tools }}"}
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(content)
+    entries = {name: FileEntry(1, "") for name in files}
+    manifest = new_manifest(provenance={}, sources=(), tensors={}, files=entries, findings=())
+    (out / "zexport_manifest.json").write_bytes(b"".join(manifest.lines()))
+
+
+def test_an_export_is_replaced(tmp_path: Path) -> None:
+    _exported(out := tmp_path / "out")
     assert _make(out) == []
     assert _names(out) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "templates/mine.jinja", "eval/results.json"])
+def test_an_export_with_files_that_somebody_put_there_is_not_replaced(
+    tmp_path: Path, name: str
+) -> None:
+    _exported(out := tmp_path / "out")
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    with pytest.raises(OutputError, match="holds what is not the export's own") as caught:
+        _make(out)
+    assert caught.value.found == name
+    assert (out / name).read_text() == "mine"
+    assert (out / "model.safetensors").read_text() == "old"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

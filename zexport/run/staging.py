@@ -7,17 +7,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
-from zexport.errors import DamagedCheckpointError, OutputError
-from zexport.run.manifest import MANIFEST_NAME
+from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
+from zexport.printable import some
+from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
 from zexport.store.files import writing
 from zexport.store.folders import (
     children,
     exists,
     home,
-    is_file,
     is_folder,
     is_mount,
+    leaves,
     make_folder,
     may_change,
     real,
@@ -161,8 +162,8 @@ def check_content(target: Path, *, overwrite: bool) -> None:
             "exists and is not empty", path=target, hint="Choose another name, or pass --overwrite"
         )
     if holds_something:
-        _check_replaceable(target)
         _check_removable(target)
+        _check_replaceable(target)
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -170,24 +171,35 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a folder of folders that no file at its top tells for a model's.
-
-    People's own work has folders in it, what a failed or foreign export left has none.
-    """
+    """Refuse a folder with anything in it that is no export's and no model's."""
     with writing(target):
-        is_model = (
-            is_file(target / MANIFEST_NAME)
-            or any(path.match(pattern) for path in children(target) for pattern in _WEIGHTS)
-            or _is_model_config(target / "config.json")
-            or not any(map(is_folder, children(target)))
-        )
-    if not is_model:
+        names = {str(path.relative_to(target)) for path in leaves(target)}
+        is_model = _is_model(target)
+    try:
+        own = {MANIFEST_NAME, *read_manifest(target).files}
+    except VerificationError:
+        own = names if is_model else set()
+    if not own:
         raise OutputError(
-            "holds folders and is no model's, which --overwrite does not replace",
+            "is neither an export nor a model's folder, and nothing else is replaced",
             path=target,
+            found=some(sorted(names)),
             expected=f"{MANIFEST_NAME}, weights, or a model's config.json in it",
             hint="Choose another name, or remove it yourself",
         )
+    if names - own:
+        raise OutputError(
+            "holds what is not the export's own, and --overwrite would remove it",
+            path=target,
+            found=some(sorted(names - own)),
+            expected=f"what {MANIFEST_NAME} lists",
+            hint="Move it elsewhere, or choose another name for the output",
+        )
+
+
+def _is_model(folder: Path) -> bool:
+    has_weights = any(path.match(pattern) for path in children(folder) for pattern in _WEIGHTS)
+    return has_weights or _is_model_config(folder / "config.json")
 
 
 def _is_model_config(path: Path) -> bool:

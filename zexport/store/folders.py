@@ -70,6 +70,15 @@ def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
         yield Path(name), bool(folders or files)
 
 
+def leaves(folder: Path) -> Iterator[Path]:
+    """All that lies below a folder but folders with something in them; links are not gone into."""
+    for path in children(folder):
+        if is_folder(path) and not is_link(path) and children(path):
+            yield from leaves(path)
+        else:
+            yield path
+
+
 def may_change(folder: Path) -> bool:
     """Whether names may be added to a folder and removed from it."""
     return os.access(folder, os.W_OK | os.X_OK)
