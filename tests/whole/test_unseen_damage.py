@@ -277,3 +277,21 @@ def test_an_export_of_files_without_checksums_says_so(tmp_path: Path) -> None:
         assert [text.partition(",")[0] for text in told] == (
             ["4 files are in torch's old container"] if is_old else []
         )
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_late", "z3_w2_bf16_late"])
+def test_a_weight_frozen_late_is_its_master_and_the_frozen_copy_of_it_is_held_against_that(
+    name: str, tmp_path: Path
+) -> None:
+    root = copied(name, tmp_path)
+    zexport.consolidate(root, tmp_path / "out", _MEMORY)
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype.itemsize == 4
+    )
+
+    def change(state: dict[str, Any]) -> None:
+        state["frozen_param_fragments"]["model.embed_tokens.weight"] += 1
+
+    rewrite(file_of(root, "*rank_00_model*" if "z2" in name else "*rank_1_*_model*"), change)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.embed_tokens\.weight"):
+        zexport.consolidate(root, tmp_path / "again", _MEMORY)

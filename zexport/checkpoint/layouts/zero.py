@@ -109,7 +109,11 @@ def with_untrained(
     """The trained tensors, and with them all else that the model files have."""
     tensors = [tensor for bound in trained for tensor in bound.tensors]
     masters = tensors[0].dtype if tensors else DType.F32
-    tensors += [*_frozen(ranks, model, world_size or 0), *stored_buffers(model)]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    frozen = [*_frozen(ranks, model, world_size or 0)]
+    copies = [*_frozen_late(by_name, frozen)]
+    tensors += [tensor for tensor in frozen if tensor.name not in by_name]
+    tensors += stored_buffers(model)
     check_names(tensors)
     known = {tensor.name for tensor in tensors}
     aliases = find_aliases(model, [one.name for one in tensors], is_zero3=ranks.is_zero3)
@@ -118,7 +122,7 @@ def with_untrained(
     if not ranks.is_zero3:
         check_spelling(model, whole)
     tensors += [_unlisted(masters, model, name) for name in whole]
-    copies = [] if ranks.is_zero3 else list(_copies(model, tensors, aliases))
+    copies += [] if ranks.is_zero3 else _copies(model, tensors, aliases)
     lost = [name for name in model.buffer_names if name not in model.module]
     return Inventory(
         tensors=tuple(tensors),
@@ -150,10 +154,27 @@ def _copies(
             yield from rounded_copy(masters[name], model.file, copy, alias)
 
 
+def _frozen_late(
+    masters: Mapping[str, StoredTensor], frozen: Iterable[StoredTensor]
+) -> Iterator[CastReplica]:
+    """What the table of frozen weights has of those that were trained before: rounded masters.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_get_zero_frozen_param_attributes``):
+    the table has what requires no gradient at the save, the flat groups what did at the start.
+    """
+    for copy in frozen:
+        if copy.name in masters:
+            yield from _rounded(masters[copy.name], copy)
+
+
 def rounded_copy(
     master: StoredTensor, file: TorchFile, copy: TensorRef, name: str | None = None
 ) -> Iterator[CastReplica]:
     """The module's copy of a master, if both are there and one is the other, rounded."""
+    yield from _rounded(master, whole_tensor(file, name or master.name, copy, Role.FROZEN))
+
+
+def _rounded(master: StoredTensor, copy: StoredTensor) -> Iterator[CastReplica]:
     if copy.shape != master.shape:
         raise LayoutError(f"{master.name!r} has two shapes", list(copy.shape), list(master.shape))
     if copy.numel and copy.dtype in _WHOLE_NUMBERS:
@@ -164,13 +185,15 @@ def rounded_copy(
         )
     is_same = copy.dtype is master.dtype
     is_cast = copy.dtype.is_floating and copy.dtype.itemsize != master.dtype.itemsize
-    if master.source is not None and copy.numel and (is_same or is_cast):
+    if master.source is None or copy.source is None or not copy.numel:
+        return
+    if is_same or is_cast:
         yield CastReplica(
-            name=name or master.name,
-            path=file.path,
+            name=copy.name,
+            path=next(copy.source.extents(0, 1)).path,
             kept=master.source,
             kept_dtype=master.dtype,
-            other=file.source(copy),
+            other=copy.source,
             other_dtype=copy.dtype,
             names_it=False,
         )
