@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 from tests.support.published import check_all_printed
-from zexport.checkpoint import unfinished
+from zexport.checkpoint import problems
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()
@@ -92,7 +92,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 @pytest.fixture(autouse=True)
 def _an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a test makes is a checkpoint that may still be being written."""
-    monkeypatch.setattr(unfinished, "now", lambda: time.time() + 3600)
+    monkeypatch.setattr(problems, "now", lambda: time.time() + 3600)
 
 
 @pytest.fixture

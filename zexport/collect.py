@@ -19,7 +19,7 @@ from zexport.adapters.merging import (
 from zexport.adapters.saved_beside import SavedBeside, saved_beside
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.opening import raise_all, raise_problems
+from zexport.checkpoint.problems import raise_all, raise_problems
 from zexport.facts.statements import Statement, judge
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint, source_of
-from zexport.checkpoint.opening import open_checkpoint, raise_problems
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import (
     CheckpointError,

@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.opening import raise_all
+from zexport.checkpoint.problems import raise_all
 from zexport.collect import Collected
 from zexport.errors import DamagedCheckpointError
 from zexport.facts.statements import Judgement, judge

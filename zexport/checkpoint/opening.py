@@ -1,17 +1,15 @@
-"""Opening a checkpoint: from a path to all that its metadata says, with what is wrong gathered."""
+"""Opening a checkpoint: which one a path and a tag mean, and which newer ones were passed over."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
-from msgspec.structs import replace
-
 from zexport.checkpoint.candidates import are_tied, recorded_step
-from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import (
     locate,
     locate_all,
@@ -20,39 +18,13 @@ from zexport.checkpoint.find import (
     newer_than,
     no_newest,
 )
-from zexport.checkpoint.layouts.copied_files import copied_files
-from zexport.checkpoint.layouts.structure import (
-    Structure,
-    assemble,
-    disagreements,
-    lacking_optimizer_files,
-    missing_files,
-    parallelism_of,
-    recognise,
-)
-from zexport.checkpoint.location import Location, TagChoice
-from zexport.checkpoint.node_local import unite
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
-from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
-from zexport.checkpoint.states import ModelStates
-from zexport.checkpoint.unfinished import unless_unfinished
+from zexport.checkpoint.location import Location
+from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import (
     AmbiguousTagError,
-    CheckpointError,
-    IncompleteCheckpointError,
     NoSuchTagError,
-    UnsupportedError,
     UsageError,
-    ZexportError,
 )
-from zexport.facts.statements import Statement, judge
-from zexport.facts.table import Fact
-from zexport.findings import Finding, FindingKind
-from zexport.formats.torch_file import Container, TorchFile
-from zexport.ranges.extents import paths_of
-from zexport.store.files import version
-from zexport.store.folders import is_file, is_folder
-from zexport.store.json import read_json_object
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -87,7 +59,9 @@ def open_checkpoint(
     """
     paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
     if tag != NEWEST:
-        opened = _open([locate(part, tag, follow_symlinks=follow_symlinks) for part in paths])
+        opened = read_checkpoint(
+            [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
+        )
         return dataclasses.replace(opened, newer=tuple(_newer(opened)))
     if len(paths) > 1:
         raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
@@ -112,7 +86,7 @@ def open_recorded(
         found = locate_named(Path(path), tag, follow_symlinks=follow_symlinks)
         found = [one for one in found if recorded_step(one.tag_dir, one.boundary) == step]
     if len(found) == 1:
-        return _open(found)
+        return read_checkpoint(found)
     return opened or open_checkpoint(path, tag=tag, follow_symlinks=follow_symlinks)
 
 
@@ -120,7 +94,7 @@ def _open_newest(locations: Sequence[Location]) -> ZeroCheckpoint:
     """The newest without problems; it tells of those that were passed over for theirs."""
     passed_over: list[ZeroCheckpoint] = []
     for number, location in enumerate(locations, start=1):
-        opened = _open([location])
+        opened = read_checkpoint([location])
         if not opened.problems:
             _check_alone(opened, locations[number:])
             told = (_passed_over(location, one) for one in passed_over)
@@ -138,7 +112,7 @@ def _check_alone(newest: ZeroCheckpoint, older: Iterable[Location]) -> None:
     rivals = [
         one
         for one in of_same_step
-        if are_tied(one.tag_dir, here.tag_dir) and not _open([one]).problems
+        if are_tied(one.tag_dir, here.tag_dir) and not read_checkpoint([one]).problems
     ]
     if rivals:
         raise no_newest(here, rivals)
@@ -149,7 +123,7 @@ def _newer(opened: ZeroCheckpoint) -> Iterator[str]:
     location, step = opened.location, opened.global_steps
     for other in newer_than(location, step):
         name = name_beside(location, other)
-        newer = _open([other])
+        newer = read_checkpoint([other])
         if newer.problems:
             yield _passed_over(location, newer)
         else:
@@ -165,301 +139,3 @@ def _passed_over(location: Location, other: ZeroCheckpoint) -> str:
     first, *more = (problem.statement() for problem in other.problems)
     rest = f", and {len(more)} more problems" if more else ""
     return f"{name_beside(location, other.location)} ({step}) was passed over: it {first}{rest}"
-
-
-def _open(locations: Sequence[Location]) -> ZeroCheckpoint:
-    location = locations[0]
-    _check_links(locations)
-    files = unite(locations)
-    cells = _read_cells(location.tag_dir, files)
-    structure = recognise(location.tag_dir, files, cells)
-    problems = [p for cell in cells.values() for p in (*cell.problems, *copied_files(cell))]
-    problems += [
-        no_optimizer_files(location.tag_dir, index, cells[index].first_model)
-        for index in lacking_optimizer_files(structure, files, cells)
-    ]
-    problems += disagreements(location.tag_dir, cells)
-    inventory = Inventory((), {}, ())
-    try:
-        inventory = assemble(location.tag_dir, files, cells, structure)
-    except ZexportError as error:
-        problems.append(_swapped_out(location.tag_dir) or error)
-    problems += inventory.problems
-    problems += _missing_frozen(location.tag_dir, cells, inventory)
-    told = tuple(unless_unfinished(problems, files))
-    return _describe(location, files, cells, structure, inventory, told)
-
-
-def _check_links(locations: Sequence[Location]) -> None:
-    """Refuse a tag folder with a link to outside, before anything in it is read."""
-    for location in locations:
-        try:
-            location.boundary.check_tree(location.tag_dir)
-        except OSError as cause:
-            raise CheckpointError(
-                f"cannot be read: {cause.strerror}", path=Path(cause.filename or location.tag_dir)
-            ) from cause
-
-
-def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
-    """The states of the ranks of each model-parallel index."""
-    plain = [file for file in files if file.kind in _READ_BY_RANK]
-    indices = sorted({file.mp_rank for file in plain})
-    return {
-        index: read_ranks(tag_dir, [file for file in plain if file.mp_rank == index])
-        for index in indices
-    }
-
-
-_READ_BY_RANK = (RankFileKind.OPTIMIZER, RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
-
-
-def _describe(  # noqa: PLR0917 - what opening has found, all of it
-    location: Location,
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
-    structure: Structure,
-    inventory: Inventory,
-    problems: tuple[ZexportError, ...],
-) -> ZeroCheckpoint:
-    cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
-    model, optimizer = cell.first_model, cell.first_optimizer
-    stage = _stage(cell)
-    parallelism = parallelism_of(structure, files, cells)
-    masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
-    torch_files = (*_torch_files(cells), *inventory.files)
-    return ZeroCheckpoint(
-        location=location,
-        layout=_layout(cells, structure, parallelism, stage),
-        parallelism=parallelism,
-        stage=stage,
-        world_size=cell.world_size,
-        ds_version=(model and model.ds_version) or (optimizer and optimizer.ds_version) or None,
-        global_steps=model.global_steps if model is not None else None,
-        optimizer=_optimizer_name(model),
-        skipped_steps=model.skipped_steps if model is not None else 0,
-        lr_step=model.lr_step if model is not None else None,
-        module_dtype=inventory.module_dtype,
-        cast_dtype=model.cast_dtype if model is not None else None,
-        master_dtype=masters[0].dtype if masters else None,
-        tensors=inventory.tensors,
-        aliases=inventory.aliases,
-        left_out=inventory.left_out,
-        frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
-        missing_ranks=_missing_ranks(cells, structure),
-        missing_model_ranks=tuple(
-            sorted({r for c in cells.values() for r in c.missing_model_ranks})
-        ),
-        missing_files=missing_files(structure, parallelism, files, cells, inventory),
-        files=_describe_files((*files, *_others(files, inventory)), torch_files, inventory),
-        torch_files=torch_files,
-        replicas=inventory.replicas,
-        flats=inventory.flats,
-        problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
-        warnings=(
-            *_steps(location, model),
-            *_warnings(cells),
-            *_without_checksums(torch_files),
-            *inventory.notes,
-        ),
-        newer=(),
-        findings=tuple(
-            found for p in problems if (found := _finding(p)) and not found.kind.is_refused
-        ),
-    )
-
-
-def _missing_ranks(cells: Mapping[int, RankStates], structure: Structure) -> tuple[int, ...]:
-    """Ranks whose optimizer file is not there; a conversion to universal takes none along."""
-    if structure is Structure.UNIVERSAL:
-        return ()
-    return tuple(sorted({rank for cell in cells.values() for rank in cell.missing_ranks}))
-
-
-def _stage(cell: RankStates) -> int | None:
-    """The ZeRO stage; BF16_Optimizer, which records none, is a form of ZeRO-1."""
-    if is_zero0(cell):
-        return 0
-    if cell.first_optimizer is None:
-        return None
-    stage = cell.first_optimizer.stage
-    return 1 if stage is None else stage
-
-
-def _layout(
-    cells: Mapping[int, RankStates],
-    structure: Structure,
-    parallelism: Parallelism,
-    stage: int | None,
-) -> str:
-    """The layout in words: stage, optimizer where it matters, and how the model was split.
-
-    Empty where the stage could not be read.
-    """
-    if structure is Structure.UNIVERSAL:
-        return "universal checkpoint"
-    if stage is None:
-        return ""
-    words = f"ZeRO-{stage}"
-    optimizers = [c.first_optimizer for c in cells.values() if c.first_optimizer is not None]
-    if optimizers and optimizers[0].stage is None:
-        words += " (BF16_Optimizer)"
-    if structure is Structure.DATA:
-        return words
-    return f"{words}, {', '.join(parallelism.words()) or structure.value}"
-
-
-def _others(files: Sequence[RankFile], inventory: Inventory) -> Iterator[RankFile]:
-    """Files that were read and are of no rank: a universal checkpoint's parameters."""
-    listed = {file.path for file in files}
-    for torch_file in inventory.files:
-        if torch_file.path not in listed:
-            yield RankFile(torch_file.path, RankFileKind.PARAMETER)
-
-
-def _describe_files(
-    files: Iterable[RankFile], torch_files: Iterable[TorchFile], inventory: Inventory
-) -> tuple[CheckpointFile, ...]:
-    opened = {torch_file.path: torch_file for torch_file in torch_files}
-    read = paths_of(t.source for t in inventory.tensors if t.source is not None)
-    return tuple(_describe_file(file, opened.get(file.path), read) for file in files)
-
-
-def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) -> CheckpointFile:
-    holds_names = file.rank == 0 and file.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
-    return CheckpointFile(
-        path=file.path,
-        kind=file.kind,
-        rank=file.rank,
-        nbytes=version(file.path).nbytes,
-        needed=file.path in read or file.kind is RankFileKind.OPTIMIZER or holds_names,
-        unknown_globals=opened.unknown_globals if opened is not None else (),
-    )
-
-
-def _torch_files(cells: Mapping[int, RankStates]) -> Iterator[TorchFile]:
-    for cell in cells.values():
-        yield from (states.file for states in cell.model.values())
-        yield from (states.file for states in cell.optimizer.values())
-
-
-def _optimizer_name(model: ModelStates | None) -> str | None:
-    """The optimizer's name in the DeepSpeed configuration; a client's own optimizer has none."""
-    config = model.ds_config.get("optimizer") if model is not None else None
-    name = config.get("type") if isinstance(config, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
-    """What is to be known of the steps of a checkpoint: none taken, or others than beside it."""
-    if model is None or model.global_steps is None:
-        return
-    if 0 < model.global_steps <= model.skipped_steps:
-        yield (
-            f"no step was taken: all {model.global_steps:,} were skipped for an overflow, so these "
-            "are the weights that training began from"
-        )
-    if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
-        return
-    state = location.root / "trainer_state.json"
-    try:
-        is_there = is_file(state) and location.boundary.holds(state)
-        step = read_json_object(state).get("global_step") if is_there else None
-    except ZexportError:
-        return
-    if isinstance(step, int):
-        stated = (
-            Statement(Fact.TRAINER_STEP, model.global_steps, "the files of the tag"),
-            Statement(Fact.TRAINER_STEP, step, state.name),
-        )
-        yield from judge(stated, None).warnings
-
-
-def _warnings(cells: Mapping[int, RankStates]) -> Iterator[str]:
-    for cell in cells.values():
-        missing = [rank for rank in cell.missing_model_ranks if rank != 0]
-        if missing:
-            yield (
-                f"the model files of {name_ranks(missing)} are missing; without frozen "
-                "weights no value comes from them"
-            )
-
-
-def _without_checksums(files: Iterable[TorchFile]) -> Iterator[str]:
-    count = sum(file.container is Container.LEGACY for file in files)
-    if count:
-        yield (
-            f"{count} file{'s are' if count > 1 else ' is'} in torch's old container, which has no "
-            "checksums: values are exported as they are read, and a flipped bit shows nowhere"
-        )
-
-
-def _missing_frozen(
-    tag_dir: Path, cells: Mapping[int, RankStates], inventory: Inventory
-) -> Iterator[ZexportError]:
-    """A missing model file matters where frozen weights are striped over all of them."""
-    if not any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors):
-        return
-    for index, cell in cells.items():
-        missing = [rank for rank in cell.missing_model_ranks if rank != 0]
-        if missing:
-            name = rank_file_name(RankFileKind.MODEL_PER_RANK, missing[0], index)
-            yield IncompleteCheckpointError(
-                f"lacks the model files of {name_ranks(missing)}, which have parts of frozen "
-                "weights",
-                path=tag_dir,
-                found=f"{len(cell.model)} of {cell.world_size} model files",
-                expected=f"{name} and the like",
-                hint="Copy them from the nodes that wrote them",
-            )
-
-
-def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
-    """Lengths do not add up where the optimizer was swapped to NVMe: its tensors lie elsewhere.
-
-    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` in the tag folder).
-    """
-    swapped = tag_dir / "offloaded_tensors"
-    if not is_folder(swapped):
-        return None
-    return UnsupportedError(
-        "keeps the optimizer's tensors in NVMe swap files, which this version does not read",
-        path=swapped,
-        hint="Resume the run with the optimizer offloaded to the CPU, save, and export that",
-    )
-
-
-def raise_problems(
-    checkpoint: ZeroCheckpoint, allow: Set[FindingKind] = frozenset()
-) -> tuple[Finding, ...]:
-    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind.
-
-    What is only told, or was allowed by name, is given back.
-    """
-    raise_all(
-        [problem for problem in checkpoint.problems if problem.finding not in allow],
-        checkpoint.location.tag_dir,
-    )
-    found = [finding for problem in checkpoint.problems if (finding := _finding(problem))]
-    return tuple(replace(one, accepted=one.kind in allow) for one in (*checkpoint.findings, *found))
-
-
-def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
-    """Raise the one problem there is, or all of them as one error of the gravest kind."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        gravest = max(problems, key=lambda problem: problem.exit_code)
-        raise type(gravest)(
-            f"has {len(problems)} problems",
-            path=path,
-            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
-            hint="Mend them and run again; `zexport inspect` shows what is there",
-        )
-
-
-def _finding(problem: ZexportError) -> Finding | None:
-    """A problem as what it is where it was allowed."""
-    if problem.finding is None:
-        return None
-    return Finding(problem.finding, "", 0, problem.statement())

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Self
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
-from zexport.checkpoint.opening import raise_all
+from zexport.checkpoint.problems import raise_all
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
