@@ -18,6 +18,7 @@ import click
 from docs.forms import schemas
 from docs.support import SUPPORT
 from zexport.cli.main import cli
+from zexport.facts.table import Fact, Severity
 from zexport.findings import FindingKind
 
 DOCS = Path(__file__).parent
@@ -70,7 +71,11 @@ def pages() -> dict[Path, str]:
             DOCS / "schemas" / f"{name}.json": json.dumps(schema, indent=2) + "\n"
             for name, schema in made.items()
         },
-        errors: _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
+        errors: _replaced(
+            _replaced(errors.read_text(encoding="utf-8"), "findings", findings_table()),
+            "facts",
+            facts_table(),
+        ),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
         interfaces: text,
@@ -114,6 +119,22 @@ def findings_table() -> str:
         f"| `{kind.value}` | {_MEANING[kind]} | "
         f"{'refused, unless allowed' if kind.is_refused else 'told'} |\n"
         for kind in FindingKind
+    )
+
+
+def facts_table() -> str:
+    """What several files say, and what it leads to where they disagree."""
+    head = "| fact | where its statements disagree | |\n|---|---|---|\n"
+    allowed = {kind: f"refused; `--allow {kind.value}` goes on" for kind in FindingKind}
+    return head + "".join(
+        f"| {row.name} | {row.problem} | "
+        + (
+            allowed.get(row.kind, "refused")
+            if row.severity is Severity.REFUSED
+            else row.severity.value
+        )
+        + " |\n"
+        for row in (fact.value for fact in Fact)
     )
 
 
