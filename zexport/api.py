@@ -16,14 +16,15 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint, open_recorde
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
-from zexport.options import CheckMode, ExportOptions
+from zexport.model.hub_cache import model_folder
+from zexport.options import CheckMode, ExportOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute, verify
 from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.run.verify import VerifyReport
 from zexport.store.boundary import Boundary
-from zexport.store.folders import exists, is_folder
+from zexport.store.folders import exists, is_folder, local_path
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
@@ -64,6 +65,7 @@ def run_export(
         UnsafeError: the reference engine would have to run unknown code.
         VerificationError: what was written is not what was meant.
     """
+    verify = chosen("verify", VerifyMode, verify)
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
@@ -88,7 +90,8 @@ def verify_export(
     Args:
         out_dir: a folder that ``consolidate`` made.
         against: the checkpoint it came from; every tensor is then made again from it.
-        base: the base model, where weights came from one.
+        base: the base model, where weights came from one: a folder, or the hub's name of a model
+            in its cache on this machine.
         follow_symlinks: read what a link leads to, wherever that is.
         check: how much of the masters is held against the module's own copy of them.
         progress: told of every step.
@@ -100,12 +103,12 @@ def verify_export(
             that the export was made from.
         UnsafeError: a link leads outside the folder that it lies in.
     """
-    out_dir = Path(out_dir)
+    out_dir = local_path(out_dir)
+    base = local_path(base) if base is not None else None
     _check_folder(out_dir, follow_symlinks=follow_symlinks)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
-    base = Path(base) if base is not None else None
     options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
@@ -167,7 +170,8 @@ def diff_models(
 
     Args:
         a: a model folder or safetensors file, such as an export.
-        b: what to compare it with, such as the model that training began from.
+        b: what to compare it with, such as the model that training began from. Either may be the
+            hub's name of a model in its cache on this machine.
         jobs: worker threads; by default one a core, up to 4.
         progress: told of every step.
 
@@ -179,7 +183,8 @@ def diff_models(
     jobs = ExportOptions().jobs if jobs is None else jobs
     from zexport.compare.diff import diff_weights  # noqa: PLC0415 - an export compares no models
 
-    return diff_weights(Path(a), Path(b), jobs=jobs, progress=progress)
+    one, other = (model_folder(local_path(side)) for side in (a, b))
+    return diff_weights(one, other, jobs=jobs, progress=progress)
 
 
 def consolidate(

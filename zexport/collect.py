@@ -25,6 +25,7 @@ from zexport.findings import Finding
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
+from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import (
     TOKENIZER,
@@ -93,6 +94,8 @@ class Collected(Struct, frozen=True):
 def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> Collected:
     """Read all that the plan of an export depends on."""
     options = options or ExportOptions()
+    if options.base is not None:
+        options = replace(options, base=model_folder(options.base))
     findings = raise_problems(checkpoint, options.allow)
     share_memory(options)
     location = checkpoint.location
@@ -102,7 +105,8 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
         spoilt = spoilt_files(sidecars.copied)
         tokenizers = (sidecars.copied.get(TOKENIZER), options.base and options.base / TOKENIZER)
         last_token, last_base_token = map(last_added_token, tokenizers)
-        weights = _with_hub_experts(Weights.of(checkpoint), sidecars.config, learner, options)
+        part, told = Weights.of(checkpoint).only(options.only)
+        weights = _with_hub_experts(part, sidecars.config, learner, options)
         headers = read_base(options.base, follow_symlinks=location.boundary.follow)
         beside = read_gathered(checkpoint)
         found = Collected(
@@ -118,6 +122,7 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             last_token=last_token,
             last_base_token=last_base_token,
             statements=tuple(_stated_by_configs(sidecars)),
+            notes=told,
         )
         found = _with_adapters(found)
         if found.mode is AdapterMode.KEEP:
@@ -160,7 +165,7 @@ def _with_adapters(found: Collected) -> Collected:
     if options.layout is NameLayout.HUB and (mode or has_config):
         weights, parts = found.weights.without_inner_wrappers()
         told = (f"{part!r}, which a wrapper put into names, was left out of them" for part in parts)
-        found = structs.replace(found, weights=weights, notes=tuple(told))
+        found = structs.replace(found, weights=weights, notes=(*found.notes, *told))
     if mode is None:
         return found
     adapters = choose_adapters(checkpoint, found.weights, options)

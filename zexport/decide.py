@@ -19,6 +19,7 @@ from zexport.options import AdapterMode, Engine, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
+from zexport.store.folders import local_path
 from zexport.store.json import JsonObject, Natural, values_of
 from zexport.targets.hf import HubModel
 from zexport.targets.peft import PeftAdapters
@@ -45,7 +46,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     jobs, chunk_nbytes = share_memory(options, files)
     reference = Reference(location.root, location.tag, checkpoint.tensors)
     return ExportPlan(
-        out_dir=Path(out_dir),
+        out_dir=local_path(out_dir),
         shards=files,
         side_files=tuple(target.side_files(selection, files)),
         sources=_sources(found, selection.written),

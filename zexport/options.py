@@ -6,8 +6,13 @@ import os
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
+import msgspec
+
+from zexport.errors import UsageError
 from zexport.findings import FindingKind
+from zexport.store.folders import local_path
 
 
 class ExportDType(Enum):
@@ -56,6 +61,30 @@ class CheckMode(Enum):
     """Every element."""
 
 
+_T = TypeVar("_T")
+
+
+def chosen(name: str, kind: type[_T], value: object) -> _T:
+    """A value of the kind that it is to be, such as an enumeration's member from its text."""
+    try:
+        return msgspec.convert(value, kind, dec_hook=_given_path)
+    except msgspec.ValidationError as cause:
+        values = [str(one.value) for one in getattr(kind, "__members__", {}).values()]
+        expected = ", ".join(values) or getattr(kind, "__name__", str(kind))
+        raise UsageError(f"{name} cannot be {value!r}", expected=expected) from cause
+
+
+def _given_path(kind: type, value: Any) -> Path:
+    if kind is not Path:
+        raise TypeError(f"no {kind.__name__}")
+    return local_path(value)
+
+
+def _kinds(options: type) -> dict[str, Any]:
+    hints = get_type_hints(options)
+    return {one.name: hints[one.name] for one in fields(options)}
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedOptions:
     """The choices that change what is written, as a manifest keeps them.
@@ -72,6 +101,8 @@ class RecordedOptions:
         renames: pairs of pattern and replacement, applied in order to every name of the checkpoint,
             before it is compared with the model's names.
         check: how much is compared of weights that the checkpoint holds twice.
+        only: export the part of the model whose names begin with this, and a dot, alone; it is left
+            out of the names. Empty for all.
         allow: kinds of findings that are told and do not end the export.
         adapter: what becomes of a peft model's adapter.
         adapter_name: which one, where there are several; null keeps all, or merges the only one.
@@ -88,10 +119,16 @@ class RecordedOptions:
     max_shard_nbytes: int = 5_000_000_000
     renames: tuple[tuple[str, str], ...] = ()
     check: CheckMode = CheckMode.SAMPLED
+    only: str = ""
     allow: frozenset[FindingKind] = frozenset()
     adapter: AdapterMode = AdapterMode.AUTO
     adapter_name: str | None = None
     base_dtype: ExportDType = ExportDType.AUTO
+
+    def __post_init__(self) -> None:
+        """Enumerations may be given by value and paths as text; what fits no field is refused."""
+        for name, kind in _kinds(type(self)).items():
+            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +136,8 @@ class ExportOptions(RecordedOptions):
     """The choices of one export, with their defaults: those that are recorded, and these.
 
     Attributes:
-        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks.
+        base: a model folder for config, tokenizer and frozen weights that the checkpoint lacks. The
+            hub's name of a model in its cache on this machine, unless a folder is called so.
         adapter_config: ``adapter_config.json`` of the adapter, where none lies with the checkpoint.
         jobs: worker threads.
         max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
@@ -112,6 +150,10 @@ class ExportOptions(RecordedOptions):
     max_memory_nbytes: int | None = None
     overwrite: bool = False
 
+    def __post_init__(self) -> None:
+        """As for those that are recorded."""
+        RecordedOptions.__post_init__(self)  # super() knows the class without its slots alone
+
     def recorded(self) -> RecordedOptions:
         """Those choices that change what is written."""
         kept = {one.name: getattr(self, one.name) for one in fields(RecordedOptions)}
@@ -120,8 +162,6 @@ class ExportOptions(RecordedOptions):
     @classmethod
     def from_recorded(cls, recorded: object, *, base: Path | None) -> ExportOptions:
         """The choices that ``recorded`` came from; the native engine, whichever was used."""
-        import msgspec  # noqa: PLC0415 - options alone do without, as for --help
-
         found = msgspec.convert(recorded, RecordedOptions)
-        chosen = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
-        return cls(**chosen | {"engine": Engine.NATIVE, "base": base})
+        kept = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
+        return cls(**kept | {"engine": Engine.NATIVE, "base": base})

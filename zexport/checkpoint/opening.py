@@ -25,6 +25,7 @@ from zexport.errors import (
     NoSuchTagError,
     UsageError,
 )
+from zexport.store.folders import local_path
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -57,7 +58,7 @@ def open_checkpoint(
         UsageError: the parts are of different tags.
         UnsafeError: ``latest`` or a link leads outside its folder.
     """
-    paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
+    paths = [*map(local_path, [path] if isinstance(path, Path | str) else path)]
     if tag != NEWEST:
         opened = read_checkpoint(
             [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
@@ -83,7 +84,7 @@ def open_recorded(
         opened = None
     found: Sequence[Location] = ()
     if tag is not None and isinstance(path, Path | str):
-        found = locate_named(Path(path), tag, follow_symlinks=follow_symlinks)
+        found = locate_named(local_path(path), tag, follow_symlinks=follow_symlinks)
         found = [one for one in found if recorded_step(one.tag_dir, one.boundary) == step]
     if len(found) == 1:
         return read_checkpoint(found)

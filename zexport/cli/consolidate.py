@@ -42,7 +42,16 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
     help="Element type of the weights; auto is the one the module trained in.",
 )
 @click.option(
-    "--base", type=PATH, help="Model folder for config, tokenizer and frozen weights not saved."
+    "--base",
+    type=PATH,
+    help="Model folder, or the name of one in the hub's cache, for config, tokenizer and frozen "
+    "weights not saved.",
+)
+@click.option(
+    "--only",
+    metavar="PREFIX",
+    default=_DEFAULTS.only,
+    help="Export what lies under PREFIX in the model alone, such as one of model and ema.",
 )
 @click.option(
     "--max-shard-size",
@@ -102,7 +111,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace what is at OUT once the new folder is complete.",
+    help="Replace an export or a model at OUT once the new folder is complete.",
 )
 @json_option
 @progress_options

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import click
 
+from zexport.errors import UsageError
 from zexport.options import AdapterMode, ExportDType, ExportOptions
+from zexport.store.folders import local_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,7 +25,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 class GivenPath(click.Path):
-    """A path that is not empty: as a path, nothing at all would be the working directory."""
+    """A path on this machine: not empty, and no address."""
 
     def convert(
         self,
@@ -32,10 +34,11 @@ class GivenPath(click.Path):
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
         """The path, as ``click.Path`` has it."""
-        if not os.fspath(value):
-            self.fail("a path may not be empty", param, ctx)
         try:
+            local_path(value)
             return super().convert(value, param, ctx)
+        except UsageError as error:
+            self.fail(error.statement(), param, ctx)
         except OSError as error:
             self.fail(f"{value!r} leads nowhere: {error.strerror}", param, ctx)
 

@@ -10,8 +10,8 @@ from click.core import ParameterSource
 
 from zexport.cli.options import GivenPath, together
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path, resolve_path=True)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
+_FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
+_FILE = GivenPath(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
 _OUT = GivenPath(file_okay=False, path_type=Path, resolve_path=True)
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)

@@ -7,9 +7,30 @@ what may not be looked at is an ``OSError``, as everywhere in this room.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from zexport.errors import UsageError
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
+
+
+def local_path(given: str | os.PathLike[str]) -> Path:
+    """A path as it was given; an address such as ``s3://bucket/model`` is refused.
+
+    As a path it would be a folder ``s3:``; a path has one slash left of the two.
+    """
+    if not os.fspath(given):  # as a path, nothing at all would be the working directory
+        raise UsageError("a path may not be empty")
+    path = Path(given)
+    if scheme := _ADDRESS.match(str(path)):
+        raise UsageError(
+            f"{str(given)!r} is an address, and {scheme[1]}: is no place that zexport knows: "
+            "give a path on this machine"
+        )
+    return path
 
 
 def is_file(path: Path) -> bool:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UsageError
 from zexport.model.fit import INNER_WRAPPERS, without_inner_wrappers
+from zexport.printable import some
 from zexport.ranges.dtypes import Shape
 
 PEFT_PREFIX = "base_model.model."
@@ -57,6 +58,41 @@ class Weights(Struct, frozen=True):
     def buffers(self) -> frozenset[str]:
         """The names of buffers."""
         return frozenset(n for n, tensor in self.tensors.items() if tensor.role is Role.BUFFER)
+
+    def only(self, prefix: str) -> tuple[Weights, tuple[str, ...]]:
+        """The part under a prefix, by the names that it has there, and what is told of the rest.
+
+        A tensor that lies outside and has a second name within is of the part as well.
+        """
+        if not prefix:
+            return self, ()
+        start = prefix.removesuffix(".") + "."
+        if not any(name.startswith(start) for name in self.known_shapes):
+            raise UsageError(
+                f"--only {prefix!r} is no part of the model",
+                found=some(sorted({name.partition(".")[0] for name in self.known_shapes})),
+                expected="what some names begin with, up to a dot",
+            )
+        first: dict[str, str] = {}
+        for name, target in {**{name: name for name in self.tensors}, **self.aliases}.items():
+            if name.startswith(start):
+                first.setdefault(target, name)
+        part = Weights(
+            {name: self.tensors[target] for target, name in first.items()},
+            {
+                alias: first[target]
+                for alias, target in self.aliases.items()
+                if alias.startswith(start) and alias != first[target]
+            },
+            tuple(name for name in self.left_out if name.startswith(start)),
+        )
+        rest = [tensor for name, tensor in self.tensors.items() if name not in first]
+        count = sum(tensor.numel for tensor in rest)
+        told = (
+            f"of the part {start!r} alone: {len(rest):,} tensors beside it, of {count:,} elements, "
+            "are left out"
+        )
+        return part.without(start), (told,)
 
     def without(self, prefix: str) -> Weights:
         """The same under names without a prefix that all of them have."""
