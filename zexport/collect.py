@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from msgspec import Struct, field, structs
@@ -17,23 +17,20 @@ from zexport.adapters.merging import (
     with_saved,
 )
 from zexport.adapters.saved_beside import SavedBeside, saved_beside
+from zexport.adapters.stated import adapter_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.problems import raise_all, raise_problems
 from zexport.facts.statements import Statement, judge
+from zexport.facts.table import Fact
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner, NamesClient
-from zexport.model.sidecars import (
-    TOKENIZER,
-    Sidecars,
-    find_sidecars,
-    last_added_token,
-    spoilt_files,
-)
+from zexport.model.sidecars import TOKENIZER, Sidecars, find_sidecars, spoilt_files
+from zexport.model.tokens import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
@@ -79,8 +76,8 @@ class Collected(Struct, frozen=True):
     ties: Ties = field(default_factory=Ties)
     gathered: tuple[CastReplica, ...] = ()
     spoilt: tuple[str, ...] = ()
-    last_token: int | None = None
-    last_base_token: int | None = None
+    tokens: tuple[TokenNumber, ...] = ()
+    base_tokens: tuple[TokenNumber, ...] = ()
     statements: tuple[Statement, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
@@ -103,8 +100,6 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
     with NamesClient() as transformers:
         learner = Learner(sidecars.source, transformers)
         spoilt = spoilt_files(sidecars.copied)
-        tokenizers = (sidecars.copied.get(TOKENIZER), options.base and options.base / TOKENIZER)
-        last_token, last_base_token = map(last_added_token, tokenizers)
         part, told = Weights.of(checkpoint).only(options.only)
         weights = _with_hub_experts(part, sidecars.config, learner, options)
         headers = read_base(options.base, follow_symlinks=location.boundary.follow)
@@ -119,12 +114,11 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             findings=findings,
             gathered=gathered_copies(checkpoint, beside),
             spoilt=tuple(spoilt),
-            last_token=last_token,
-            last_base_token=last_base_token,
-            statements=tuple(_stated_by_configs(sidecars)),
+            tokens=token_numbers(sidecars.copied),
+            statements=sidecars.templates,
             notes=told,
         )
-        found = _with_adapters(found)
+        found = _stated_by_configs(_with_adapters(found))
         if found.mode is AdapterMode.KEEP:
             adapter, unknown = found.adapters[0], NamesUnknown("not asked")
             return _held_against_base(found, unknown, weights_of_base(found.weights), adapter)
@@ -135,11 +129,19 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
         return _with_model(found, learner, task)
 
 
-def _stated_by_configs(sidecars: Sidecars) -> Iterator[Statement]:
-    """What the config beside the checkpoint and the base's both say, where there are two."""
-    own, base = sidecars.config, sidecars.base_config
-    if own is not None and base is not None and own.path != base.path:
-        yield from config_statements(own, base)
+def _stated_by_configs(found: Collected) -> Collected:
+    """The same with what the config beside the checkpoint and the base's both say, if both are.
+
+    What else than the model's build they say matters where one of them is written.
+    """
+    own, base = found.sidecars.config, found.sidecars.base_config
+    if own is None or base is None or own.path == base.path:
+        return found
+    is_written = found.mode is not AdapterMode.KEEP
+    stated = [
+        s for s in config_statements(own, base) if is_written or s.fact is not Fact.CONFIG_KEY
+    ]
+    return structs.replace(found, statements=(*found.statements, *stated))
 
 
 def _with_hub_experts(
@@ -170,11 +172,18 @@ def _with_adapters(found: Collected) -> Collected:
         return found
     adapters = choose_adapters(checkpoint, found.weights, options)
     saved = saved_beside(checkpoint, found.weights, adapters, options.check)
+    named = found.weights
+    if (
+        mode is AdapterMode.MERGE
+    ):  # which modules were targeted is told by the names of the training
+        named, _ = Weights.of(checkpoint).only(options.only)[0].without_inner_wrappers()
+    stated = (s for adapter in adapters for s in adapter_statements(adapter, named.shapes))
     return structs.replace(
         found,
         mode=mode,
         adapters=adapters,
         saved=saved,
+        statements=(*found.statements, *stated),
         files=(*found.files, *source_files(one.header for one in saved.values())),
         nbytes_compared=sum(one.nbytes_read for one in saved.values()),
     )
@@ -186,7 +195,9 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     names = learner.names(config, shapes_of_base(found.weights, found.base))
     found = _held_against_base(found, names, weights_of_base(found.weights), adapter)
-    raise_all(judge(found.statements, found.base.path, allow=options.allow).refused, None)
+    tag_dir = checkpoint.location.tag_dir
+    judged = judge(found.statements, tag_dir, chosen=found.base.path, allow=options.allow)
+    raise_all(judged.refused, tag_dir)
     base = as_in_training(found.base, names, found.weights, adapter, dtype)
     ties = compare_ties(names, weights_of_base(found.weights), base.tensors, found.files)
     known = without_ties(names, ties.differing) if isinstance(names, ModelNames) else None
@@ -206,9 +217,17 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         weights=merged,
         sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
+        base_tokens=_tokens_of_base(found),
         notes=(*found.notes, note, *told),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
+
+
+def _tokens_of_base(found: Collected) -> tuple[TokenNumber, ...]:
+    path = found.options.base and found.options.base / TOKENIZER
+    if path is None or path == found.sidecars.copied.get(TOKENIZER):
+        return found.tokens if path else ()
+    return token_numbers({TOKENIZER: path})
 
 
 def _held_against_base(

@@ -77,8 +77,9 @@ def _judge(found: Collected, selection: Selection) -> Judgement:
     """What the statements lead to; a base that gives no weight cannot give a wrong one."""
     gives_weights = found.mode is AdapterMode.MERGE or selection.from_base
     judged = judge(
-        found.statements,
-        found.base.path or found.checkpoint.location.tag_dir,
+        (*found.statements, *selection.statements),
+        found.checkpoint.location.tag_dir,
+        chosen=found.base.path,
         allow=found.options.allow,
         harmless=frozenset() if gives_weights else {FindingKind.BASE_MISMATCH},
     )

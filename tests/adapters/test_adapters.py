@@ -234,12 +234,9 @@ def test_a_model_without_adapters_has_none_to_keep_or_merge(
 
 
 REFUSALS: dict[str, tuple[dict[str, object], type[ZexportError], str]] = {
-    "another_method": ({"peft_type": "LOHA"}, UnsupportedError, "LOHA"),
     "a_variant": ({"alora_invocation_tokens": [1]}, UnsupportedError, "alora_invocation_tokens"),
     "a_changed_base": ({"init_lora_weights": "pissa"}, UnsupportedError, "pissa"),
-    "another_rank": ({"r": 5}, DamagedCheckpointError, "the rank is 5"),
     "no_scale": ({"lora_alpha": None}, DamagedCheckpointError, "lora_alpha"),
-    "no_magnitude": ({"use_dora": True}, DamagedCheckpointError, "use_dora"),
     "a_pattern": ({"rank_pattern": {"(": 2}}, DamagedCheckpointError, "rank_pattern"),
 }
 
@@ -252,6 +249,15 @@ def test_what_would_be_merged_wrongly_is_refused(tmp_path: Path, case: str) -> N
     config = trained.checkpoint / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(error, match=words):
+        merge_of(trained, tmp_path / "out", base=True)
+
+
+def test_a_rank_that_the_base_tells_to_be_another_is_refused(tmp_path: Path) -> None:
+    """Factors of fused experts have it as often as there are experts."""
+    trained = train(tmp_path, "one_of_the_experts")
+    config = trained.checkpoint / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
+    with pytest.raises(DamagedCheckpointError, match="the rank is 3"):
         merge_of(trained, tmp_path / "out", base=True)
 
 

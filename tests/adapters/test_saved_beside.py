@@ -184,7 +184,7 @@ def test_a_base_without_rows_for_added_tokens_is_refused(tmp_path: Path) -> None
     trained = train(tmp_path, run=Run(stage=3, exclude_frozen=True))
     (trained.checkpoint / ADAPTER_FILE).unlink()  # as ZeRO-3 leaves it, without embeddings
     add_tokens(trained.checkpoint)
-    with pytest.raises(FrozenLeftOutError, match=f"{RESIZED - 1}, and the embedding {ROWS} rows"):
+    with pytest.raises(FrozenLeftOutError, match=f"{RESIZED - 1} .*, expected below {ROWS}"):
         merge(trained, tmp_path / "out")
     merge(trained, tmp_path / "out", exclude_frozen=True)
     options = ExportOptions(adapter=AdapterMode.KEEP, base=trained.base)
@@ -200,7 +200,7 @@ def test_a_base_that_has_such_tokens_itself_is_not(tmp_path: Path, tokens: int) 
     add_tokens(trained.checkpoint, tokens)
     add_tokens(trained.base, tokens)
     told = merge(trained, tmp_path / "out")
-    assert any("tokens up to number" in warning for warning in told) == (tokens > ROWS)
+    assert any("tokens up to" in warning for warning in told) == (tokens > ROWS)
 
 
 def test_an_embedding_of_the_checkpoints_own_is_none_of_the_bases(tmp_path: Path) -> None:
@@ -208,4 +208,4 @@ def test_an_embedding_of_the_checkpoints_own_is_none_of_the_bases(tmp_path: Path
     trained = train(tmp_path, form, Run(stage=3, exclude_frozen=True))
     add_tokens(trained.checkpoint)
     told = merge(trained, tmp_path / "out")
-    assert any("tokens up to number" in warning for warning in told)
+    assert any("tokens up to" in warning for warning in told)

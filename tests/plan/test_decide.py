@@ -131,7 +131,7 @@ def test_a_config_and_a_tokenizer_are_read_before(
     (root / "vocab.json").write_text("{")
     decided = _decided(open_checkpoint(root), ExportOptions(), monkeypatch)
     told = "\n".join(decided.warnings)
-    assert "tokens up to number 7" in told
+    assert "added tokens up to 7 in tokenizer.json" in told
     assert "vocab.json is copied as it is" in told
     assert {"README.md", "config.json"} <= {file.filename for file in decided.side_files}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from pathlib import Path
 
 from msgspec import structs
 
@@ -30,7 +29,7 @@ from zexport.adapters.updates import (
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
-from zexport.model.config import TokensBeyond
+from zexport.facts.table import Fact
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.options import Engine, ExportOptions
 from zexport.printable import some
@@ -41,11 +40,6 @@ from zexport.weights.named import Weights
 from zexport.weights.ties import under_tied_sources
 
 Tensors = Mapping[str, StoredTensor]
-
-_KEEP_ROWS = (
-    "Give the base model as it was resized for the training with --base, train with the embeddings "
-    "in modules_to_save, or leave frozen weights out with --exclude-frozen"
-)
 
 
 def only_adapter(adapters: Sequence[Adapter], options: ExportOptions) -> Adapter:
@@ -110,27 +104,9 @@ def with_saved(
             path=saved.header.path,
             found=f"{some(tuple(resized))}, of another step or run",
             expected="the file that peft wrote with the checkpoint",
-            hint=_KEEP_ROWS,
+            hint=Fact.RESIZED_EMBEDDING.value.hint,
         )
     return stored, (saved.note,)
-
-
-def check_embedding(
-    merged: Weights, beyond: TokensBeyond | None, *, base_is_beyond: bool, tag_dir: Path
-) -> None:
-    """Refuse tokens that were added for which the embedding of the base has no rows."""
-    if beyond is None or base_is_beyond:
-        return
-    shapes = (tensor.shape for tensor in merged.tensors.values())
-    if any(len(shape) > 1 and shape[0] == beyond.rows for shape in shapes):
-        return
-    raise FrozenLeftOutError(
-        "the embedding was resized for added tokens, and left out when the checkpoint was saved",
-        path=tag_dir,
-        found=f"{beyond} in --base",
-        expected="a row for every token, in the checkpoint or in peft's file beside it",
-        hint=_KEEP_ROWS,
-    )
 
 
 def _adapted(stored: Weights, adapter: Adapter) -> list[str]:

@@ -114,14 +114,77 @@ class AdapterConfig(Struct, frozen=True):
         return r if isinstance(r := self.content.get("r"), int) else None
 
     @property
+    def keeps_ties(self) -> bool:
+        """Whether what shares a weight with what is trained is trained with it."""
+        return self.content.get("ensure_weight_tying") is True
+
+    @property
     def is_embedding_targeted(self) -> bool:
         """Whether peft saves targeted embeddings whole, beside their update."""
         if self.content.get("trainable_token_indices") is not None:
             return False
         modules = self.content.get("target_modules")
         if isinstance(modules, str):
-            return any(re.fullmatch(modules, name) for name in EMBEDDINGS)
+            return any(self._match("target_modules", modules, name) for name in EMBEDDINGS)
         return any(name in _strings(modules) for name in EMBEDDINGS)
+
+    def targeted_parameters(self, module: str) -> list[str]:
+        """Parameters of a module that may be targeted by name."""
+        pairs = (name.rpartition(".")[::2] for name in self.target_parameters)
+        return [
+            f"{module}.{leaf}"
+            for parent, leaf in pairs
+            if not parent or module == parent or module.endswith(f".{parent}")
+        ]
+
+    def does_target(self, module: str) -> bool | None:
+        """Whether peft updates a module; ``None`` where the file leaves that to peft.
+
+        Source: peft 0.21, ``tuners/tuners_utils.py`` (``check_target_module_exists``). What shares
+        the weight of a target is updated too where ties are kept.
+        """
+        targets, excluded = (self.content.get(k) for k in ("target_modules", "exclude_modules"))
+        is_all = isinstance(targets, str) and targets.lower() == "all-linear"
+        is_tied = self.keeps_ties and not re.search(r"\.\d+\.", module)
+        if (targets is None and not self.target_parameters) or is_all or is_tied:
+            return None
+        if self.targeted_parameters(module):
+            return True
+        if self._names("exclude_modules", excluded, module) or any(
+            self._match("modules_to_save", rf"(?:.*\.)?{name}(?:\..*)?", module)
+            for name in self.saved_modules
+        ):
+            return False
+        if not self._names("target_modules", targets, module):
+            return False
+        is_exact = isinstance(targets, str) or module in _strings(targets)
+        return is_exact or self._is_of_layers(module)
+
+    def _names(self, key: str, named: Json, module: str) -> bool:
+        """Whether a list has the module or an ending of it, or a text is a pattern of it."""
+        if isinstance(named, str):
+            return self._match(key, named, module) is not None
+        return any(f".{module}".endswith(f".{name}") for name in _strings(named))
+
+    def _is_of_layers(self, module: str) -> bool:
+        """Whether a module is of the layers that are to be updated, if not all are."""
+        layers = self.content.get("layers_to_transform")
+        if layers is None or layers == []:
+            return True
+        named = _strings(self.content.get("layers_pattern"))
+        before = [rf"(?:.*?\.)?{name}" for name in named] or [r".*?\.[^.]*"]
+        found = (self._match("layers_pattern", rf"{one}\.(\d+)\..*", module) for one in before)
+        number = next((int(one[1]) for one in found if one), None)
+        return number in (layers if isinstance(layers, list) else [layers])
+
+    def _match(self, key: str, pattern: str, text: str) -> re.Match[str] | None:
+        """The whole text as matched by a pattern under a key of the file."""
+        try:
+            return re.fullmatch(pattern, text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"has a pattern in {key} that is none", path=self.path, found=error
+            ) from error
 
     @property
     def rewrites_base(self) -> str:
@@ -156,13 +219,7 @@ class AdapterConfig(Struct, frozen=True):
         """The value of the first pattern that ``key`` ends with, as peft matches them."""
         patterns = self.content.get(name)
         for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-            try:
-                found = re.match(rf"(.*\.)?({pattern})$", key)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise DamagedCheckpointError(
-                    f"has a pattern in {name} that is none", path=self.path, found=error
-                ) from error
-            if found:
+            if self._match(name, rf"(?:.*\.)?(?:{pattern})", key):
                 return value
         return default
 
@@ -197,28 +254,35 @@ _AROUND_TOKENS = "token_adapter"
 _MAGNITUDE = "lora_magnitude_vector"
 _PROMPT = "prompt_encoder"
 
-_TUNER_PREFIXES = (
-    "lora_",
-    "ia3_",
-    "hada_",
-    "lokr_",
-    "oft_",
-    "boft_",
-    "hra_",
-    "hira_",
-    "fourierft_",
-    "ln_tuning_layers",
-    "c3a_",
-    "miss_",
-    "road_",
-    "vera_lambda_",
-    "delora_",
-    "gralora_",
-    "waveft_",
-    _TOKENS,
-)
-"""How the attributes begin that a tuner hangs on a layer, each keyed by the adapter's name
-(peft 0.21, ``prefix`` and ``adapter_layer_names`` in ``tuners/*``)."""
+_TUNER_PREFIXES = {
+    "lora_": ("LORA", "ADALORA"),
+    "ia3_": ("IA3",),
+    "hada_": ("LOHA",),
+    "lokr_": ("LOKR",),
+    "oft_": ("OFT",),
+    "boft_": ("BOFT",),
+    "hra_": ("HRA",),
+    "hira_": ("HIRA",),
+    "fourierft_": ("FOURIERFT",),
+    "ln_tuning_layers": ("LN_TUNING",),
+    "c3a_": ("C3A",),
+    "miss_": ("MISS",),
+    "road_": ("ROAD",),
+    "vera_lambda_": ("VERA",),
+    "delora_": ("DELORA",),
+    "gralora_": ("GRALORA",),
+    "waveft_": ("WAVEFT",),
+    _TOKENS: (),
+}
+"""How the attributes begin that a tuner hangs on a layer, each keyed by the adapter's name, and the
+methods that they are of, where one tells (peft 0.21, ``prefix`` and ``adapter_layer_names`` in
+``tuners/*``)."""
+
+
+def methods_of(attribute: str) -> tuple[str, ...]:
+    """The methods that an attribute of a layer may be of; none where that is not told."""
+    found = (methods for start, methods in _TUNER_PREFIXES.items() if attribute.startswith(start))
+    return next(found, ())
 
 
 class PeftName(Struct, frozen=True):
@@ -275,7 +339,7 @@ def read_name(name: str) -> PeftName:
     if _PROMPT in parts and len(parts) > (at := parts.index(_PROMPT)) + 1:
         return PeftName("", _PROMPT, parts[at + 1], ".".join(parts[at + 2 :]))
     for at, part in enumerate(parts[:-1]):
-        if part == _SAVED or part.startswith(_TUNER_PREFIXES):
+        if part == _SAVED or part.startswith(tuple(_TUNER_PREFIXES)):
             adapter, rest = parts[at + 1], ".".join(parts[at + 2 :])
             module = _without_wrappers(parts[:at])
             return PeftName(module, part, adapter, rest, ".".join(parts[:at]))

@@ -127,10 +127,8 @@ def update_weight(
             expected=f"{list(wanted)} to be updated",
             hint="Give the base model that training began from with --base",
         )
-    if (magnitude is None) == (config.content.get("use_dora") is True) or (
-        magnitude is not None and magnitude.numel != outputs
-    ):
-        raise _unlike(update, config, "use_dora", magnitude is not None)
+    if magnitude is not None and magnitude.numel != outputs:
+        raise _unlike(update, config, "the magnitude's length", outputs)
     factors = Factors(elements(a), elements(b), inputs, outputs, rank, matrices)
     merged = LowRankUpdate(
         elements(weight),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
+from typing import cast
 
 from msgspec import Struct, field
 
-from zexport.errors import DamagedCheckpointError, UsageError, ZexportError
+from zexport.errors import UsageError, ZexportError
 from zexport.facts.table import Agreement, Fact, Severity
 from zexport.findings import Finding, FindingKind
 from zexport.printable import some
@@ -50,23 +51,33 @@ class Disagreement(Struct, frozen=True):
         """What is said by whom, in words."""
         told = []
         for about, statements in self.statements.items():
+            is_equal = self.fact.value.agreement is Agreement.EQUAL
+            differing = statements if is_equal else _beyond(statements)
             sides = "; ".join(
-                f"{one.value} {_said_by([s.by for s in statements if _same(s, one)], named)}"
-                for one in _distinct(statements)
+                f"{one.value} {_said_by([s.by for s in differing if _same(s, one)], named)}"
+                for one in _distinct(differing)
             )
             told.append(f"{about} {sides}" if about else sides)
         return some(told, _ABOUT_MAX)
 
+    @property
+    def expected(self) -> str | None:
+        """What there should be."""
+        if self.fact.value.agreement is Agreement.EQUAL:
+            return self.fact.value.expected
+        limit, *_ = next(iter(self.statements.values()))
+        return f"below {limit.value}, {limit.by}"
+
     def error(self, path: Path | None, named: NameRanks = _number) -> ZexportError:
         """The refusal of it."""
         row = self.fact.value
-        found, expected, hint, finding = self.found(named), row.expected, row.hint, row.kind
-        if row.is_chosen:
-            return UsageError(
-                row.problem, path=path, found=found, expected=expected, hint=hint, finding=finding
-            )
-        return DamagedCheckpointError(
-            row.problem, path=path, found=found, expected=expected, hint=hint, finding=finding
+        return row.error(
+            row.problem,
+            path=path,
+            found=self.found(named),
+            expected=self.expected,
+            hint=row.hint,
+            finding=row.kind,
         )
 
 
@@ -85,8 +96,13 @@ def disagreements(statements: Iterable[Statement]) -> Iterator[Disagreement]:
 def _agree(fact: Fact, statements: Sequence[Statement]) -> bool:
     if fact.value.agreement is Agreement.EQUAL:
         return len(_distinct(statements)) == 1
-    limit, *others = (one.value for one in statements if isinstance(one.value, int))
-    return all(value < limit for value in others)
+    return not _beyond(statements)
+
+
+def _beyond(statements: Sequence[Statement]) -> list[Statement]:
+    """The statements of numbers that are not below the first's."""
+    limit, *others = statements
+    return [s for s in others if isinstance(s.value, int) and s.value >= cast("int", limit.value)]
 
 
 def _said_by(sources: Sequence[str | int], named: NameRanks) -> str:
@@ -131,6 +147,7 @@ def judge(
     statements: Iterable[Statement],
     path: Path | None,
     *,
+    chosen: Path | None = None,
     allow: Set[FindingKind] = frozenset(),
     harmless: Set[FindingKind] = frozenset(),
 ) -> Judgement:
@@ -139,12 +156,14 @@ def judge(
     Args:
         statements: in the order in which their disagreements are told.
         path: what a refusal is about.
+        chosen: what one is about where what the user chose is at fault.
         allow: kinds that the user allows, which are told as findings.
         harmless: kinds that change nothing in what is written, and are warned of.
     """
     judged = Judgement()
     for found in disagreements(statements):
-        row, error = found.fact.value, found.error(path)
+        row = found.fact.value
+        error = found.error((issubclass(row.error, UsageError) and chosen) or path)
         if row.severity is Severity.NOTED:
             judged.notes.append(error.statement())
         elif row.severity is Severity.WARNED or row.kind in harmless:

@@ -9,6 +9,12 @@ from enum import Enum
 
 from msgspec import Struct
 
+from zexport.errors import (
+    DamagedCheckpointError,
+    FrozenLeftOutError,
+    UsageError,
+    ZexportError,
+)
 from zexport.findings import FindingKind
 
 
@@ -38,7 +44,7 @@ class Row(Struct, frozen=True):
         severity: what a difference leads to.
         kind: the finding that it is; a refusal is lifted by allowing it, where there is one.
         agreement: when statements agree.
-        is_chosen: whether what is at fault is what the user chose, and not the checkpoint.
+        error: what it is refused as; what the user chose is at fault where that is a usage error.
     """
 
     name: str
@@ -48,7 +54,7 @@ class Row(Struct, frozen=True):
     severity: Severity = Severity.REFUSED
     kind: FindingKind | None = None
     agreement: Agreement = Agreement.EQUAL
-    is_chosen: bool = False
+    error: type[ZexportError] = DamagedCheckpointError
 
 
 def _of_one_save(name: str, kind: FindingKind | None = None) -> Row:
@@ -70,7 +76,16 @@ def _of_one_base(name: str, told: str) -> Row:
         expected="the same model",
         hint="Give the model that training began from with --base",
         kind=FindingKind.BASE_MISMATCH,
-        is_chosen=True,
+        error=UsageError,
+    )
+
+
+def _of_one_adapter(name: str) -> Row:
+    """What an adapter's configuration says as its tensors do."""
+    return Row(
+        name,
+        f"adapter_config.json does not fit the adapter's tensors: the {name} differs",
+        hint="Take the adapter_config.json that this run wrote",
     )
 
 
@@ -103,6 +118,46 @@ class Fact(Enum):
         "name of the base model, where nothing compares the weights",
         "nothing shows that the base is the model that the adapter was trained on",
         severity=Severity.WARNED,
+    )
+    ADAPTER_METHOD = _of_one_adapter("method")
+    ADAPTER_RANK = _of_one_adapter("rank")
+    ADAPTER_TARGETS = _of_one_adapter("choice of target_modules")
+    ADAPTER_DORA = _of_one_adapter("use of DoRA (use_dora)")
+    ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
+    ADAPTER_TOKENS = _of_one_adapter("choice of trainable_token_indices")
+    ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
+    RESIZED_EMBEDDING = Row(
+        "added tokens, where the embedding is the base's",
+        "the embedding was resized for added tokens, and left out when the checkpoint was saved",
+        hint="Give the base model as it was resized for the training with --base, train with the "
+        "embeddings in modules_to_save, or leave frozen weights out with --exclude-frozen",
+        agreement=Agreement.BELOW,
+        error=FrozenLeftOutError,
+    )
+    KEPT_EMBEDDING = Row(
+        "tokens, where an adapter is kept",
+        "without the embedding, which was resized if it was trained with all tokens: no file has "
+        "it; save it with modules_to_save",
+        severity=Severity.WARNED,
+        agreement=Agreement.BELOW,
+    )
+    TOKENS = Row(  # warned of: the weights are right, and a token that is never used harms nobody
+        "numbers of tokens",
+        "tokens without a row in the embedding cannot be embedded, nor end a text: give the "
+        "tokenizer and generation_config.json that the model was trained with",
+        severity=Severity.WARNED,
+        agreement=Agreement.BELOW,
+    )
+    CHAT_TEMPLATE = Row(
+        "chat template",
+        "files differ in the chat template, and the export has the first of these: take care that "
+        "it is the one that was trained with",
+        severity=Severity.WARNED,
+    )
+    BASE_TEMPLATE = Row(
+        "chat template of the base",
+        "the chat template is not the base's",
+        severity=Severity.NOTED,
     )
     CONFIG_KEY = Row(
         "other keys of the config",

@@ -22,7 +22,7 @@ from zexport.inspect.around import (
     summarize_choice,
     summarize_tags,
 )
-from zexport.model.sidecars import find_sidecars
+from zexport.model.sidecars import CONFIG, find_sidecars
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
@@ -151,6 +151,8 @@ def inspect_checkpoint(
     except ZexportError as error:
         problems.append(error)
     adapters = _adapters(checkpoint)
+    command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
+    command += f" --tag {shell_word(tag)}" if tag is not None else ""
     return Inspection(
         path=paths[0],
         tags=summarize_tags(checkpoint),
@@ -158,7 +160,7 @@ def inspect_checkpoint(
         weight_files=list_weight_files(root, _stored_empty(checkpoint), boundary),
         missing_sidecars=missing_sidecars,
         problems=tuple(problems),
-        verdict=_verdict(paths, tag, checkpoint, problems, adapters),
+        verdict=_verdict(command, checkpoint, problems, adapters, missing_sidecars),
         adapters=adapters,
     )
 
@@ -213,16 +215,14 @@ def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
 
 
 def _verdict(
-    paths: Sequence[Path],
-    tag: str | None,
+    command: str,
     checkpoint: ZeroCheckpoint,
     problems: list[ZexportError],
     adapters: Sequence[AdapterSummary],
+    missing_sidecars: Sequence[str],
 ) -> Verdict:
     if problems:
         return _refusal(problems)
-    command = f"zexport consolidate {' '.join(map(shell_word, paths))} OUT"
-    command += f" --tag {shell_word(tag)}" if tag is not None else ""
     if any(adapter.method is not None for adapter in adapters):
         base = "" if adapters[0].has_base else " --base DIR"
         return Verdict(
@@ -237,6 +237,7 @@ def _verdict(
             "without them",
             f"{command} --base DIR (or --exclude-frozen)",
         )
+    command += " --base MODEL" if CONFIG in missing_sidecars else ""
     return Verdict(Outcome.EXPORTABLE, "exportable, as far as metadata tells", command)
 
 

@@ -170,26 +170,6 @@ def _json_bytes(content: JsonObject) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-class TokensBeyond(Struct, frozen=True):
-    """A tokenizer whose last added token has no row in the embedding that the config tells of.
-
-    Such a token ends a model with an index error, or worse; those never added are not looked at.
-    """
-
-    last: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"tokens up to number {self.last}, and the embedding {self.rows} rows"
-
-
-def tokens_beyond(config: ConfigFile | None, last: int | None) -> TokensBeyond | None:
-    """A tokenizer's last added token, if it is beyond the config's vocabulary."""
-    sizes = [] if config is None else config.vocab_sizes.values()
-    rows = max((size for size in sizes if type(size) is int), default=None)
-    return None if rows is None or last is None or last < rows else TokensBeyond(last, rows)
-
-
 ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]
 """The shapes that a model has for a config; ``None`` where they cannot be learnt."""
 

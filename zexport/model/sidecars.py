@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
+from zexport.facts.statements import Statement
+from zexport.model.chat_template import CHAT_TEMPLATES, TEMPLATE_FILES, template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
@@ -17,14 +19,13 @@ from zexport.store.files import open_regular, read_range, version
 from zexport.store.folders import children, is_file, is_folder, matching, real
 from zexport.store.json import Json, read_json_list, read_json_object
 
-_CONFIG = "config.json"
-_GENERATION_CONFIG = "generation_config.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 _README = "README.md"
 _CARD_NBYTES_MAX = 64 << 10
 _SOURCE_SIDECAR = "zexport_source.json"
 _COPIED_NBYTES_MAX = 1 << 30
 _PARSED_NBYTES_MAX = 1 << 20
-_HEAD_NBYTES = 4 << 20
 _BRACKETS = {b"{": b"}", b"[": b"]"}
 _OWN_FOLDERS = Boundary(())
 
@@ -76,7 +77,6 @@ _PROCESSOR = (
     "audio_tokenizer_config.json",
 )
 _NAMING_CODE = ("tokenizer_config.json", *_PROCESSOR)
-_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _LICENSE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.][\w.-]+)?", re.IGNORECASE)
 _LICENSES_MAX = 16
 
@@ -89,7 +89,8 @@ class Sidecars(Struct, frozen=True):
     """What was found around the weights.
 
     ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name
-    in the output, and ``missing`` what is nowhere, in words.
+    in the output, ``missing`` what is nowhere, in words, and ``templates`` what is said of the chat
+    template.
     """
 
     config: ConfigFile | None
@@ -99,6 +100,7 @@ class Sidecars(Struct, frozen=True):
     base: Path | None
     base_card: str = ""
     base_config: ConfigFile | None = None
+    templates: tuple[Statement, ...] = ()
 
 
 def find_sidecars(
@@ -116,7 +118,7 @@ def find_sidecars(
     given = [] if base is None else [base]
     folders = [root, root.parent, *given]
     copied = _present(root, (_README,))
-    copied |= _first_of(_present(folder, (_GENERATION_CONFIG,)) for folder in folders)
+    copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
     copied |= _first_of(_license_files(folder) for folder in (root, *given))
     config = _find_config(root, folders, boundary)
     tokenizer = _tokenizer_files(folders)
@@ -132,11 +134,26 @@ def find_sidecars(
         config,
         read_json_object(source) if is_file(source) else None,
         copied,
-        tuple(w for w, there in (("config.json", config), ("a tokenizer", tokenizer)) if not there),
+        tuple(w for w, there in ((CONFIG, config), ("a tokenizer", tokenizer)) if not there),
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
+        templates=tuple(_templates(copied, root, base, boundary)),
     )
+
+
+def _templates(
+    copied: Files, root: Path, base: Path | None, boundary: Boundary
+) -> Iterator[Statement]:
+    """What is said of the chat template by all folders that were looked at."""
+
+    def of(folder: Path | None) -> Files:
+        found = {} if folder is None else _present(folder, TEMPLATE_FILES)
+        within = boundary.including(root if folder is None else folder)
+        return {name: path for name, path in found.items() if within.holds(path)}
+
+    of_run = {"the checkpoint": of(root), "the folder above": of(root.parent)}
+    yield from template_statements(copied, of_run, of(base))
 
 
 def read_card(folder: Path) -> str:
@@ -167,7 +184,7 @@ def _check(paths: Iterable[Path], folders: Sequence[Path], boundary: Boundary) -
 def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> ConfigFile | None:
     """The first config; an unreadable one above the checkpoint counts as none: it may be any."""
     for folder in folders:
-        path = folder / _CONFIG
+        path = folder / CONFIG
         if is_file(path):
             boundary.including(folder).check(path)
             try:
@@ -211,7 +228,7 @@ def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> Files:
         code |= code_files(folder, content)
     for pattern in ("additional_chat_templates/*.jinja", *patterns):
         names = (*names, *(str(path.relative_to(folder)) for path in matching(folder, pattern)))
-    return _present(folder, (*names, *_CHAT_TEMPLATES)) | code
+    return _present(folder, (*names, *CHAT_TEMPLATES)) | code
 
 
 def _sentence_transformers_files(folder: Path) -> Files:
@@ -271,24 +288,3 @@ def _is_json(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return _BRACKETS.get(head.lstrip()[:1]) == tail[-1:]
-
-
-def last_added_token(tokenizer: Path | None) -> int | None:
-    """The largest number among a tokenizer's added tokens; ``None`` where they cannot be read.
-
-    They are before the vocabulary, which may have tens of megabytes (tokenizers 0.22,
-    ``tokenizer/serialization.rs``).
-    """
-    if tokenizer is None:
-        return None
-    try:
-        with open_regular(tokenizer) as file:
-            head = file.read(_HEAD_NBYTES)
-        _, found, rest = head.partition(b'"added_tokens"')
-        text = rest.decode(errors="replace").lstrip(" \t\r\n:")
-        tokens, _ = json.JSONDecoder().raw_decode(text) if found else ([], 0)
-    except (OSError, ValueError, RecursionError):  # it is copied, whatever it is
-        return None
-    entries = tokens if isinstance(tokens, list) else []
-    numbers = (entry.get("id") for entry in entries if isinstance(entry, dict))
-    return max((number for number in numbers if type(number) is int), default=None)

@@ -8,12 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.adapters.merging import check_embedding
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collect import Collected
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.model.card import model_card
-from zexport.model.config import ConfigFile, tokens_beyond
+from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
+from zexport.model.tokens import (
+    ADDED_TOKENS,
+    config_numbers,
+    embedding_rows,
+    stated_rows,
+    token_statements,
+)
 from zexport.options import AdapterMode, ExportDType
 from zexport.plan.plan import DTYPES, INDEX_FILE, SINGLE_FILE, FilePlan, SideFile, plan_file
 from zexport.printable import some
@@ -45,11 +53,6 @@ class HubModel(Struct, frozen=True):
         checkpoint, options = found.checkpoint, found.options
         tag_dir = checkpoint.location.tag_dir
         findings = check_shapes(found.fit, found.weights, options, tag_dir)
-        if found.mode is AdapterMode.MERGE and options.base and not options.exclude_frozen:
-            config = found.sidecars.config
-            base_is_beyond = tokens_beyond(config, found.last_base_token) is not None
-            beyond = tokens_beyond(config, found.last_token)
-            check_embedding(found.weights, beyond, base_is_beyond=base_is_beyond, tag_dir=tag_dir)
         settled = settle_names(found.weights, found.fit, found.base.shapes, options, tag_dir)
         settled = settle_ties(settled, found.ties)
         selection = select_tensors(checkpoint, settled, found.base, options)
@@ -60,7 +63,30 @@ class HubModel(Struct, frozen=True):
             config=config,
             findings=findings,
             notes=(*self._warnings(config), *selection.notes),
+            statements=tuple(self._tokens(selection, config)),
         )
+
+    def _tokens(self, selection: Selection, config: ConfigFile | None) -> Iterator[Statement]:
+        """The embedding's rows, and the tokens that need one.
+
+        Where the embedding is the base's, an adapter was trained with another if tokens were added
+        that the base's own tokenizer does not have.
+        """
+        found, options = self.collected, self.collected.options
+        shapes = {name: tensor.shape for name, tensor in selection.weights.tensors.items()}
+        own = {name: shape for name, shape in shapes.items() if name not in selection.from_base}
+        rows = max(embedding_rows(shapes).values(), default=stated_rows(config))
+        is_own = embedding_rows(own) or any(len(s) > 1 and s[0] == rows for s in own.values())
+        fact, by = Fact.TOKENS, "the rows of the embedding"
+        added = [one for one in found.tokens if one.about == ADDED_TOKENS]
+        if found.mode is AdapterMode.MERGE and options.base and not options.exclude_frozen:
+            last = max((t.number for t in found.base_tokens if t.about == ADDED_TOKENS), default=-1)
+            if not is_own and (rows is None or last < rows):
+                fact, by = Fact.RESIZED_EMBEDDING, "the rows of --base's embedding"
+        yield from token_statements(fact, rows, by, added)
+        others = [one for one in found.tokens if one.about != ADDED_TOKENS]
+        others += config_numbers(config)
+        yield from token_statements(Fact.TOKENS, rows, "the rows of the embedding", others)
 
     def files(self, selection: Selection) -> tuple[FilePlan, ...]:
         """The files of the model, and those of the weights that it does not know."""
@@ -106,19 +132,17 @@ class HubModel(Struct, frozen=True):
         """What is missing beside the weights, is not as it was found, or stands apart."""
         found = self.collected
         if found.sidecars.missing:
+            missing = f"without {' and '.join(found.sidecars.missing)}"
+            if found.sidecars.config is None:
+                missing = f"weights only: from_pretrained will not load this, {missing}"
             yield (
-                f"without {' and '.join(found.sidecars.missing)}: nothing of that kind lies with "
-                "the checkpoint; give a model folder with --base"
+                f"{missing}: nothing of that kind lies with the checkpoint; give a model folder "
+                "with --base"
             )
         if config is not None:
             yield from (f"config.json is mended: {note}" for note in config.mended)
         for name in found.spoilt:
             yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"
-        if (beyond := tokens_beyond(config, found.last_token)) is not None:
-            yield (
-                f"the tokenizer has {beyond}: the last ones cannot be embedded; give the tokenizer "
-                "that the model was trained with"
-            )
         what = {HEAD_FILE: "a head of its own, which lies in"}
         for file, names in files_apart(found.heads).items():
             known = found.fit.model.architecture if isinstance(found.fit, Fit) else None

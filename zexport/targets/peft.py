@@ -22,11 +22,16 @@ from zexport.adapters.peft_format import (
     read_name,
 )
 from zexport.adapters.saved_beside import ADAPTER_FILE
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collect import Collected
-from zexport.model.config import tokens_beyond
+from zexport.errors import UnsupportedError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.model.fit import NamesUnknown
+from zexport.model.sidecars import GENERATION_CONFIG
+from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
+from zexport.printable import some
 from zexport.weights.base import check_plain
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import PEFT_PREFIX, Weights
@@ -43,7 +48,7 @@ class PeftAdapters(Struct, frozen=True):
         """What peft saves of the adapters, by the names in their files."""
         found = self.collected
         tensors: dict[str, StoredTensor] = {}
-        from_base, notes = list[str](), list[str]()
+        from_base, notes, stated = list[str](), list[str](), list[Statement]()
         for adapter in found.adapters:
             kept, told = self._kept(adapter)
             lacking = _lacking_embeddings(adapter.config, kept)
@@ -58,7 +63,7 @@ class PeftAdapters(Struct, frozen=True):
                 for name in lacking
                 if name not in filled
             ]
-            notes += self._without_rows(kept)
+            stated += self._tokens(kept)
             from_base += [qualified(_file_of(adapter), name) for name in filled]
             tensors |= {qualified(_file_of(adapter), name): one for name, one in kept.items()}
         words = "adapter" if len(found.adapters) == 1 else "adapters"
@@ -70,6 +75,7 @@ class PeftAdapters(Struct, frozen=True):
             from_base=tuple(from_base),
             loadable=True,
             notes=(what, *notes),
+            statements=tuple(stated),
         )
 
     def files(self, selection: Selection) -> tuple[FilePlan, ...]:
@@ -123,21 +129,42 @@ class PeftAdapters(Struct, frozen=True):
         }
         check_whole(self.collected.checkpoint, stored, adapter, kept)
         kept |= dict(_kept_of_base(every, adapter.config))
-        if saved is None:
-            return kept, []
-        kept |= {**saved.held, **saved.lacking} if saved.is_of_step else {}
-        return kept, [saved.note] if saved.note else []
+        if saved is not None and saved.is_of_step:
+            kept |= {**saved.held, **saved.lacking}
+        self._check_trained(kept.values())
+        return kept, [saved.note] if saved is not None and saved.note else []
 
-    def _without_rows(self, kept: Mapping[str, StoredTensor]) -> Iterator[str]:
-        """What to say where tokens were added, and the embedding of their rows is not kept."""
-        beyond = tokens_beyond(self.collected.sidecars.config, self.collected.last_token)
-        whole = [t.shape for name, t in kept.items() if not read_name(name).adapter]
-        if beyond is not None and not any(shape and shape[0] > beyond.last for shape in whole):
-            yield (
-                f"without the embedding, which was resized if it was trained with "
-                f"{beyond.last + 1} tokens, and not {beyond.rows}: no file has it; save it with "
-                "modules_to_save"
+    def _check_trained(self, kept: Iterable[StoredTensor]) -> None:
+        """Refuse weights that were trained beside the adapter, and that its file has no place for.
+
+        Of several adapters each has its own part of what was trained.
+        """
+        held = {tensor.name for tensor in kept}
+        lost = [
+            name
+            for name, tensor in self.collected.weights.tensors.items()
+            if tensor.role is Role.TRAINABLE
+            and tensor.name not in held
+            and not read_name(name).adapter
+        ]
+        if lost:
+            raise UnsupportedError(
+                "has weights trained beside the adapter, which no adapter's file holds",
+                path=self.collected.checkpoint.location.tag_dir,
+                found=some(lost, 8),
+                expected="none but those that adapter_config.json tells of",
+                hint="Take them along with --adapter merge --base DIR, or write the tensors as "
+                "they are with --layout memory --exclude-frozen",
             )
+
+    def _tokens(self, kept: Mapping[str, StoredTensor]) -> Iterator[Statement]:
+        """The rows of the embedding that is kept, or of the base's, and the tokenizer's tokens."""
+        found = self.collected
+        rows = embedding_rows({name: t.shape for name, t in kept.items()})
+        rows = rows or embedding_rows({n: shape for n, shape in found.base.shapes.items() if shape})
+        known = max(rows.values(), default=stated_rows(found.sidecars.config))
+        tokens = [one for one in found.tokens if one.by != GENERATION_CONFIG]
+        yield from token_statements(Fact.KEPT_EMBEDDING, known, "its rows", tokens)
 
 
 def _file_of(adapter: Adapter) -> str:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
+from zexport.facts.statements import Statement
 from zexport.findings import Finding, FindingKind
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Difference, Fit, ModelNames, NamesUnknown, absent, as_it_is
@@ -43,6 +44,7 @@ class Selection(Struct, frozen=True):
     findings: tuple[Finding, ...] = ()
     loadable: bool = False
     notes: tuple[str, ...] = ()
+    statements: tuple[Statement, ...] = ()
 
     @property
     def label(self) -> str | None:

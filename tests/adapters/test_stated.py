@@ -1,0 +1,165 @@
+"""An adapter's configuration held against its tensors: what peft would leave out without a word."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file
+
+from tests.support import checkpoints, peft_models
+from tests.support.checkpoints import Run
+from tests.support.peft_models import FORMS, Trained
+from zexport import ExportOptions, ExportReport, consolidate
+from zexport.adapters.peft_format import AdapterConfig
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.options import AdapterMode
+
+CHANGED: dict[str, tuple[str, dict[str, object], str]] = {
+    "fewer targets": ("plain", {"target_modules": ["q_proj"]}, "v_proj updated"),
+    "fewer layers": ("plain", {"layers_to_transform": [0]}, "layers.1.self_attn.q_proj updated"),
+    "fewer by a pattern": ("plain", {"target_modules": r".*\.[01]\..*\.q_proj"}, "v_proj updated"),
+    "some left out": ("plain", {"exclude_modules": ["v_proj"]}, "v_proj updated"),
+    "no experts": ("experts", {"target_parameters": None}, "mlp.experts updated"),
+    "another rank": ("plain", {"r": 8}, "q_proj 4 in the adapter's tensors; 8 in"),
+    "another rank of one": ("patterns", {"rank_pattern": {}}, "q_proj 7 in"),
+    "another rank of experts": ("one_of_the_experts", {"r": 5}, "experts 6 in"),
+    "no DoRA": ("dora", {"use_dora": False}, "use_dora"),
+    "DoRA": ("plain", {"use_dora": True}, "use_dora"),
+    "no biases": ("own_bias", {"lora_bias": False}, "lora_bias"),
+    "no copies": ("saved_modules", {"modules_to_save": None}, "lm_head trained whole"),
+    "another method": ("plain", {"peft_type": "LOHA"}, "LOHA"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.simplefilter("ignore")
+
+
+def train(tmp_path: Path, form: str = "plain") -> Trained:
+    return peft_models.train(FORMS[form], tmp_path, Run(stage=2, exclude_frozen=True))
+
+
+def change(trained: Trained, **keys: object) -> None:
+    path = trained.checkpoint / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def export(trained: Trained, mode: AdapterMode, out: Path) -> ExportReport:
+    base = trained.base if mode is AdapterMode.MERGE else None
+    return consolidate(trained.checkpoint, out, ExportOptions(adapter=mode, base=base))
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_configuration_that_says_other_things_than_the_tensors_is_refused(
+    tmp_path: Path, case: str, mode: AdapterMode
+) -> None:
+    form, keys, words = CHANGED[case]
+    trained = train(tmp_path, form)
+    change(trained, **keys)
+    with pytest.raises(DamagedCheckpointError, match="does not fit the adapter") as caught:
+        export(trained, mode, tmp_path / "out")
+    assert words in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r"model\.layers\.\d+\.self_attn\.[qv]_proj"},
+        {"target_modules": ["self_attn.q_proj", "v_proj", "of_another_model"]},
+        {"target_modules": None},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"exclude_modules": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 4}, "r": 4},
+    ],
+)
+def test_a_configuration_that_says_the_same_otherwise_is_taken(
+    tmp_path: Path, keys: dict[str, object], mode: AdapterMode
+) -> None:
+    trained = train(tmp_path)
+    change(trained, **keys)
+    assert export(trained, mode, tmp_path / "out").tensors
+
+
+TARGETS: list[dict[str, object]] = [
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["proj"]},
+    {
+        "target_modules": ["self_attn.q_proj"],
+        "exclude_modules": ["model.layers.1.self_attn.q_proj"],
+    },
+    {"target_modules": "q_proj"},
+    {"target_modules": r".*(q_proj|lm_head)"},
+    {"target_modules": r".*_proj", "exclude_modules": r".*\.1\..*"},
+    {"target_modules": ["q_proj"], "layers_to_transform": 1},
+    {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [0]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "h"},
+    {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["self_attn"]},
+    {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]},
+]
+
+
+@pytest.mark.parametrize("keys", TARGETS)
+def test_targets_are_those_that_peft_takes(keys: dict[str, object]) -> None:
+    modules = [name for name, _ in peft_models.llama().named_modules() if name]
+    modules += [name.removeprefix("model.") for name in modules]
+    config, theirs = AdapterConfig(Path("adapter_config.json"), keys), LoraConfig(**keys)  # type: ignore[arg-type]
+    found = {name for name in modules if config.does_target(name)}
+    assert found == {name for name in modules if check_target_module_exists(theirs, name)}
+
+
+def _trained_with(tmp_path: Path, names: str, **keys: object) -> tuple[Trained, set[str]]:
+    """A LoRA run that trained more by hand, as LongLoRA does with norms and embeddings."""
+    torch.manual_seed(7)
+    base = peft_models.llama(bias=True)
+    base.save_pretrained(tmp_path / "base")
+    base.load_state_dict({n: peft_models.rounded(v) for n, v in base.state_dict().items()})
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **keys))
+    more = {n: p for n, p in model.named_parameters() if names in n and "lora" not in n}
+    for parameter in more.values():
+        parameter.requires_grad_(requires_grad=True)
+    model.save_pretrained(tmp_path / "live")
+    run = Run(stage=2, exclude_frozen=True)
+    zero = peft_models.zero_model(model, ("default",))
+    root = checkpoints.save(zero, run, tmp_path / "run")
+    config = "adapter_config.json"
+    (root / config).write_bytes((tmp_path / "live" / config).read_bytes())
+    return Trained(model, root, tmp_path / "base", tmp_path / "live"), set(more)
+
+
+@pytest.mark.parametrize("names", ["norm", "embed_tokens", "k_proj.bias"])
+def test_weights_trained_by_hand_are_not_lost_by_keeping_the_adapter(
+    tmp_path: Path, names: str
+) -> None:
+    trained, more = _trained_with(tmp_path, names)
+    with pytest.raises(UnsupportedError, match="trained beside the adapter") as caught:
+        export(trained, AdapterMode.KEEP, tmp_path / "out")
+    assert sorted(more)[0] in str(caught.value)
+    assert "--adapter merge" in caught.value.hint
+
+
+def test_a_merge_has_the_weights_that_were_trained_by_hand(tmp_path: Path) -> None:
+    trained, more = _trained_with(tmp_path, "norm")
+    export(trained, AdapterMode.MERGE, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    parameters = dict(trained.model.named_parameters())
+    for name in more:
+        assert torch.equal(found[name.removeprefix("base_model.model.")], parameters[name])
+
+
+def test_biases_that_peft_trains_are_kept(tmp_path: Path) -> None:
+    trained, more = _trained_with(tmp_path, "bias", bias="all")
+    export(trained, AdapterMode.KEEP, tmp_path / "out")
+    assert more <= load_file(tmp_path / "out" / "adapter_model.safetensors").keys()

@@ -1,0 +1,74 @@
+"""The chat template: which one an export has, and what other files of the run say it is."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from zexport.errors import ZexportError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.store.files import read_regular
+from zexport.store.json import Json, read_json_object
+
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+TEMPLATE_FILES = (*CHAT_TEMPLATES, "tokenizer_config.json")
+"""Files that hold one, that first which goes before the others.
+
+Source: transformers 5.23, ``tokenization_utils_base.py`` and ``processing_utils.py``.
+"""
+
+_NBYTES_MAX = 4 << 20
+Files = Mapping[str, Path]
+
+
+def template_statements(
+    copied: Files, of_run: Mapping[str, Files], of_base: Files
+) -> Iterator[Statement]:
+    """The template of what is copied, and those of all folders that were looked at.
+
+    A training may give a model a template of its own, so that the base's is another; where the
+    export has none, the base's is one that it lacks.
+    """
+    written = dict(_templates(copied))
+    name, own = next(iter(written.items()), ("", "none"))
+    by = f"the export's {name}" if name else "the export"
+    for fact in (Fact.CHAT_TEMPLATE, Fact.BASE_TEMPLATE):
+        yield Statement(fact, own, by)
+    for folder, files in of_run.items():
+        for name, template in _templates(files):
+            yield Statement(Fact.CHAT_TEMPLATE, template, f"{folder}'s {name}")
+    for name, template in _templates(of_base):
+        fact = Fact.BASE_TEMPLATE if written else Fact.CHAT_TEMPLATE
+        yield Statement(fact, template, f"--base's {name}")
+
+
+def _templates(files: Files) -> Iterator[tuple[str, str]]:
+    """Each file that holds a template, with the template in a few words."""
+    for name in TEMPLATE_FILES:
+        text = _read(files[name]).strip() if name in files else ""
+        if text:
+            yield (
+                name,
+                f"{len(text):,} characters ({zlib.crc32(text.encode(errors='replace')):08x})",
+            )
+
+
+def _read(path: Path) -> str:
+    """The template in a file; empty where there is none, or none that can be read."""
+    try:
+        if path.suffix == ".jinja":
+            return (read_regular(path, _NBYTES_MAX) or b"").decode(errors="replace")
+        found = read_json_object(path).get("chat_template")
+    except (OSError, ZexportError):
+        return ""
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default", _text(found))
+    return found if isinstance(found, str) else _text(found)
+
+
+def _text(value: Json) -> str:
+    return json.dumps(value, sort_keys=True) if value else ""

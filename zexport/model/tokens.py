@@ -1,0 +1,134 @@
+"""The numbers of tokens that files beside the weights name, and the embedding's rows for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from zexport.errors import ZexportError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.model.config import ConfigFile
+from zexport.model.sidecars import GENERATION_CONFIG, TOKENIZER
+from zexport.ranges.dtypes import Shape
+from zexport.store.files import read_regular
+from zexport.store.json import Json, read_json_object
+
+ADDED_TOKENS = "added tokens up to"
+_VOCABULARY = "vocabulary up to"
+_SLOW_VOCABULARIES = {"vocab.json": _VOCABULARY, "added_tokens.json": ADDED_TOKENS}
+_NBYTES_MAX = 64 << 20
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"\s*(?::\s*(\d{1,12})|,)', re.DOTALL)
+"""A token of a vocabulary with its number, or with its score where its place is its number."""
+
+_EMBEDDING = re.compile(
+    r"(?:^|\.)(?:embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|token_embedding|shared"
+    r"|embeddings)\.(?:base_layer\.)?weight$"
+)
+"""What input embeddings are called (transformers 5.23, ``get_input_embeddings`` of all models)."""
+
+
+class TokenNumber(Struct, frozen=True):
+    """The number of a token, or the largest of several, and the file that names it."""
+
+    about: str
+    number: int
+    by: str
+
+
+class _Added(Struct, frozen=True):
+    id: int
+
+
+class _Vocabulary(Struct, frozen=True):
+    vocab: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Tokenizer(Struct, frozen=True):
+    added_tokens: list[_Added] = []
+    model: _Vocabulary = _Vocabulary()
+
+
+def token_numbers(files: Mapping[str, Path]) -> tuple[TokenNumber, ...]:
+    """Those that a tokenizer and a generation config name; what cannot be read names none."""
+    found = list(_of_tokenizer(files[TOKENIZER])) if TOKENIZER in files else []
+    for name, about in () if TOKENIZER in files else _SLOW_VOCABULARIES.items():
+        if name in files and (content := _read(files[name])):
+            found.append(TokenNumber(about, _largest(content), name))
+    if GENERATION_CONFIG in files:
+        with suppress(ZexportError):  # it is copied, whatever it is
+            found += _ids(read_json_object(files[GENERATION_CONFIG]), GENERATION_CONFIG)
+    return tuple(found)
+
+
+def _of_tokenizer(path: Path) -> Iterator[TokenNumber]:
+    """The added tokens, and the vocabulary, of which no value but the largest number is kept."""
+    try:
+        found = msgspec.json.decode(_read(path), type=_Tokenizer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return
+    yield TokenNumber(_VOCABULARY, _largest(memoryview(found.model.vocab)), TOKENIZER)
+    yield TokenNumber(ADDED_TOKENS, max((t.id for t in found.added_tokens), default=-1), TOKENIZER)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _NBYTES_MAX) or b""
+    except OSError:
+        return b""
+
+
+def _largest(vocabulary: bytes | memoryview) -> int:
+    """The largest number of a vocabulary: in a list of tokens and scores that of the last."""
+    largest = count = -1
+    for found in _TOKEN.finditer(vocabulary):
+        count += 1
+        largest = max(largest, int(found[1] or -1))
+    return count if vocabulary[:1] == b"[" else largest
+
+
+def _ids(content: Mapping[str, Json], by: str) -> Iterator[TokenNumber]:
+    """The tokens that a config names, one or several under a key; what is below zero means none."""
+    for key in _IDS:
+        value = content.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        known = [number for number in numbers if type(number) is int]
+        if known:
+            yield TokenNumber(key, max(known), by)
+
+
+def embedding_rows(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The rows of the embeddings among weights, by name."""
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    return {name: shape[0] for name, shape in matrices.items() if _EMBEDDING.search(name)}
+
+
+def stated_rows(config: ConfigFile | None) -> int | None:
+    """The rows that a config tells of."""
+    sizes = [] if config is None else config.vocab_sizes.values()
+    return max((size for size in sizes if type(size) is int), default=None)
+
+
+def config_numbers(config: ConfigFile | None) -> Iterator[TokenNumber]:
+    """The tokens that a config names, of its language model too."""
+    content = {} if config is None else config.content
+    inner = () if config is None else (key for path in config.vocab_sizes for key in path)
+    for table in (content, *map(content.get, inner)):
+        yield from _ids(table if isinstance(table, Mapping) else {}, "config.json")
+
+
+def token_statements(
+    fact: Fact, rows: int | None, by: str, numbers: Iterable[TokenNumber]
+) -> Iterator[Statement]:
+    """The rows of an embedding and the tokens that need one; nothing where no rows are known."""
+    numbers = [] if rows is None else [*numbers]
+    yield from (
+        Statement(fact, rows, by, about) for about in dict.fromkeys(one.about for one in numbers)
+    )
+    yield from (Statement(fact, one.number, one.by, one.about) for one in numbers)
