@@ -20,7 +20,8 @@ from zexport.adapters.saved_beside import SavedBeside, saved_beside
 from zexport.adapters.stated import adapter_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.problems import raise_all, raise_problems
+from zexport.checkpoint.problems import raise_problems
+from zexport.errors import raise_all
 from zexport.facts.statements import Statement, judge
 from zexport.facts.table import Fact
 from zexport.findings import Finding

@@ -10,9 +10,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.problems import raise_all
 from zexport.collect import Collected
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, Engine, RecordedOptions

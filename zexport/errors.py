@@ -8,6 +8,7 @@ harmless to terminals and logs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -173,6 +174,20 @@ class TrainingError(ZexportError):
 
     exit_code = 8
     kind = "training"
+
+
+def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
+    """Raise the one problem there is, or all of them as one error of the gravest kind."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        gravest = max(problems, key=lambda problem: problem.exit_code)
+        raise type(gravest)(
+            f"has {len(problems)} problems",
+            path=path,
+            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
+            hint="Mend them and run again; `zexport inspect` shows what is there",
+        )
 
 
 class LayoutError(Exception):

@@ -8,19 +8,15 @@ tied weights. Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_configure_checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
 from zexport.checkpoint.states import ModelStates, read_model_states
-from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError
+from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
-from zexport.store.files import open_regular, version
-from zexport.store.folders import is_same
-
-_CHUNK_NBYTES = 1 << 20
+from zexport.store.files import same_bytes
 
 
 def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
@@ -52,7 +48,7 @@ def _one_of(copies: list[RankFile], found: Sequence[RankFile]) -> RankFile:
     if copies[0].kind is RankFileKind.MODEL:
         copies.sort(key=lambda copy: not _lies_with_rank_0(copy, found))
     for other in copies[1:]:
-        if not (_same_bytes(copies[0].path, other.path) or _same_model(copies[0], other)):
+        if not (same_bytes(copies[0].path, other.path) or _same_model(copies[0], other)):
             raise DamagedCheckpointError(
                 "is another file than the one of the same name",
                 path=other.path,
@@ -70,26 +66,6 @@ def _lies_with_rank_0(copy: RankFile, found: Sequence[RankFile]) -> bool:
         and file.path.parent == copy.path.parent
         for file in found
     )
-
-
-def _same_bytes(one: Path, other: Path) -> bool:
-    """Whether two files are equal; reads both to the first difference, a megabyte at a time."""
-    try:
-        if is_same(one, other):
-            return True
-        if version(one).nbytes != version(other).nbytes:
-            return False
-        return all(a == b for a, b in zip(_chunks(one), _chunks(other), strict=True))
-    except OSError as cause:
-        raise CheckpointError(
-            f"cannot be read: {cause.strerror}", path=Path(cause.filename or other)
-        ) from cause
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK_NBYTES):
-            yield chunk
 
 
 def _same_model(one: RankFile, other: RankFile) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence, Set
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.rank_files import RankFile
-from zexport.errors import CheckpointError, IncompleteCheckpointError, ZexportError
+from zexport.errors import CheckpointError, IncompleteCheckpointError, ZexportError, raise_all
 from zexport.findings import Finding, FindingKind
 from zexport.store.files import version
 
@@ -55,20 +54,6 @@ def raise_problems(
     )
     found = [finding for problem in checkpoint.problems if (finding := finding_of(problem))]
     return tuple(replace(one, accepted=one.kind in allow) for one in (*checkpoint.findings, *found))
-
-
-def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
-    """Raise the one problem there is, or all of them as one error of the gravest kind."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        gravest = max(problems, key=lambda problem: problem.exit_code)
-        raise type(gravest)(
-            f"has {len(problems)} problems",
-            path=path,
-            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
-            hint="Mend them and run again; `zexport inspect` shows what is there",
-        )
 
 
 def finding_of(problem: ZexportError) -> Finding | None:

@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from zexport.errors import OutputError
+from zexport.errors import CheckpointError, OutputError
 from zexport.store.retries import steadily, synced
 
 _T = TypeVar("_T")
@@ -127,6 +127,24 @@ else:  # pragma: no cover - macOS before 11 lacks preadv
 def read_at(file: FileIO, offset: int, nbytes: int) -> bytes:
     """Bytes of an open file, or what there is of them; its position stays where it is."""
     return os.pread(file.fileno(), nbytes, offset)
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Whether two files are equal; both are read to the first difference, a megabyte at a time."""
+    try:
+        if version(one).nbytes != version(other).nbytes:
+            return False
+        return all(a == b for a, b in zip(_blocks_of(one), _blocks_of(other), strict=True))
+    except OSError as cause:
+        raise CheckpointError(
+            f"cannot be read: {cause.strerror}", path=Path(cause.filename or other)
+        ) from cause
+
+
+def _blocks_of(path: Path) -> Iterator[bytes]:
+    with open_regular(path) as file:
+        while block := file.read(_BLOCK_NBYTES):
+            yield block
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:

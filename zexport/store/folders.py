@@ -58,11 +58,6 @@ def exists(path: Path) -> bool:
     return path.exists()
 
 
-def is_same(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one thing."""
-    return one.samefile(other)
-
-
 def children(folder: Path) -> list[Path]:
     """What lies in a folder, by name."""
     return sorted(folder.iterdir())

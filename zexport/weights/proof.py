@@ -14,8 +14,7 @@ from threading import Lock
 from typing import Self
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
-from zexport.checkpoint.problems import raise_all
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan, SourceFile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Iterator
 
 from zexport.checkpoint.agreement import step_of
@@ -13,7 +12,7 @@ from zexport.checkpoint.states import ZERO3, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain
-from zexport.store.files import read_range
+from zexport.store.files import read_range, same_bytes
 
 _SAMPLE_NUMEL = 1024
 _DISTINCT_MIN = 64
@@ -43,7 +42,7 @@ def copied_files(ranks: RankStates) -> Iterator[ZexportError]:
         sample = _sample(states, rank, largest)
         other = first.setdefault(sample, rank) if sample else rank
         path, kept = states.file.path, optimizer[other].file.path
-        if other != rank and filecmp.cmp(kept, path, shallow=False):
+        if other != rank and same_bytes(kept, path):
             yield DamagedCheckpointError(
                 f"is the optimizer file of rank {other} to the last byte: one is the other's copy",
                 path=path,

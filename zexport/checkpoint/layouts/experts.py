@@ -27,7 +27,7 @@ from zexport.checkpoint.layouts.expert_layers import (
     uniform,
     without_experts,
 )
-from zexport.checkpoint.layouts.module_files import read_module_files
+from zexport.checkpoint.layouts.module_files import read_module_files, stack_slices
 from zexport.checkpoint.layouts.pipeline import merge_stages
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
@@ -42,9 +42,8 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, check_cells, is_zero0, models_of, no_first_model
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.formats.inert import TensorRef
 from zexport.ranges.copies import CastReplica, Replica
-from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.extents import Chain, Window
 
 
 def take_experts(
@@ -258,7 +257,8 @@ def stored_experts(
     """
     for name, layer in layers.autoep.items():
         if name not in known and layer.number in layers.files:
-            yield _stacked(name, layer, layers)
+            shape, dtype, source = stack_slices(name, layers.files[layer.number])
+            yield StoredTensor(name, shape, dtype, Role.FROZEN, source)
     stacked = {layer.number for layer in layers.autoep.values()}
     for number, files in layers.files.items():
         for states in files if number not in stacked else ():
@@ -272,24 +272,6 @@ def _role(name: str, model: ModelStates) -> Role:
     parsed = parse_native(name)
     local = parsed.renumbered(0) if parsed is not None else name
     return Role.BUFFER if local in model.buffer_names else Role.FROZEN
-
-
-def _stacked(name: str, layer: AutoEpLayer, layers: ExpertLayers) -> StoredTensor:
-    """A frozen weight of all experts of an AutoEP layer, one slice out of each file."""
-    slices: list[tuple[TensorRef, ByteSource]] = []
-    for states in layers.files[layer.number]:
-        tensor = states.tensors.get(f"{name}.{states.expert}")
-        if tensor is None:
-            raise LayoutError(
-                f"{states.file.path.name} lacks its part of {name!r}", "no such weight", "one"
-            )
-        slices.append((tensor, states.file.source(tensor)))
-    kinds = {(tensor.shape, tensor.dtype) for tensor, _ in slices}
-    if len(kinds) != 1:
-        raise LayoutError(f"the experts of {name!r} are not alike", sorted(map(str, kinds)), "one")
-    ((shape, dtype),) = kinds
-    source = Chain(tuple(part for _, part in slices))
-    return StoredTensor(name, (len(slices), *shape), dtype, Role.FROZEN, source)
 
 
 def expert_aliases(model: ModelStates, layers: ExpertLayers, known: Set[str]) -> dict[str, str]:

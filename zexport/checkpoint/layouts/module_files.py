@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import check_written_as_named
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, LayoutError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource, Chain
 
 
 class ModuleFile(Struct, frozen=True):
@@ -48,3 +50,20 @@ def read_module_files(files: Iterable[RankFile]) -> tuple[ModuleFile, ...]:
         tensors = Value(file.path, where, torch_file.value).tensors()
         read[key] = ModuleFile(torch_file, file.layer, file.expert, file.tensor_rank, tensors)
     return tuple(read[key] for key in sorted(read))
+
+
+def stack_slices(name: str, files: Sequence[ModuleFile]) -> tuple[Shape, DType, Chain]:
+    """Shape, type and bytes of a weight of all experts of a layer, one slice out of each file."""
+    slices: list[tuple[TensorRef, ByteSource]] = []
+    for states in files:
+        tensor = states.tensors.get(f"{name}.{states.expert}")
+        if tensor is None:
+            raise LayoutError(
+                f"{states.file.path.name} lacks its part of {name!r}", "no such weight", "one"
+            )
+        slices.append((tensor, states.file.source(tensor)))
+    kinds = {(tensor.shape, tensor.dtype) for tensor, _ in slices}
+    if len(kinds) != 1:
+        raise LayoutError(f"the experts of {name!r} are not alike", sorted(map(str, kinds)), "one")
+    ((shape, dtype),) = kinds
+    return (len(slices), *shape), dtype, Chain(tuple(part for _, part in slices))

@@ -25,7 +25,7 @@ from zexport.checkpoint.layouts.expert_layers import (
     uniform,
 )
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
-from zexport.checkpoint.layouts.module_files import ModuleFile
+from zexport.checkpoint.layouts.module_files import stack_slices
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
 from zexport.checkpoint.layouts.zero0 import (
     casts,
@@ -123,18 +123,11 @@ def _local_experts(
         if number in fused:
             held = [files[expert] for expert in fused[number].held[ep_rank]]
             names = [name for name, layer in layers.autoep.items() if layer.number == number]
-            yield from (_stacked(name, held) for name in names)
+            for name in names:
+                yield Weight(name, *stack_slices(name, held), of_experts=True)
         else:
             for expert in uniform(len(files), ep_size)[ep_rank]:
                 yield from (by_name[name] for name in files[expert].tensors if name in by_name)
-
-
-def _stacked(name: str, held: Sequence[ModuleFile]) -> Weight:
-    """AutoEP's weight of all experts of one rank, one slice out of each file."""
-    slices = [(states, states.tensors[f"{name}.{states.expert}"]) for states in held]
-    first = slices[0][1]
-    source = Chain(tuple(states.file.source(tensor) for states, tensor in slices))
-    return Weight(name, (len(slices), *first.shape), first.dtype, source, of_experts=True)
 
 
 def _as_in_the_module(dense: Sequence[Weight], experts: Sequence[Weight]) -> list[Weight]:
