@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -510,3 +511,17 @@ def test_texts_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
     chosen = options(tmp_path, seq_len=64)
     with pytest.raises(UsageError, match="shorter than one sequence"):
         make_corpus(make_tokenizer(chosen, "a few words"), "a few words", chosen)
+
+
+def test_another_text_or_tokenizer_than_a_run_noted_is_refused(tmp_path: Path) -> None:
+    from zexport.train.text import check_same, make_corpus, make_tokenizer
+
+    chosen, text = options(tmp_path, seq_len=4), "a few words more than one sequence " * 4
+    tokenizer = make_tokenizer(chosen, text)
+    corpus = make_corpus(tokenizer, text, chosen)
+    noted = replace(chosen, digests=check_same(chosen, tokenizer, text, corpus))
+    assert check_same(noted, make_tokenizer(chosen, text), text, corpus) == noted.digests
+    with pytest.raises(UsageError, match="the text is another than the run began with"):
+        check_same(noted, tokenizer, text.upper(), corpus)
+    with pytest.raises(UsageError, match="the tokenizer is another than the run began with"):
+        check_same(noted, make_tokenizer(chosen, "xyzzy " * 40), text, corpus)

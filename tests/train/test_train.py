@@ -212,6 +212,33 @@ class TestAResumedRun:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
+def test_a_run_goes_on_with_the_text_and_tokenizer_that_it_began_with_alone(tmp_path: Path) -> None:
+    out, data, tokenizer = tmp_path / "run", tmp_path / "text", tmp_path / "tokenizer"
+    shutil.copytree(Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt", tokenizer)
+    data.write_text("All that glisters is not gold; often have you heard that told. " * 60)
+    given = ("--data", data, "--tokenizer", tokenizer, "--world-size", 1, "--stage", 1)
+    trained(out, *given, "--steps", 1)
+    text, file = data.read_text(), tokenizer / "tokenizer.json"
+    learned, kept = file.read_text(), (out / "tokenizer.json").read_bytes()
+    content = json.loads(learned)
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    for place, changed, what in (
+        (data, text.replace("gold", "lead"), "text"),
+        (file, json.dumps(content), "tokenizer"),
+    ):
+        was = place.read_text()
+        place.write_text(changed)
+        done = run(out, "--resume", "--steps", 2)
+        assert done.status == 2
+        assert f"the {what} is another than the run began with" in done.stderr
+        assert (out / "tokenizer.json").read_bytes() == kept
+        place.write_text(was)
+    assert trained(out, "--resume", "--steps", 2).result["steps"] == 2
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
 class TestAnAdapterRun:
     def test_lays_an_adapter_beside_that_peft_loads(self, adapted: Path) -> None:
         from peft import PeftModel

@@ -23,6 +23,8 @@ OPTIONS_FILE = "zexport_train.json"
 class TrainOptions:
     """The options of one ``zexport train``; the field names are the command's option names.
 
+    But for ``digests``, which a run notes of its text and tokenizer, to know them when it goes on.
+
     Attributes:
         ds_config: the parsed content of ``--ds-config``, merged over our DeepSpeed configuration.
         steps: the step to train up to, counted from the start of the run and not of the resume.
@@ -54,6 +56,7 @@ class TrainOptions:
     hidden_size: int = 64
     layers: int = 2
     timeout: int = 600
+    digests: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The options as a JSON object that :meth:`from_json` reads back equal."""

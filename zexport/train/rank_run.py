@@ -19,7 +19,7 @@ from zexport.train.options import OPTIONS_FILE, TrainOptions, TrainSummary, chec
 from zexport.train.ranks import Ranks, join_ranks
 from zexport.train.save import AdapterWriter, ModelWriter, Saver, open_like_config
 from zexport.train.sidecar import describe_source
-from zexport.train.text import Corpus, make_corpus, make_tokenizer, read_text
+from zexport.train.text import Corpus, check_same, make_corpus, make_tokenizer, read_text
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -51,7 +51,8 @@ def start_run(
     A collective call. ``make`` gives the model for options and vocabulary, ``groups`` the
     optimizer's parameter groups if several.
     """
-    tokenizer, corpus = _text(options, ranks)
+    tokenizer, corpus, digests = _text(options, ranks)
+    options = replace(options, digests=digests)
     base = make(options, corpus.vocab_size)
     dtype = DTYPES[options.dtype]
     ranks.from_first(lambda: claim_folder(options, base, dtype))
@@ -83,13 +84,16 @@ def make_engine(
     return engine
 
 
-def _text(options: TrainOptions, ranks: Ranks) -> tuple[PreTrainedTokenizerBase, Corpus]:
+def _text(
+    options: TrainOptions, ranks: Ranks
+) -> tuple[PreTrainedTokenizerBase, Corpus, dict[str, str]]:
     """Tokenizer and corpus as rank 0 made them: other nodes need not see the same files."""
 
-    def make() -> tuple[PreTrainedTokenizerBase, Corpus]:
+    def make() -> tuple[PreTrainedTokenizerBase, Corpus, dict[str, str]]:
         text = read_text(options.data)
         tokenizer = make_tokenizer(options, text)
-        return tokenizer, make_corpus(tokenizer, text, options)
+        corpus = make_corpus(tokenizer, text, options)
+        return tokenizer, corpus, check_same(options, tokenizer, text, corpus)
 
     return ranks.from_first(make)
 

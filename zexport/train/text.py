@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from blake3 import blake3
 
 from zexport.errors import UsageError
 from zexport.train.options import TrainOptions
@@ -94,6 +96,24 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
         pad_token=_PAD,
         clean_up_tokenization_spaces=False,
     )
+
+
+def check_same(
+    options: TrainOptions, tokenizer: PreTrainedTokenizerBase, text: str, corpus: Corpus
+) -> dict[str, str]:
+    """The digests of text and tokenizer: those that a run noted when it began, if it goes on."""
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+    tokenized = vocabulary + corpus.windows.numpy().tobytes()
+    now = {"text": text.encode(), "tokenizer": tokenized}
+    digests = {what: blake3(content).hexdigest() for what, content in now.items()}
+    for what, digest in digests.items():
+        if options.digests.get(what, digest) != digest:
+            raise UsageError(
+                f"the {what} is another than the run began with",
+                path=options.out,
+                hint="Put the files back as they were, or train into another folder",
+            )
+    return digests
 
 
 def make_corpus(tokenizer: PreTrainedTokenizerBase, text: str, options: TrainOptions) -> Corpus:
