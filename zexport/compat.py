@@ -31,7 +31,7 @@ from zexport.errors import (
 )
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
-from zexport.store.folders import is_file
+from zexport.store.folders import is_file, local_path
 from zexport.weights.proof import ProvenWeights, WeightReader
 
 if TYPE_CHECKING:
@@ -164,11 +164,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's p
         ValueError: likewise.
         OSError: the output cannot be written.
     """
+    with _as_builtin(ValueError):
+        output_dir = local_path(output_dir)
     checkpoint = _open(checkpoint_dir, tag, may_lack_frozen=exclude_frozen_parameters)
     tensors, weights = _state(checkpoint, _widened, exclude_frozen=exclude_frozen_parameters)
     weights_name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
     split = _split(tensors, weights_name, max_shard_size)
-    output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output_dir, prefix=".zexport-") as name:
         folder = Path(name)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Model, Run, save, values
+from zexport.compat import convert_zero_checkpoint_to_fp32_state_dict
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.options import ExportOptions
 from zexport.store.folders import local_path
@@ -49,6 +50,14 @@ def test_an_address_is_no_path(
     with pytest.raises(UsageError, match="hf: is no place that zexport knows") as caught:
         use(given)
     assert caught.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_nor_is_it_one_in_the_functions_of_deepspeed(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="s3: is no place that zexport knows"):
+        convert_zero_checkpoint_to_fp32_state_dict(
+            checkpoint, "s3://bucket/model", exclude_frozen_parameters=True
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 

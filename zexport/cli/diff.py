@@ -42,12 +42,13 @@ def diff(
 ) -> None:
     """Compare the weights of the models A and B, and say what is seen.
 
-    A and B are folders with safetensors weights (or one such file): an export and the model that
-    its training began from, or two exports. Each tensor is equal, equal but for rounding, moved by
-    values as training moves them, or what else can be seen: scaled, zeroed, exchanged, missing.
-    The last lines conclude: it looks like training, a conversion error is likely, or nobody can
-    tell from the weights. Whatever differs, the exit code is 0 unless --fail-on says otherwise. To
-    compare an export with its checkpoint, use zexport verify --against.
+    A and B are folders with safetensors weights, one such file, or names of models in the hub's
+    cache: an export and the model that its training began from, or two exports. Each tensor is
+    equal, equal but for rounding, moved by values as training moves them, or what else can be seen:
+    scaled, zeroed, exchanged, missing. The last lines conclude: it looks like training, a
+    conversion error is likely, or nobody can tell from the weights. Whatever differs, the exit code
+    is 0 unless --fail-on says otherwise. To compare an export with its checkpoint, use zexport
+    verify --against.
 
     Example: zexport diff model base
     """
