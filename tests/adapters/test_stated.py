@@ -163,3 +163,19 @@ def test_biases_that_peft_trains_are_kept(tmp_path: Path) -> None:
     trained, more = _trained_with(tmp_path, "bias", bias="all")
     export(trained, AdapterMode.KEEP, tmp_path / "out")
     assert more <= load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
+
+
+def test_a_kept_adapter_says_nothing_of_a_config_that_it_does_not_have(tmp_path: Path) -> None:
+    """A model has one of the two, and names which."""
+    trained = train(tmp_path)
+    config = json.loads((trained.base / "config.json").read_text())
+    (trained.checkpoint / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    told = {}
+    for mode in (AdapterMode.KEEP, AdapterMode.MERGE):
+        options = ExportOptions(adapter=mode, base=trained.base)
+        report = consolidate(trained.checkpoint, tmp_path / mode.value, options)
+        told[mode] = [one for one in report.warnings if "attention_dropout" in one]
+    assert not told[AdapterMode.KEEP]
+    (said,) = told[AdapterMode.MERGE]
+    assert "config.json is the one beside the checkpoint" in said
+    assert "0.5 in the checkpoint's config.json; 0.0 in the base's" in said

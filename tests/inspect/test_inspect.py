@@ -408,3 +408,18 @@ def test_sixty_four_files_of_ten_gigabytes_are_inspected_by_their_metadata_alone
     assert found.verdict.outcome is Outcome.EXPORTABLE
     assert found.nbytes_read() == 400 * 8192 * 16384 * 4
     assert time.process_time() - began < 10  # about 1 s; reading the holes would take minutes
+
+
+def test_without_a_config_anywhere_the_next_step_and_the_export_say_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    """As Accelerate leaves its checkpoints."""
+    root = save(small_model(), Run(), tmp_path / "run" / "root")
+    assert inspect_checkpoint(root).verdict.next_step.endswith(" OUT --base MODEL")
+    report = consolidate(root, tmp_path / "out")
+    assert any(
+        told.startswith("weights only: from_pretrained will not load this")
+        for told in report.warnings
+    )
+    (root / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert inspect_checkpoint(root).verdict.next_step.endswith(" OUT")

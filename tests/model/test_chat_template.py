@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import Run, save, small_model
+from zexport import consolidate
 from zexport.facts.statements import Judgement, judge
 from zexport.model.sidecars import find_sidecars
 
@@ -75,3 +77,9 @@ def test_templates_that_are_the_same_are_not_told(tmp_path: Path, config: object
 def test_a_base_without_a_template_says_nothing_of_one(tmp_path: Path) -> None:
     judged = told(put(tmp_path / "run" / "root", jinja=ONE), put(tmp_path / "base"))
     assert not [*judged.warnings, *judged.notes]
+
+
+def test_an_export_tells_of_it(tmp_path: Path) -> None:
+    root = put(save(small_model(), Run(), tmp_path / "run" / "root"), jinja=ONE, config=OTHER)
+    report = consolidate(root, tmp_path / "out")
+    assert any("files differ in the chat template" in told for told in report.warnings)
