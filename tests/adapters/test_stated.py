@@ -179,3 +179,20 @@ def test_a_kept_adapter_says_nothing_of_a_config_that_it_does_not_have(tmp_path:
     (said,) = told[AdapterMode.MERGE]
     assert "config.json is the one beside the checkpoint" in said
     assert "0.5 in the checkpoint's config.json; 0.0 in the base's" in said
+
+
+def test_each_of_several_adapters_has_a_rank_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = get_peft_model(peft_models.llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(r=8, target_modules=["q_proj", "v_proj"], use_dora=True))
+    model.save_pretrained(tmp_path / "live")
+    zero = peft_models.zero_model(model, ("default", "other"))
+    root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
+    (root / "other").mkdir()
+    for name in ("adapter_config.json", "other/adapter_config.json"):
+        (root / name).write_bytes((tmp_path / "live" / name).read_bytes())
+    consolidate(root, tmp_path / "out")
+    for name in ("adapter_model.safetensors", "other/adapter_model.safetensors"):
+        assert (
+            load_file(tmp_path / "out" / name).keys() == load_file(tmp_path / "live" / name).keys()
+        )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
+from msgspec.structs import replace
+
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import (
     ADAPTER_CONFIG,
@@ -32,7 +34,15 @@ _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 
 
 def adapter_statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
-    """What is said of one adapter, by its file and by the names and shapes of its tensors."""
+    """What is said of one adapter, by its file and by the names and shapes of its tensors.
+
+    Each of several adapters has its own rank and targets, so what is said is said of its modules.
+    """
+    for one in _statements(adapter, shapes):
+        yield replace(one, about=f"{adapter.folder}{one.about}")
+
+
+def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)
