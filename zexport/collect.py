@@ -80,6 +80,7 @@ class Collected(Struct, frozen=True):
     tokens: tuple[TokenNumber, ...] = ()
     base_tokens: tuple[TokenNumber, ...] = ()
     statements: tuple[Statement, ...] = ()
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
 
@@ -203,7 +204,8 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     ties = compare_ties(names, weights_of_base(found.weights), base.tensors, found.files)
     known = without_ties(names, ties.differing) if isinstance(names, ModelNames) else None
     model_type = "" if config is None else str(config.content.get("model_type") or "")
-    stored, told = with_saved(found.weights, found.saved.get(adapter.name), base.tensors, options)
+    saved = found.saved.get(adapter.name)
+    stored = with_saved(found.weights, saved, base.tensors, options)
     merged = merge_adapter(checkpoint, stored, adapter, BaseModel({}, base, known, {}, model_type))
     lacking = base.tensors.keys() - merged.shapes.keys()
     rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
@@ -219,7 +221,8 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
         base_tokens=_tokens_of_base(found),
-        notes=(*found.notes, note, *told),
+        warnings=saved.warnings if saved is not None else (),
+        notes=(*found.notes, note, *(saved.notes if saved is not None else ())),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
 

@@ -59,6 +59,11 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
             *judged.warnings,
             *checkpoint.newer,
             *checkpoint.warnings,
+            *found.warnings,
+            *selection.warnings,
+        ),
+        notes=(
+            *checkpoint.notes,
             *found.notes,
             *selection.notes,
             *judged.notes,
@@ -136,7 +141,8 @@ class CheckpointRecord(Struct, frozen=True):
         deepspeed_version: version of DeepSpeed that wrote it.
         module_dtype: element type the module trained in, as torch names it (``bfloat16``).
         master_dtype: element type of the master weights.
-        warnings: how values were chosen where there was a choice, in sentences.
+        warnings: what should be known of how values were chosen, in sentences.
+        notes: what may be of interest of it.
     """
 
     tag: str
@@ -148,6 +154,7 @@ class CheckpointRecord(Struct, frozen=True):
     module_dtype: str | None
     master_dtype: str | None
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, checkpoint: ZeroCheckpoint) -> CheckpointRecord:
@@ -163,6 +170,7 @@ class CheckpointRecord(Struct, frozen=True):
             module_dtype and module_dtype.torch_name,
             master_dtype and master_dtype.torch_name,
             checkpoint.warnings,
+            checkpoint.notes,
         )
 
 

@@ -59,7 +59,8 @@ def train(
 def merge(trained: Trained, out: Path, **options: object) -> tuple[str, ...]:
     """What the export tells."""
     chosen = ExportOptions(adapter=AdapterMode.MERGE, base=trained.base, **options)  # type: ignore[arg-type]
-    return consolidate(trained.checkpoint, out, chosen).warnings
+    report = consolidate(trained.checkpoint, out, chosen)
+    return report.warnings + report.notes
 
 
 def add_tokens(folder: Path, tokens: int = RESIZED) -> None:

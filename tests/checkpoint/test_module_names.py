@@ -197,7 +197,7 @@ def test_a_model_of_wrapped_layers_loads_as_the_live_one(
     loaded, problems = load(tmp_path / "out")
     assert problems == {}
     assert differing(loaded, truth) == []
-    assert any("which a wrapper put into names" in warning for warning in report.warnings)
+    assert any("which a wrapper put into names" in warning for warning in report.notes)
     assert zexport.verify_export(tmp_path / "out", against=root).ok
 
 

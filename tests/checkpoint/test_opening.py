@@ -58,7 +58,7 @@ def test_a_missing_model_file_matters_only_with_frozen_weights(tmp_path: Path) -
         raise_problems(open_checkpoint(tmp_path / "frozen"))
     checkpoint = open_checkpoint(tmp_path / "none")
     assert checkpoint.problems == ()
-    assert "files of rank 1 are missing" in checkpoint.warnings[0]
+    assert "files of rank 1 are missing" in checkpoint.notes[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

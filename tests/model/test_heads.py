@@ -176,7 +176,7 @@ def test_a_reward_model_on_the_config_of_a_causal_model_is_a_classifier(tmp_path
     assert type(loaded).__name__ == "LlamaForSequenceClassification"
     assert loaded.config.num_labels == 1
     assert differing(loaded, critic) == []
-    assert any("was LlamaForCausalLM" in warning for warning in report.warnings)
+    assert any("was LlamaForCausalLM" in warning for warning in report.notes)
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_model_on_the_config_of_another_of_its_kind_is_what_it_is(
     assert (type(loaded).__name__, problems) == (trained, {})
     assert differing(loaded, model) == []
     assert {path.name for path in out.glob("*.safetensors")} == {"model.safetensors"}
-    assert any(f"was {config_class}" in warning for warning in report.warnings)
+    assert any(f"was {config_class}" in warning for warning in report.notes)
 
 
 def _with_buffer(root: Path, name: str) -> None:

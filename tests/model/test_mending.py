@@ -108,7 +108,7 @@ def test_an_export_with_a_mended_vocabulary_loads(stated: int, tied: bool, tmp_p
     loaded, problems = load(tmp_path / "out")
     assert problems == {}
     assert differing(loaded, model) == []
-    assert any("vocab_size is 61" in warning for warning in report.warnings)
+    assert any("vocab_size is 61" in warning for warning in report.notes)
     manifest = json.loads((tmp_path / "out" / "zexport_manifest.json").read_text())
     assert manifest["loadable"] is True
     assert manifest["mended"] == [f"vocab_size is 61, as the weights have it (was {stated})"]

@@ -119,6 +119,7 @@ def test_the_manifest_says_where_it_came_from_and_nothing_that_varies(
         "module_dtype": "bfloat16",
         "master_dtype": "float32",
         "warnings": [],
+        "notes": [],
     }
     assert provenance["tied"] == {"head.weight": "emb.weight"}
     assert str(tmp_path) not in json.dumps(provenance)

@@ -125,7 +125,7 @@ def test_names_that_are_the_hubs_already_are_kept(
     root = checkpoint_of(model, tmp_path / "run", trained=flat_model(expected))
     report = consolidate(root, tmp_path / "out")
     assert facts(files_of(tmp_path / "out")) == facts(expected)
-    assert any("hub's names already" in warning for warning in report.warnings)
+    assert any("hub's names already" in warning for warning in report.notes)
     assert_loads(tmp_path / "out", FAMILIES[family][0])
 
 
@@ -199,7 +199,7 @@ def test_frozen_experts_come_from_a_base_in_the_hubs_layout(tmp_path: Path) -> N
         consolidate(root, tmp_path / "out")
     report = consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
     assert facts(files_of(tmp_path / "out")) == facts(expected)
-    assert any("come from the base" in warning for warning in report.warnings)
+    assert any("come from the base" in warning for warning in report.notes)
     assert_loads(tmp_path / "out", "MixtralForCausalLM")
 
 
@@ -213,7 +213,7 @@ def test_frozen_weights_come_from_the_files_of_the_model_inside(tmp_path: Path) 
     save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     report = consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "base"))
     assert facts(files_of(tmp_path / "out")) == facts(saved(model, tmp_path / "live"))
-    assert any("come from the base" in warning for warning in report.warnings)
+    assert any("come from the base" in warning for warning in report.notes)
     assert_loads(tmp_path / "out", "GPT2LMHeadModel")
     assert verify_export(tmp_path / "out", against=root, base=tmp_path / "base").ok
 

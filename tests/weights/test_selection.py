@@ -69,7 +69,7 @@ def test_a_model_that_fits_is_loadable_and_has_its_tie_once(zero3: Path) -> None
     selection = _select(zero3, _names(small_model()))
     assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert selection.weights.aliases == {"head.weight": "emb.weight"}
-    assert (selection.loadable, selection.notes) == (True, ())
+    assert (selection.loadable, selection.warnings + selection.notes) == (True, ())
 
 
 def test_a_tied_weight_is_written_under_the_source_that_the_model_declares(zero3: Path) -> None:
@@ -129,7 +129,7 @@ def test_without_a_config_names_are_as_stored_and_nothing_is_promised(zero3: Pat
     selection = _select(zero3, _UNKNOWN)
     assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
-    assert "there is no config.json" in selection.notes[0]
+    assert "there is no config.json" in selection.warnings[0]
 
 
 def test_a_weight_that_the_model_has_and_no_save_leaves_out_is_refused(zero3: Path) -> None:
@@ -150,7 +150,7 @@ def test_names_of_another_model_are_refused_with_both_sides(zero3: Path) -> None
 def test_a_shape_that_transformers_would_not_load_is_said(zero3: Path) -> None:
     selection = _select(zero3, _names(small_model(), lin_bias=(6,)))
     assert not selection.loadable
-    assert "[5] for [6]" in selection.notes[0]
+    assert "[5] for [6]" in selection.warnings[0]
 
 
 def test_weights_that_the_model_would_be_loaded_without_are_refused(zero3: Path) -> None:
@@ -187,7 +187,7 @@ def test_buffers_that_the_model_does_not_know_are_written_and_said(zero3: Path) 
     selection = _select(zero3, names)
     assert selection.weights.tensors.keys() == small_model().tensors.keys()
     assert not selection.loadable
-    assert f"unexpected: {next(iter(small_model().buffers))}" in selection.notes[0]
+    assert f"unexpected: {next(iter(small_model().buffers))}" in selection.warnings[0]
 
 
 def test_what_transformers_passes_over_is_written_and_loads(zero3: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_rename_comes_before_the_comparison_with_the_model(zero3: Path) -> Non
     options = ExportOptions(renames=((r"^module\.", ""),))
     names = _names(replace(model, frozen={}, buffers={}))
     selection = _select(root, names, options)
-    assert (selection.loadable, selection.notes) == (True, ())
+    assert (selection.loadable, selection.warnings + selection.notes) == (True, ())
     assert selection.weights.aliases == {"head.weight": "emb.weight"}
     assert selection.weights.tensors["emb.weight"].name == "module.emb.weight"
 

@@ -91,12 +91,12 @@ def _recast(base: Tensors, dtype: DType) -> dict[str, StoredTensor]:
 
 def with_saved(
     stored: Weights, saved: SavedBeside | None, given: Tensors, options: ExportOptions
-) -> tuple[Weights, tuple[str, ...]]:
-    """The stored weights and what peft saved beside them, and a note where it did."""
+) -> Weights:
+    """The stored weights and what peft saved beside them."""
     if saved is None or not saved.lacking:
-        return stored, ()
+        return stored
     if saved.is_of_step:
-        return structs.replace(stored, tensors={**stored.tensors, **saved.lacking}), (saved.note,)
+        return structs.replace(stored, tensors={**stored.tensors, **saved.lacking})
     resized = [n for n, t in saved.of_base.items() if n in given and given[n].shape != t.shape]
     if resized and not options.exclude_frozen:
         raise FrozenLeftOutError(
@@ -106,7 +106,7 @@ def with_saved(
             expected="the file that peft wrote with the checkpoint",
             hint=Fact.RESIZED_EMBEDDING.value.hint,
         )
-    return stored, (saved.note,)
+    return stored
 
 
 def _adapted(stored: Weights, adapter: Adapter) -> list[str]:

@@ -48,16 +48,21 @@ class SavedBeside(Struct, frozen=True):
         return {read_name(name).of_base: tensor for name, tensor in self.lacking.items()}
 
     @property
-    def note(self) -> str:
-        """What the user should know of it; may be nothing."""
-        if not self.lacking:
-            return ""
-        told = f"{', '.join(self.of_base)}: not in the checkpoint, "
-        if self.is_of_step:
-            return f"{told}taken from peft's {ADAPTER_FILE} beside it"
+    def notes(self) -> tuple[str, ...]:
+        """What was taken of it, where the checkpoint lacks it."""
+        if not self.lacking or not self.is_of_step:
+            return ()
+        of_base = ", ".join(self.of_base)
+        return (f"{of_base}: not in the checkpoint, taken from peft's {ADAPTER_FILE} beside it",)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was not taken of it, although the checkpoint lacks it."""
+        if not self.lacking or self.is_of_step:
+            return ()
         return (
-            f"{told}nor taken from {ADAPTER_FILE} beside it, whose adapter has other values: it is "
-            "of another step or run"
+            f"{', '.join(self.of_base)}: not in the checkpoint, nor taken from {ADAPTER_FILE} "
+            "beside it, whose adapter has other values: it is of another step or run",
         )
 
 

@@ -112,7 +112,8 @@ class Inventory(Struct, frozen=True):
         left_out: names of the module whose values are in no file.
         replicas: second copies that must equal what is exported.
         flats: the flat data that the trained ones lie in, each once.
-        notes: what the user should know of how values were chosen.
+        warnings: what the user should know of how values were chosen.
+        notes: what the user may want to know of it.
         problems: contradictions that a user may allow.
         files: files that hold some of the tensors and are no rank's states.
         module_dtype: the element type the module trained in.
@@ -122,6 +123,7 @@ class Inventory(Struct, frozen=True):
     aliases: Mapping[str, str]
     left_out: tuple[str, ...]
     replicas: tuple[Replica | CastReplica, ...] = ()
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     flats: tuple[FlatData, ...] = ()
     problems: tuple[ZexportError, ...] = ()
@@ -138,6 +140,7 @@ class Inventory(Struct, frozen=True):
             aliases={alias: name for part in parts for alias, name in part.aliases.items()},
             left_out=tuple(name for name in left_out if name not in known),
             replicas=tuple(replica for part in parts for replica in part.replicas),
+            warnings=tuple(dict.fromkeys(one for part in parts for one in part.warnings)),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             flats=tuple(flat for part in parts for flat in part.flats),
             problems=tuple(problem for part in parts for problem in part.problems),
@@ -234,7 +237,8 @@ class ZeroCheckpoint:
         torch_files: those that an export may read, as the inert reader sees them.
         replicas: second copies that must agree with what is exported.
         problems: what stands in the way of an export, all of it.
-        warnings: what does not, but should be known.
+        warnings: what does not, but should be known before the weights are used.
+        notes: what may be of interest.
         newer: tells of a newer checkpoint of the run; not of what this one is.
         flats: the flat data that masters lie in, each once.
         findings: those warnings that have a kind.
@@ -265,6 +269,7 @@ class ZeroCheckpoint:
     problems: tuple[ZexportError, ...]
     warnings: tuple[str, ...]
     newer: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     flats: tuple[FlatData, ...] = ()
     skipped_steps: int = 0

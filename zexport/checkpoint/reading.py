@@ -129,10 +129,10 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(
             *_steps(location, model),
-            *_warnings(cells),
             *_without_checksums(torch_files),
-            *inventory.notes,
+            *inventory.warnings,
         ),
+        notes=(*_not_here(cells), *inventory.notes),
         newer=(),
         findings=tuple(
             found for p in problems if (found := finding_of(p)) and not found.kind.is_refused
@@ -246,7 +246,7 @@ def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
         yield from judge(stated, None).warnings
 
 
-def _warnings(cells: Mapping[int, RankStates]) -> Iterator[str]:
+def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:
     for cell in cells.values():
         missing = [rank for rank in cell.missing_model_ranks if rank != 0]
         if missing:

@@ -122,7 +122,8 @@ class ExportPlan:
         allow: kinds of findings that do not end the export.
         findings: what was found while planning.
         provenance: what the manifest says of the checkpoint and the options, as JSON values.
-        warnings: sentences for the user that are known before the work starts.
+        warnings: what the user should know before using the result, in sentences.
+        notes: what the user may want to know.
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
@@ -147,6 +148,7 @@ class ExportPlan:
     check: CheckMode = CheckMode.SAMPLED
     allow: frozenset[FindingKind] = frozenset()
     findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
 
     @property

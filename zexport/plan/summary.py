@@ -106,7 +106,8 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
         jobs: worker threads.
         overwrite: an existing folder would be replaced.
         findings: what was found while planning, and does not end the export.
-        warnings: what should be known beforehand.
+        warnings: what should be known before the result is used.
+        notes: what may be of interest.
     """
 
     out_dir: Path
@@ -123,6 +124,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     overwrite: bool
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def summarize(plan: ExportPlan) -> PlanSummary:
@@ -144,6 +146,7 @@ def summarize(plan: ExportPlan) -> PlanSummary:
         overwrite=plan.overwrite,
         findings=plan.findings,
         warnings=plan.warnings,
+        notes=plan.notes,
     )
 
 

@@ -53,6 +53,7 @@ def print_plan(console: Console, plan: PlanSummary, side_nbytes: Mapping[str, in
     print_table(console, ("File", ">Size", ">Tensors"), rows, "Files")
     print_findings(console, "Findings", plan.findings)
     print_list(console, "Warnings", plan.warnings, "bold yellow")
+    print_list(console, "Notes", plan.notes)
 
 
 def _compared(plan: PlanSummary) -> str:
@@ -91,6 +92,7 @@ def print_export(console: Console, report: ExportReport) -> None:
     )
     print_findings(console, "Findings (exported as it is)", report.findings)
     print_list(console, "Warnings", report.warnings, "bold yellow")
+    print_list(console, "Notes", report.notes)
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:

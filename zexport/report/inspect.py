@@ -211,8 +211,9 @@ def _print_remarks(console: Console, inspection: Inspection, checkpoint: ZeroChe
     print_list(console, "Problems", sentences, "bold red")
     unknown = _unknown_globals(inspection, checkpoint)
     print_list(console, "Unknown code in pickles (it was not run)", unknown, "bold yellow")
-    notes = (*checkpoint.newer, *checkpoint.warnings, *_left_out(checkpoint), *_lacking(inspection))
-    print_list(console, "Notes", (*notes, *_beside(inspection.weight_files)))
+    warnings = (*checkpoint.newer, *checkpoint.warnings, *_left_out(checkpoint))
+    print_list(console, "Warnings", (*warnings, *_lacking(inspection)), "bold yellow")
+    print_list(console, "Notes", (*checkpoint.notes, *_beside(inspection.weight_files)))
 
 
 def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:

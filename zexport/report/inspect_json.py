@@ -109,6 +109,7 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         },
         "weight_files": [values_of(file) for file in inspection.weight_files],
         "warnings": [*checkpoint.newer, *checkpoint.warnings],
+        "notes": list(checkpoint.notes),
     }
 
 

@@ -45,7 +45,8 @@ class ExportReport:
         nbytes_written: bytes of all its files.
         seconds: how long it took.
         findings: what was remarkable, and exported all the same.
-        warnings: what should be known; the export stands.
+        warnings: what should be known before the export is used; it stands.
+        notes: what may be of interest.
         verified: how the folder was read again before it got its name.
         resumed: the shards that a stopped export had finished, read again and taken over.
     """
@@ -58,6 +59,7 @@ class ExportReport:
     seconds: float
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
     verified: VerifyMode
     resumed: tuple[str, ...] = ()
 
@@ -106,6 +108,7 @@ def run_plan(
         seconds=time.monotonic() - began,
         findings=finished.findings,
         warnings=tuple(warnings),
+        notes=plan.notes,
         verified=verify,
         resumed=begun.resumed,
     )

@@ -62,7 +62,8 @@ class HubModel(Struct, frozen=True):
             heads=found.heads,
             config=config,
             findings=findings,
-            notes=(*self._warnings(config), *selection.notes),
+            warnings=(*self._warnings(config), *selection.warnings),
+            notes=(*_mended(config), *selection.notes),
             statements=tuple(self._tokens(selection, config)),
         )
 
@@ -129,7 +130,7 @@ class HubModel(Struct, frozen=True):
         return DTYPES[options.dtype]
 
     def _warnings(self, config: ConfigFile | None) -> Iterator[str]:
-        """What is missing beside the weights, is not as it was found, or stands apart."""
+        """What is missing beside the weights, will not be read, or stands apart."""
         found = self.collected
         if found.sidecars.missing:
             missing = f"without {' and '.join(found.sidecars.missing)}"
@@ -139,8 +140,6 @@ class HubModel(Struct, frozen=True):
                 f"{missing}: nothing of that kind lies with the checkpoint; give a model folder "
                 "with --base"
             )
-        if config is not None:
-            yield from (f"config.json is mended: {note}" for note in config.mended)
         for name in found.spoilt:
             yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"
         what = {HEAD_FILE: "a head of its own, which lies in"}
@@ -148,6 +147,11 @@ class HubModel(Struct, frozen=True):
             known = found.fit.model.architecture if isinstance(found.fit, Fit) else None
             where = what.get(file, "weights beside it, which nothing loads by itself, in")
             yield f"{known} does not know {some(names)}: {where} {file}"
+
+
+def _mended(config: ConfigFile | None) -> Iterator[str]:
+    """What of the config is not as it was found."""
+    return (f"config.json is mended: {one}" for one in (() if config is None else config.mended))
 
 
 def _for_written(config: ConfigFile | None, selection: Selection) -> ConfigFile | None:

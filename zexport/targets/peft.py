@@ -48,17 +48,16 @@ class PeftAdapters(Struct, frozen=True):
         """What peft saves of the adapters, by the names in their files."""
         found = self.collected
         tensors: dict[str, StoredTensor] = {}
-        from_base, notes, stated = list[str](), list[str](), list[Statement]()
+        from_base, warnings, stated = list[str](), list[str](), list[Statement]()
         for adapter in found.adapters:
-            kept, told = self._kept(adapter)
+            kept = self._kept(adapter)
             lacking = _lacking_embeddings(adapter.config, kept)
             given = found.base.tensors
             filled = {name: given[inner] for name, inner in lacking.items() if inner in given}
             check_plain(filled.values(), found.base, NamesUnknown("not asked"))
             module_dtype = found.checkpoint.cast_dtype
             kept |= {n: replace(t, module_dtype=module_dtype) for n, t in filled.items()}
-            notes += told
-            notes += [
+            warnings += [
                 f"without {name}, which peft saves too: give --base"
                 for name in lacking
                 if name not in filled
@@ -74,7 +73,8 @@ class PeftAdapters(Struct, frozen=True):
             NamesUnknown("not asked"),
             from_base=tuple(from_base),
             loadable=True,
-            notes=(what, *notes),
+            warnings=(*(one for s in found.saved.values() for one in s.warnings), *warnings),
+            notes=(what, *(one for s in found.saved.values() for one in s.notes)),
             statements=tuple(stated),
         )
 
@@ -116,8 +116,8 @@ class PeftAdapters(Struct, frozen=True):
             if name != "generation_config.json" and path.suffix != ".py":
                 yield SideFile(name, origin=path)
 
-    def _kept(self, adapter: Adapter) -> tuple[dict[str, StoredTensor], list[str]]:
-        """What peft saves of an adapter, by the names it has in the file, and what to say of it."""
+    def _kept(self, adapter: Adapter) -> dict[str, StoredTensor]:
+        """What peft saves of an adapter, by the names it has in the file."""
         if not adapter.config.is_kept_by_name:
             raise not_just_tensors(adapter.config)
         stored, saved = self.collected.weights, self.collected.saved.get(adapter.name)
@@ -132,7 +132,7 @@ class PeftAdapters(Struct, frozen=True):
         if saved is not None and saved.is_of_step:
             kept |= {**saved.held, **saved.lacking}
         self._check_trained(kept.values())
-        return kept, [saved.note] if saved is not None and saved.note else []
+        return kept
 
     def _check_trained(self, kept: Iterable[StoredTensor]) -> None:
         """Refuse weights that were trained beside the adapter, and that its file has no place for.

@@ -43,6 +43,7 @@ class Selection(Struct, frozen=True):
     config: ConfigFile | None = None
     findings: tuple[Finding, ...] = ()
     loadable: bool = False
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     statements: tuple[Statement, ...] = ()
 
@@ -94,8 +95,8 @@ def settle_names(
             found=model.refused,
             hint=_KEEP_NAMES.capitalize(),
         )
-    chosen, note = _choose_layout(fit.names, base, options.hub_layout)
-    return Selection(stored, names, chosen, notes=tuple(filter(None, (note, *_notes(fit)))))
+    chosen, undecided = _choose_layout(fit.names, base, options.hub_layout)
+    return Selection(stored, names, chosen, warnings=undecided, notes=tuple(_notes(fit)))
 
 
 def in_form(
@@ -192,17 +193,17 @@ def check_complete(names: ModelNames, stored: Iterable[str], path: Path) -> None
 
 def _choose_layout(
     names: ModelNames, base: Mapping[str, Shape], label: str | None
-) -> tuple[HubLayout, str]:
+) -> tuple[HubLayout, tuple[str, ...]]:
     """The way of saving that is asked for or that the base shows, else the first.
 
     And what is not certain of it, in words.
     """
     first = names.layouts[0] if names.layouts else as_it_is(names.shapes, names.tied)
     if len(names.layouts) < 2:  # noqa: PLR2004 - nothing to choose
-        return first, ""
+        return first, ()
     asked = [layout for layout in names.layouts if layout.label == label]
     if asked:
-        return asked[0], ""
+        return asked[0], ()
     alike = {
         number: sum(base.get(name) == shape for name, shape in layout.shapes.items())
         for number, layout in enumerate(names.layouts)
@@ -210,9 +211,9 @@ def _choose_layout(
     most = max(alike.values())
     best = [names.layouts[number] for number, count in alike.items() if count == most]
     if most and len(best) == 1:
-        return best[0], ""
+        return best[0], ()
     other = next(layout for layout in best or names.layouts if layout is not first)
-    return first, _undecided(first, other, names)
+    return first, (_undecided(first, other, names),)
 
 
 def _undecided(first: HubLayout, other: HubLayout, names: ModelNames) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from msgspec import structs
@@ -56,17 +56,19 @@ def select_tensors(
         weights=Weights(written, tied),
         from_base=tuple(filled),
         loadable=not differences and (settled.layout is not None or _is_saved_so(settled, aliases)),
-        notes=tuple(filter(None, (from_base, *settled.notes, _obstacle(settled, differences)))),
+        warnings=(*_obstacle(settled, differences), *settled.warnings),
+        notes=tuple(filter(None, (from_base, *settled.notes))),
     )
 
 
-def _obstacle(settled: Selection, differences: str) -> str:
-    """Why transformers may not load the output; empty if it will, or if that was not asked."""
+def _obstacle(settled: Selection, differences: str) -> Iterator[str]:
+    """Why transformers may not load the output, unless that was not asked for."""
     if not settled.is_for_hub or not differences:
-        return ""
+        return
     if isinstance(settled.names, NamesUnknown):
-        return f"names are written as stored, unchecked: {differences}"
-    return f"the folder will not load as it is: {differences}"
+        yield f"names are written as stored, unchecked: {differences}"
+    else:
+        yield f"the folder will not load as it is: {differences}"
 
 
 def _is_saved_so(settled: Selection, aliases: Mapping[str, str]) -> bool:

@@ -62,7 +62,7 @@ def settle_ties(selection: Selection, ties: Ties) -> Selection:
     if isinstance(names, NamesUnknown):
         return selection
     same = {alias: names.tied[alias] for alias in names.tied if alias in ties.equal}
-    notes = tuple(
+    warnings = tuple(
         f"{alias} differs from {names.tied[alias]}, to which {names.architecture} ties it: both "
         "are written, and config.json no longer ties them (tie_word_embeddings)"
         for alias in sorted(ties.differing)
@@ -72,7 +72,7 @@ def settle_ties(selection: Selection, ties: Ties) -> Selection:
         weights=_as_aliases(stored, same) if same else stored,
         names=without_ties(names, ties.differing),
         untied=ties.differing,
-        notes=(*selection.notes, *notes),
+        warnings=(*selection.warnings, *warnings),
     )
 
 

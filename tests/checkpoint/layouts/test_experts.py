@@ -204,7 +204,7 @@ def test_experts_that_one_rank_cannot_tell_apart_keep_the_modules_values_on_all(
     assert low == {f"model.layers.{layer}.mlp.experts.w2" for layer in (0, 1)}
     assert {tensor.role for tensor in taken.tensors} == {Role.TRAINABLE}
     assert taken.problems == ()
-    assert taken.notes == (
+    assert taken.warnings == (
         "ZeRO-0: 2 weights have the module's values, rounded to bfloat16, because several weights "
         "look like one fp32 master ('model.layers.0.mlp.experts.w2' and "
         "'model.layers.1.mlp.experts.w2' alike): model.layers.0.mlp.experts.w2, "
@@ -378,7 +378,9 @@ def test_a_frozen_copy_of_a_trained_module_is_not_tied_to_it(tmp_path: Path) -> 
     taken = inventory_of(save_unsharded(tmp_path, trained, kept))
     assert taken.aliases == {}
     assert facts(taken) == facts_of(trained | kept | dict(_ONE_EXPERT))
-    assert "a frozen copy of another or tied to it (ref.a.weight, ref.b.weight)" in taken.notes[0]
+    assert (
+        "a frozen copy of another or tied to it (ref.a.weight, ref.b.weight)" in taken.warnings[0]
+    )
 
 
 _ONE_EXPERT = {f"{prefix(0)}.0.up.weight": torch.full((2, 7), 0.3)}
@@ -471,7 +473,7 @@ def test_what_the_partitions_hold_outweighs_the_configuration(tmp_path: Path, bl
     )
     inventory = inventory_of(folder)
     assert facts(inventory) == facts_of(truth(run))
-    assert any("order" in note for note in inventory.notes)
+    assert any("order" in note for note in inventory.warnings)
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -250,7 +250,7 @@ def test_weights_of_a_stage_that_are_alike_have_rounded_values_and_are_named(
     joined = joined_stages(folder)
     halves = {t.name for t in joined.tensors if t.dtype is DType.F16 and t.role is not Role.BUFFER}
     assert halves == {"2.norm.bias", "2.fc.bias", "2.fc.weight"}
-    (note,) = (note for note in joined.notes if "rounded to float16" in note)
+    (note,) = (note for note in joined.warnings if "rounded to float16" in note)
     assert note.endswith(": 2.norm.bias, 2.fc.weight, 2.fc.bias")
 
 

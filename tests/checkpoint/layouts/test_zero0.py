@@ -182,9 +182,9 @@ def test_weights_that_are_alike_after_rounding_keep_the_modules_values_and_are_n
     taken = save(tmp_path, module, {"fp32_groups": [[torch.full((4,), 1.0001), known]]})
     assert facts_of(taken) == facts({**alike, "known": known})
     assert {t.role for t in taken.tensors} == {Role.TRAINABLE}
-    assert "'a' and 'b' alike" in taken.notes[0]
-    assert taken.notes[0].endswith(": a, b")
-    assert "rounded to bfloat16" in taken.notes[0]
+    assert "'a' and 'b' alike" in taken.warnings[0]
+    assert taken.warnings[0].endswith(": a, b")
+    assert "rounded to bfloat16" in taken.warnings[0]
     assert differing(taken) == []
 
 
@@ -219,7 +219,7 @@ def test_a_master_of_no_weight_leaves_the_others_to_be_known_by_their_values(
     groups = [[third, torch.ones(9), second]]
     taken = save(tmp_path, module, {"fp32_groups": groups})
     assert facts_of(taken) == facts({**trained, "first": module["first"]})
-    assert taken.notes[0].endswith(": first")
+    assert taken.warnings[0].endswith(": first")
     assert differing(taken) == []
 
 
@@ -376,7 +376,7 @@ def test_a_named_master_of_which_another_rank_has_a_part_leaves_the_modules_valu
     optimizer = bf16_optimizer(flat, {"w": (0, 6), "cut": (6, 2)})
     taken = save(tmp_path, module, optimizer | {"partition_count": [2]})
     assert facts_of(taken) == facts({**module, "w": flat[:6].view(2, 3)})
-    assert "other partitions were not saved: cut, elsewhere" in taken.notes[0]
+    assert "other partitions were not saved: cut, elsewhere" in taken.warnings[0]
 
 
 def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_without_masters_the_modules_values_are_taken_and_said_so(tmp_path: Path
     assert facts_of(taken) == facts(module)
     assert taken.left_out == ("lost",)
     assert taken.replicas == ()
-    assert "no fp32 masters" in taken.notes[0]
+    assert "no fp32 masters" in taken.warnings[0]
     roles = {tensor.name: tensor.role for tensor in taken.tensors}
     assert roles == {"a": Role.TRAINABLE, "none": Role.TRAINABLE, "count": Role.BUFFER}
 

@@ -68,7 +68,7 @@ class BoundExperts(Struct, frozen=True):
     """For each flat group, what every expert-parallel rank has of it; and how that was decided."""
 
     groups: tuple[tuple[Bound, ...], ...] = ()
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def bind_experts(
@@ -88,17 +88,17 @@ def bind_experts(
     if len(optimizers) < world_size:
         some = (optimizers[0], None)
         return BoundExperts(tuple((bind_own(one.run, some),) * one.ep_size for one in groups))
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     if ranks.is_zero3:
         sets = _named_sets(ranks, optimizers, groups)
     else:
-        placement, notes = find_placement(model, optimizers, groups)
+        placement, warnings = find_placement(model, optimizers, groups)
         sets = [placement.sets(one.ep_size, world_size) for one in groups]
     bound = (
         tuple(bind_own(group.run, [optimizers[rank] for rank in sharing]) for sharing in of_group)
         for group, of_group in zip(groups, sets, strict=True)
     )
-    return BoundExperts(tuple(bound), notes)
+    return BoundExperts(tuple(bound), warnings)
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:

@@ -130,7 +130,7 @@ def _take_sharded(
         aliases=aliases,
         left_out=_nowhere(layers, [*trained, *stored]),
         replicas=(*copies, *frozen_twice(model, layers, stored)),
-        notes=own.notes,
+        warnings=own.warnings,
         flats=tuple(one.flat for group in own.groups for one in group if one.flat is not None),
     )
     return Inventory.joined([others, of_experts])

@@ -197,13 +197,13 @@ def _complete(cell: StageMasters, layers: Iterable[ModuleFile], known: _Known) -
         for one in unique
         if one.role is Role.TRAINABLE and one.name not in known.masters
     }
-    if cell.doubt and rounded:
-        notes.append(rounded_note(cell.doubt, rounded))
+    warnings = (rounded_note(cell.doubt, rounded),) if cell.doubt and rounded else ()
     return Inventory(
         tensors=unique,
         aliases=cell.masters.aliases,
         left_out=cell.masters.left_out or cell.model.buffer_names,
         replicas=(*cell.masters.replicas, *replicas, *copies),
+        warnings=(*cell.masters.warnings, *warnings),
         notes=tuple(notes),
         flats=cell.masters.flats,
     )

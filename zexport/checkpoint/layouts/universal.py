@@ -78,17 +78,17 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
     rest, replicas = _merge_rest(tag_dir, parts)
     copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
     joined = Inventory.joined(parts)
-    notes = () if any(model.module for model in models.values()) else (_FROZEN_LOST,)
+    warnings = () if any(model.module for model in models.values()) else (_FROZEN_LOST,)
     if joined.left_out:  # what the converter dropped is told, not missed
         lost = f"the conversion to universal lost the values of {', '.join(joined.left_out)}"
-        notes = (*notes, lost)
+        warnings = (*warnings, lost)
     return replace(
         joined,
         tensors=(*(tensor for tensor, _ in weights), *rest),
         aliases={alias: name for alias, name in joined.aliases.items() if alias not in names},
         left_out=(),
         replicas=(*replicas, *copies),
-        notes=notes,
+        warnings=warnings,
         files=tuple(file for _, file in weights),
     )
 

@@ -19,7 +19,7 @@ samples, and those only where shapes do not tell.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -62,11 +62,17 @@ def inventory_of(
 ) -> Inventory:
     """The tensors of a model file, and experts' buffers; nothing yet of what is to be compared."""
     buffers = list(stored_buffers(model))
+    rounded = {
+        one.name: one.dtype
+        for one in weights
+        if one.name not in masters.found and one.numel and one.dtype in (DType.BF16, DType.F16)
+    }
     return Inventory(
         tensors=(*stored_weights(weights, masters), *buffers, *experts),
         aliases={},
         left_out=tuple(name for name in model.buffer_names if name not in model.module),
-        notes=_notes(weights, masters),
+        warnings=tuple(_warnings(rounded, masters)),
+        notes=tuple(_notes(weights, rounded, masters)),
     )
 
 
@@ -136,21 +142,23 @@ def casts(
             )
 
 
-def _notes(weights: Sequence[Weight], masters: Masters) -> tuple[str, ...]:
-    """Which values were taken, for the user."""
-    rest = [weight for weight in weights if weight.name not in masters.found]
-    rounded = {
-        one.name: one.dtype for one in rest if one.numel and one.dtype in (DType.BF16, DType.F16)
-    }
+def _warnings(rounded: Mapping[str, DType], masters: Masters) -> Iterator[str]:
+    """Which values are the module's, and so rounded."""
     if masters.doubt and rounded:
-        return (rounded_note(masters.doubt, rounded),)
-    if count := len(masters.found):
-        of_module = f"; {len(rest)} frozen weights have the module's values" if rest else ""
-        return (f"ZeRO-0: {count} weights have their fp32 masters' values{of_module}",)
-    if rounded:
+        yield rounded_note(masters.doubt, rounded)
+    elif rounded and not masters.found:
         types = "/".join(sorted({dtype.torch_name for dtype in rounded.values()}))
-        return (f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}",)
-    return ()
+        yield f"ZeRO-0: there are no fp32 masters; the weights are the module's, in {types}"
+
+
+def _notes(
+    weights: Sequence[Weight], rounded: Mapping[str, DType], masters: Masters
+) -> Iterator[str]:
+    """How many values are the masters'."""
+    if (count := len(masters.found)) and not (masters.doubt and rounded):
+        rest = sum(weight.name not in masters.found for weight in weights)
+        of_module = f"; {rest} frozen weights have the module's values" if rest else ""
+        yield f"ZeRO-0: {count} weights have their fp32 masters' values{of_module}"
 
 
 def rounded_note(doubt: str, weights: Mapping[str, DType]) -> str:
