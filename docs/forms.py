@@ -40,7 +40,13 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
 
 _NUMBER = "Number of this form; it grows when a key changes its meaning or goes."
 _DIGEST = "BLAKE3 digest of the file less the line that this stands in."
-_SOMETIMES = ("nbytes_compared",)
+ENVIRONMENT = {
+    "description": "Options that environment variables set, and which variable each; only where "
+    "there are any.",
+    "type": "object",
+    "additionalProperties": {"type": "string"},
+}
+_SOMETIMES = ("nbytes_compared", "environment")
 """Keys that stand only where there is something to tell."""
 
 _ENTRY = re.compile(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", re.M)
@@ -52,6 +58,8 @@ def schemas() -> dict[str, dict[str, Any]]:
     manifest = made["manifest"]["properties"]
     manifest["blake3"] = {"description": _DIGEST, "type": "string"}
     del manifest["provenance"]  # the keys of which stand beside the others
+    for name in ("diff", "export", "plan", "verify"):
+        made[name]["properties"]["environment"] = ENVIRONMENT
     for schema in made.values():
         schema["required"] = [key for key in schema["properties"] if key not in _SOMETIMES]
     return made

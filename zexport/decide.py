@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collect import Collected
@@ -15,7 +16,7 @@ from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, Engine, RecordedOptions
-from zexport.plan.plan import ExportPlan, FilePlan, Reference, SideFile, SourceFile
+from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
 from zexport.store.folders import local_path
@@ -44,16 +45,20 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     files = target.files(selection)
     jobs, chunk_nbytes = share_memory(options, files)
     reference = Reference(location.root, location.tag, checkpoint.tensors)
+    findings = (*found.findings, *judged.findings, *selection.findings)
+    sides = tuple(target.side_files(structs.replace(selection, findings=findings), files))
     return ExportPlan(
         out_dir=local_path(out_dir),
+        origin=Origin.of(checkpoint),
+        form=_form(found, files, sides),
         shards=files,
-        side_files=tuple(target.side_files(selection, files)),
+        side_files=sides,
         sources=_sources(found, selection.written),
         replicas=checkpoint.replicas,
         gathered=found.gathered,
         check=options.check,
         allow=options.allow,
-        findings=(*found.findings, *judged.findings, *selection.findings),
+        findings=findings,
         provenance=_provenance(found, selection),
         warnings=(
             *judged.warnings,
@@ -74,6 +79,17 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         chunk_nbytes=chunk_nbytes,
         nbytes_compared=found.nbytes_compared,
         reference=reference if options.engine is Engine.DEEPSPEED else None,
+    )
+
+
+def _form(found: Collected, files: Iterable[FilePlan], sides: Iterable[SideFile]) -> Form:
+    """What the folder is made as."""
+    is_kept = found.mode is AdapterMode.KEEP
+    dtypes = Counter(t.dtype for file in files for t in file.tensors if t.dtype.is_floating)
+    return Form(
+        dtypes=tuple(dtype.torch_name for dtype, _ in dtypes.most_common()),
+        names="peft" if is_kept else found.options.layout.value,
+        weights_only=not is_kept and all(side.filename != "config.json" for side in sides),
     )
 
 
@@ -133,10 +149,12 @@ class CheckpointRecord(Struct, frozen=True):
     """The checkpoint that was exported.
 
     Attributes:
+        folder: the last names of the checkpoint's folder, which tell it wherever it lies.
         tag: name of the tag folder.
         layout: in words, such as ``ZeRO-3`` or ``ZeRO-1 (BF16_Optimizer)``.
         stage: ZeRO stage.
         world_size: data-parallel ranks that wrote it.
+        ranks: all ranks that wrote it.
         global_steps: optimizer steps taken.
         deepspeed_version: version of DeepSpeed that wrote it.
         module_dtype: element type the module trained in, as torch names it (``bfloat16``).
@@ -145,10 +163,12 @@ class CheckpointRecord(Struct, frozen=True):
         notes: what may be of interest of it.
     """
 
+    folder: str
     tag: str
     layout: str
     stage: Natural | None
     world_size: Natural | None
+    ranks: Natural | None
     global_steps: Natural | None
     deepspeed_version: str | None
     module_dtype: str | None
@@ -161,10 +181,12 @@ class CheckpointRecord(Struct, frozen=True):
         """What is recorded of a checkpoint."""
         module_dtype, master_dtype = checkpoint.module_dtype, checkpoint.master_dtype
         return cls(
+            checkpoint.location.name,
             checkpoint.location.tag,
             checkpoint.layout,
             checkpoint.stage,
             checkpoint.world_size,
+            checkpoint.ranks,
             checkpoint.global_steps,
             checkpoint.ds_version,
             module_dtype and module_dtype.torch_name,

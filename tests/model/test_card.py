@@ -70,7 +70,8 @@ def _tasks_of_the_hub() -> set[str]:
 
 def test_step_version_and_origin_are_told(zero2: Path) -> None:
     text = str(_card(zero2))
-    for fact in ("ZeRO-2", "`global_step2`", "2 ranks", "0.19.8", "after 2 steps", "bfloat16"):
+    name = "`zero2/global_step2`"
+    for fact in ("ZeRO-2", name, "2 ranks", "0.19.8", "after 2 steps", "bfloat16"):
         assert fact in text
 
 
@@ -131,4 +132,4 @@ def test_a_tag_cannot_write_into_the_card(tmp_path: Path) -> None:
     root = save(small_model(), Run(), tmp_path / "ckpt", tag="a`<b>[c](d)")
     card = _card(root)
     assert "<b>" not in str(card)
-    assert "`a'(b)(c)(d)`" in str(card)
+    assert "`ckpt/a'(b)(c)(d)`" in str(card)

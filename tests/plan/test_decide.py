@@ -166,7 +166,7 @@ def test_a_dry_run_tells_what_it_had_to_compare(tmp_path: Path) -> None:
 def _checkpoint(**more: Any) -> ZeroCheckpoint:
     facts: dict[str, Any] = {
         "location": Location(
-            NOWHERE, "global_step1", TagChoice.ONLY, Framework.DEEPSPEED, (), Boundary(())
+            NOWHERE, "global_step1", TagChoice.ONLY, Framework.DEEPSPEED, (), Boundary(()), NOWHERE
         ),
         "layout": "ZeRO-3",
         "parallelism": Parallelism(),

@@ -10,7 +10,15 @@ import pytest
 from msgspec import structs
 
 from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile, TensorPlan
+from zexport.plan.plan import (
+    ExportPlan,
+    FilePlan,
+    Form,
+    Origin,
+    SideFile,
+    SourceFile,
+    TensorPlan,
+)
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Extent, Member, Striped, Window
 from zexport.store.files import Version
@@ -29,6 +37,8 @@ def _plan(folder: str = "here", tensors: int = 2) -> ExportPlan:
     members = (Member("data/0", 0, 40, 7),)
     return ExportPlan(
         out_dir=Path(folder, "out"),
+        origin=Origin("run/global_step3", 3, "ZeRO-2", 2),
+        form=Form(("float32",), "hub", weights_only=False),
         shards=(FilePlan("model.safetensors", b"header", tuple(planned)),),
         side_files=(SideFile("config.json", b"{}"),),
         sources=tuple(

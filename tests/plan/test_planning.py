@@ -110,10 +110,12 @@ def test_the_manifest_says_where_it_came_from_and_nothing_that_varies(
 ) -> None:
     provenance = _plan(zero2).provenance
     assert provenance["checkpoint"] == {
+        "folder": "zero2/global_step2",
         "tag": "global_step2",
         "layout": "ZeRO-2",
         "stage": 2,
         "world_size": 2,
+        "ranks": 2,
         "global_steps": 2,
         "deepspeed_version": "0.19.8",
         "module_dtype": "bfloat16",

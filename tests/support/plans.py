@@ -13,7 +13,15 @@ import torch
 from blake3 import blake3
 
 from zexport.formats.safetensors_file import HeaderEntry, build_header
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile, SourceFile, TensorPlan
+from zexport.plan.plan import (
+    ExportPlan,
+    FilePlan,
+    Form,
+    Origin,
+    SideFile,
+    SourceFile,
+    TensorPlan,
+)
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.store.files import version
@@ -88,6 +96,8 @@ def export_plan(
 ) -> ExportPlan:
     return ExportPlan(
         out_dir=out_dir,
+        origin=Origin("run/global_step3", 3, "ZeRO-2", 2),
+        form=Form(("float32",), "hub", weights_only=False),
         shards=tuple(shard_plan(name, wanted) for name, wanted in shards.items()),
         side_files=side_files,
         sources=tuple(sources),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from tests.support import peft_models
@@ -177,6 +178,25 @@ def test_another_base_is_merged_where_that_is_allowed_and_the_manifest_says_so(
     ]
     manifest = json.loads((tmp_path / "out" / "zexport_manifest.json").read_text())
     assert manifest["findings"][0]["kind"] == "base-mismatch"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Exported although base-mismatch was found" in card
+    assert str(tmp_path) not in card
+
+
+def test_the_card_of_a_merged_adapter_says_what_came_from_the_base(tmp_path: Path) -> None:
+    trained = train(tmp_path, WITH_BASE)
+    names_its_base(trained, "Qwen/Qwen2.5-0.5B")
+    moved = tmp_path / "Qwen2.5-0.5B"
+    trained.base.rename(moved)
+    merge(trained, moved, tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
+    assert card.data.to_dict()["base_model_relation"] == "finetune"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    base = load_file(moved / "model.safetensors")
+    same = sum(torch.equal(one, base[name].bfloat16().float()) for name, one in tensors.items())
+    told = f"of {len(tensors)} tensors, {same} are the base model's, as training had them"
+    assert told in " ".join(card.text.split())
 
 
 def test_a_base_that_gives_no_weight_is_only_warned_of(tmp_path: Path) -> None:

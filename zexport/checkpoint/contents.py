@@ -275,6 +275,13 @@ class ZeroCheckpoint:
     skipped_steps: int = 0
 
     @property
+    def ranks(self) -> int | None:
+        """Number of all ranks that wrote it."""
+        if self.world_size is None:
+            return None
+        return self.world_size * self.parallelism.stages * self.parallelism.tensor_ranks
+
+    @property
     def may_lack_weights(self) -> bool:
         """Whether the save may have left weights out.
 

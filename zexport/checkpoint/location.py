@@ -11,7 +11,7 @@ from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
 from zexport.store.boundary import Boundary
 from zexport.store.files import read_regular
-from zexport.store.folders import is_file
+from zexport.store.folders import is_file, real
 
 _LATEST_NBYTES_MAX = 4096
 
@@ -49,11 +49,22 @@ class Location(Struct, frozen=True):
     framework: Framework
     tags: tuple[str, ...]
     boundary: Boundary
+    real_root: Path
 
     @property
     def tag_dir(self) -> Path:
         """The folder with the rank files."""
         return self.root / self.tag
+
+    @property
+    def name(self) -> str:
+        """The last two names of the folder that is this checkpoint alone, wherever it lies.
+
+        DeepSpeed's own is the tag's; others make one around it, whose tag may always be the same.
+        """
+        is_run = self.framework in (Framework.DEEPSPEED, Framework.ZEXPORT)
+        folder = self.real_root / self.tag if is_run else self.real_root
+        return "/".join(folder.parts[1:][-2:])
 
 
 def read_latest(root: Path, name: str = "latest") -> str | None:
@@ -95,7 +106,8 @@ def check_child_name(tag: str, path: Path, error: type[UnsafeError] | type[Usage
 
 def location_of(root: Path, tag: str, chosen: TagChoice, boundary: Boundary) -> Location:
     """The tag folder ``tag`` in ``root``, with what lies around it."""
-    return Location(root, tag, chosen, _framework(root, tag), list_tags(root), boundary)
+    framework = _framework(root, tag)
+    return Location(root, tag, chosen, framework, list_tags(root), boundary, real(root))
 
 
 def _framework(root: Path, tag: str) -> Framework:

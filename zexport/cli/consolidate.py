@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,24 +140,27 @@ def consolidate(
     from zexport.api import plan_export, run_export
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
-    from zexport.report.export import print_export
+    from zexport.report.export import print_export, print_warnings
+    from zexport.report.text import PlainConsole
     from zexport.run.execute import VerifyMode
     from zexport.store.json import form_of
 
     checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out, _options(**chosen))
     if dry_run:
-        _show(plan, as_json=json)
+        _show(plan, as_json=json, quiet=quiet)
         return
     mode = VerifyMode("none" if no_verify else verify)
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = run_export(plan, verify=mode, progress=on_progress)
-    if json or not quiet:
-        put_out(
-            lambda: form_of(done, plan.provenance),
-            lambda console: print_export(console, done),
-            as_json=json,
-        )
+    if quiet and not json:
+        print_warnings(PlainConsole(sys.stderr), done)
+        return
+    put_out(
+        lambda: form_of(done, plan.provenance),
+        lambda console: print_export(console, done),
+        as_json=json,
+    )
 
 
 def _options(
@@ -177,7 +181,7 @@ def _options(
     )
 
 
-def _show(plan: ExportPlan, *, as_json: bool) -> None:
+def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
     from zexport.plan.summary import side_nbytes, summarize
     from zexport.report.export import print_plan
     from zexport.store.json import form_of
@@ -185,6 +189,6 @@ def _show(plan: ExportPlan, *, as_json: bool) -> None:
     summary = summarize(plan)
     put_out(
         lambda: form_of(summary, plan.provenance),
-        lambda console: print_plan(console, summary, side_nbytes(plan)),
+        lambda console: print_plan(console, summary, side_nbytes(plan), quiet=quiet),
         as_json=as_json,
     )

@@ -132,7 +132,7 @@ progress_options = together(
         show_default=True,
         help="Progress on stderr: a bar or plain lines, or JSON lines.",
     ),
-    click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no notes; warnings stay."),
 )
 adapter_options = together(
     click.option(

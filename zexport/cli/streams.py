@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from zexport.errors import OutputError
 
@@ -41,9 +42,27 @@ def put_out(
 ) -> None:
     """A result, once as JSON for programs or once as text for people."""
     if as_json:
-        click.echo(json.dumps(form(), indent=2, allow_nan=False))
-    else:
-        describe(_console())
+        environment = dict(_environment())
+        told = form() | ({"environment": environment} if environment else {})
+        click.echo(json.dumps(told, indent=2, allow_nan=False))
+        return
+    from zexport.report.text import print_list
+
+    console = _console()
+    describe(console)
+    told_of = (f"{option} from {variable}" for option, variable in _environment())
+    print_list(console, "Options from the environment", told_of)
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    """Options of the command that were set by environment variables, and by which."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    for option in context.command.params:
+        name = option.name or ""
+        if context.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
+            yield max(option.opts, key=len), f"{context.auto_envvar_prefix}_{name.upper()}"
 
 
 def _console() -> Console:

@@ -164,3 +164,7 @@ class Fact(Enum):
         "config.json is the one beside the checkpoint, and the base's says otherwise",
         severity=Severity.NOTED,
     )
+
+
+OF_BASE = frozenset({Fact.BASE_CONFIG, Fact.BASE_NAME, Fact.BASE_WEIGHTS, Fact.BASE_UNTRACED})
+"""What tells whether a base is the model that training began from."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zexport import __version__
 from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.location import Location
 from zexport.model.hub_cache import hub_id_of, is_hub_id
 from zexport.model.sidecars import Sidecars
 from zexport.printable import printable
@@ -45,28 +46,43 @@ def model_card(
     sidecars: Sidecars,
     architecture: str | None = None,
     apart: Mapping[str, Sequence[str]] | None = None,
+    *,
+    origin: Sequence[str] = (),
+    trained_on: str = "",
 ) -> bytes:
-    """The content of ``README.md``, with metadata as the hub takes them."""
+    """The content of ``README.md``, with metadata as the hub takes them.
+
+    Args:
+        checkpoint: what was exported.
+        dtype: the element type that it was exported in.
+        sidecars: the files around it.
+        architecture: the class, where the config has none.
+        apart: weights that the class does not know, by file.
+        origin: what came from elsewhere, or was exported all the same, in paragraphs.
+        trained_on: what an adapter calls its base; empty where nothing shows that it is the one.
+    """
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
     steps = checkpoint.global_steps
     step = "" if steps is None else f" after {steps - checkpoint.skipped_steps} steps"
     lines = [
         "---",
-        _metadata(sidecars, architecture),
+        _metadata(sidecars, architecture, trained_on),
         "---",
         "",
         f"# {_inline(architecture or 'Model')} from a DeepSpeed checkpoint",
         "",
         f"The weights are those of the {checkpoint.layout} checkpoint "
-        f"`{_inline(checkpoint.location.tag)}`,",
-        f"written by {checkpoint.world_size} ranks of DeepSpeed "
+        f"{_inlined(checkpoint.location)},",
+        f"written by {checkpoint.ranks} ranks of DeepSpeed "
         f"{_inline(str(checkpoint.ds_version))}{step} and",
         f"consolidated to {dtype.torch_name} by zexport {__version__}. "
         "`zexport_manifest.json` has a digest of every tensor;",
         "`zexport verify .` checks them.",
         "",
     ]
+    for paragraph in origin:
+        lines += [_inline(paragraph), ""]
     for file, names in (apart or {}).items():
         lines += [
             f"`{file}` holds what {_inline(architecture or 'the model')} does not "
@@ -77,18 +93,28 @@ def model_card(
     return "\n".join(lines).encode(errors="backslashreplace")
 
 
-def _metadata(sidecars: Sidecars, architecture: str | None) -> str:
+def _inlined(location: Location) -> str:
+    """The checkpoint's name, and that of its tag where it says something else."""
+    name, tag = f"`{_inline(location.name)}`", f"`{_inline(location.tag)}`"
+    return name if location.name.endswith(location.tag) else f"{name} (tag {tag})"
+
+
+def _metadata(sidecars: Sidecars, architecture: str | None, trained_on: str) -> str:
     """What the hub reads of a card; a path of some machine is never part of it.
 
-    The base model's name is that of the base folder in the hub's cache, else what the config says
-    in ``_name_or_path`` if that is a hub's name, else what the base folder's card says its own base
-    is. The licence is the one that the base folder's card states.
+    The base model's name is that of the base folder in the hub's cache, else what a merged adapter
+    calls it, else what the config says in ``_name_or_path`` if that is a hub's name, else what the
+    base folder's card says its own base is; what was trained is a finetune of it, merged or not.
+    The licence is the one that the base folder's card states.
     """
     card = sidecars.base_card
     license_id = _stated(card, "license", _LICENSE_ID)
     is_encoder = "modules.json" in sidecars.copied
+    names = (name for name in _names(sidecars, card, trained_on) if is_hub_id(name))
+    base_model = next(names, None)
     known = {
-        "base_model": next((name for name in _names(sidecars, card) if is_hub_id(name)), None),
+        "base_model": base_model,
+        "base_model_relation": base_model and "finetune",
         "library_name": "sentence-transformers" if is_encoder else "transformers",
         "license": license_id,
         "license_name": license_id and _stated(card, "license_name", _LICENSE_NAME),
@@ -118,9 +144,10 @@ def _stated(card: str, key: str, pattern: re.Pattern[str]) -> str | None:
     return value if pattern.fullmatch(value) else None
 
 
-def _names(sidecars: Sidecars, card: str) -> Iterator[str]:
+def _names(sidecars: Sidecars, card: str, trained_on: str) -> Iterator[str]:
     if sidecars.base is not None and (cached := hub_id_of(sidecars.base)):
         yield cached
+    yield trained_on
     if sidecars.config is not None:
         yield str(sidecars.config.content.get("_name_or_path"))
     yield _value(card, "base_model")

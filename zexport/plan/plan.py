@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
-from zexport.checkpoint.contents import StoredTensor, source_of
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.options import CheckMode, ExportDType
@@ -18,7 +19,7 @@ from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
 from zexport.store.files import Version
-from zexport.store.json import Json
+from zexport.store.json import Json, Natural
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
@@ -98,6 +99,64 @@ class SourceFile(Struct, frozen=True):
         return cls(file.path, file.version, file.members)
 
 
+class Origin(Struct, frozen=True):
+    """Which checkpoint it is.
+
+    Attributes:
+        folder: the tag's folder in full, or the last names of the checkpoint's where only the
+            manifest tells of it.
+        step: optimizer steps.
+        layout: in words, such as ``ZeRO-3``.
+        ranks: ranks that wrote it.
+    """
+
+    folder: str
+    step: Natural | None
+    layout: str
+    ranks: Natural | None
+
+    @classmethod
+    def of(cls, checkpoint: ZeroCheckpoint) -> Origin:
+        """A checkpoint that is there."""
+        location = checkpoint.location
+        folder = str(location.real_root / location.tag)
+        return cls(folder, checkpoint.global_steps, checkpoint.layout, checkpoint.ranks)
+
+    @classmethod
+    def recorded(cls, record: object) -> Origin | None:
+        """What a manifest says of a checkpoint; ``None`` where that says too little."""
+        told = record if isinstance(record, Mapping) else {}
+        try:
+            return msgspec.convert({**told, "step": told.get("global_steps")}, cls)
+        except msgspec.ValidationError:
+            return None
+
+    def __str__(self) -> str:
+        """In words: folder, step, layout and ranks."""
+        told = (
+            None if self.step is None else f"step {self.step:,}",
+            self.layout,
+            None if self.ranks is None else f"{self.ranks:,} rank{'s' * (self.ranks != 1)}",
+        )
+        words = ", ".join(filter(None, told))
+        return f"{self.folder} ({words})" if words else self.folder
+
+
+class Form(Struct, frozen=True):
+    """What a folder is made as.
+
+    Attributes:
+        dtypes: element types of its floating-point tensors, as torch names them, the commonest
+            first.
+        names: whose names the tensors have: ``hub``, ``memory`` or ``peft``.
+        weights_only: whether there is no config, without which ``from_pretrained`` loads nothing.
+    """
+
+    dtypes: tuple[str, ...]
+    names: str
+    weights_only: bool
+
+
 class Reference(Struct, frozen=True):
     """A checkpoint that DeepSpeed's converter is to rebuild, and what the plan needs of it."""
 
@@ -112,6 +171,8 @@ class ExportPlan:
 
     Attributes:
         out_dir: the folder that will appear.
+        origin: the checkpoint that it is made from.
+        form: what it is made as.
         shards: the safetensors files, in order.
         side_files: everything else but the manifest.
         sources: the checkpoint files that are read, each once.
@@ -134,6 +195,8 @@ class ExportPlan:
     """
 
     out_dir: Path
+    origin: Origin
+    form: Form
     shards: tuple[FilePlan, ...]
     side_files: tuple[SideFile, ...]
     sources: tuple[SourceFile, ...]
@@ -174,6 +237,7 @@ DTYPES = {
 }
 """The element types that can be asked for by name."""
 
+WEIGHTS_ONLY = "weights only: from_pretrained will not load this"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from zexport.errors import MemoryLimitError
 from zexport.findings import Finding
 from zexport.options import ExportOptions
-from zexport.plan.plan import ExportPlan, FilePlan
+from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin
 from zexport.ranges.calculator import held_nbytes
 from zexport.ranges.computed import updates_in
 from zexport.store.files import version
@@ -92,6 +92,8 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 
     Attributes:
         out_dir: the folder that would be made.
+        origin: the checkpoint that it would be made from.
+        form: what it would be made as.
         files: the safetensors files.
         side_files: the other files, but for the manifest.
         sources: the files that would be read.
@@ -111,6 +113,8 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     """
 
     out_dir: Path
+    origin: Origin
+    form: Form
     files: tuple[PlannedFile, ...]
     side_files: tuple[str, ...]
     sources: tuple[PlannedSource, ...]
@@ -133,6 +137,8 @@ def summarize(plan: ExportPlan) -> PlanSummary:
     to_write = sum(file.nbytes for file in plan.shards)
     return PlanSummary(
         out_dir=plan.out_dir,
+        origin=plan.origin,
+        form=plan.form,
         files=tuple(PlannedFile(f.filename, f.nbytes, len(f.tensors)) for f in plan.shards),
         side_files=tuple(file.filename for file in plan.side_files),
         sources=tuple(PlannedSource(file.path, file.version.nbytes) for file in plan.sources),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from zexport.plan.plan import WEIGHTS_ONLY
 from zexport.printable import some
 from zexport.report.text import (
     Console,
@@ -19,6 +20,7 @@ from zexport.report.text import (
 )
 
 if TYPE_CHECKING:
+    from zexport.plan.plan import Form
     from zexport.plan.summary import PlanSummary
     from zexport.run.execute import ExportReport
     from zexport.run.verify import VerifyReport
@@ -32,15 +34,21 @@ _VERIFIED = {
 }
 
 
-def print_plan(console: Console, plan: PlanSummary, side_nbytes: Mapping[str, int]) -> None:
+def print_plan(
+    console: Console,
+    plan: PlanSummary,
+    side_nbytes: Mapping[str, int],
+    *,
+    quiet: bool = False,
+) -> None:
     """The plan for people; nothing has been written."""
-    print_line(console, f"Plan for {plan.out_dir} (nothing is written)", "bold")
+    _print_first(console, f"Plan for {plan.out_dir} (nothing is written)", plan, "bold")
     reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
     seconds = duration(plan.seconds_at_1_gb_per_s)
     print_facts(
         console,
         (
-            ("Tensors", f"{plan.tensors:,}"),
+            ("Tensors", f"{plan.tensors:,}, {_form(plan.form)}"),
             ("Reads", reads),
             ("Compared", _compared(plan)),
             ("Writes", size(plan.nbytes_to_write)),
@@ -53,7 +61,20 @@ def print_plan(console: Console, plan: PlanSummary, side_nbytes: Mapping[str, in
     print_table(console, ("File", ">Size", ">Tensors"), rows, "Files")
     print_findings(console, "Findings", plan.findings)
     print_list(console, "Warnings", plan.warnings, "bold yellow")
-    print_list(console, "Notes", plan.notes)
+    print_list(console, "Notes", () if quiet else plan.notes)
+
+
+def _print_first(
+    console: Console, done: str, result: PlanSummary | ExportReport, style: str
+) -> None:
+    """The first line: what was made of which checkpoint, and whether nothing will load it."""
+    only = f": {WEIGHTS_ONLY}" if result.form.weights_only else ""
+    print_line(console, f"{done} from {result.origin}{only}", "bold yellow" if only else style)
+
+
+def _form(form: Form) -> str:
+    whose = {"hub": "the hub", "memory": "the module in memory", "peft": "peft"}
+    return f"{' and '.join(form.dtypes)} under names of {whose[form.names]}".lstrip()
 
 
 def _compared(plan: PlanSummary) -> str:
@@ -77,11 +98,11 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
 def print_export(console: Console, report: ExportReport) -> None:
     """The report for people."""
     speed = report.nbytes_written / max(report.seconds, 1e-9)
-    print_line(console, f"Exported to {report.out_dir}", "bold green")
+    _print_first(console, f"Exported to {report.out_dir}", report, "bold green")
     print_facts(
         console,
         (
-            ("Tensors", f"{report.tensors:,}"),
+            ("Tensors", f"{report.tensors:,}, {_form(report.form)}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
@@ -90,20 +111,29 @@ def print_export(console: Console, report: ExportReport) -> None:
             ("Verified", _VERIFIED[report.verified.value]),
         ),
     )
+    print_warnings(console, report)
+    print_list(console, "Notes", report.notes)
+
+
+def print_warnings(console: Console, report: ExportReport) -> None:
+    """What is to be known before the export is used, which nothing silences."""
     print_findings(console, "Findings (exported as it is)", report.findings)
     print_list(console, "Warnings", report.warnings, "bold yellow")
-    print_list(console, "Notes", report.notes)
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:
     """The report for people: one line of verdict, and a line for each problem."""
     looked_at = f"{plural(report.files, 'file')}, {plural(report.tensors, 'tensor')}"
     against = " and made again from the checkpoint" if report.against_checkpoint else ""
+    of = "" if report.origin is None else f", of {report.origin}"
     if report.ok:
-        print_line(console, f"{report.out_dir}: whole ({looked_at} compared{against})", "green")
+        verdict = f"{report.out_dir}: whole ({looked_at} compared{against}){of}"
+        print_line(console, verdict, "green")
+        _print_compared(console, report)
         return
     count = plural(len(report.problems), "problem")
-    print_line(console, f"{report.out_dir}: {count} ({looked_at} compared{against})", "bold red")
+    verdict = f"{report.out_dir}: {count} ({looked_at} compared{against}){of}"
+    print_line(console, verdict, "bold red")
     print_table(
         console,
         ("File", "Tensor", "Problem"),
@@ -112,3 +142,16 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     if len(report.problems) > _PROBLEMS_SHOWN:
         more = len(report.problems) - _PROBLEMS_SHOWN
         print_line(console, f"  and {more:,} more; --json lists all of them")
+    _print_compared(console, report)
+
+
+def _print_compared(console: Console, report: VerifyReport) -> None:
+    """What was held against what, and which files are none of the export's."""
+    alone = f"{some(report.by_manifest_alone, 8)}: with the manifest alone"
+    compared = (
+        (("Weights", "with the manifest and the checkpoint"), ("Not weights", alone))
+        if report.against_checkpoint
+        else (("Compared", "with the manifest alone; --against CKPT has weights made again"),)
+    )
+    print_facts(console, compared if report.files else ())
+    print_list(console, "Warnings", report.warnings, "bold yellow")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
 from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
+from zexport.plan.plan import Origin
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
@@ -46,7 +47,8 @@ def print_inspection(
 ) -> None:
     """The inspection for people, with a line for each tensor or rank file; the verdict is last."""
     checkpoint = inspection.checkpoint
-    print_line(console, str(inspection.path), "bold")
+    what = inspection.path if checkpoint is None else Origin.of(checkpoint)
+    print_line(console, str(what), "bold")
     if checkpoint is not None:
         print_facts(console, _facts(inspection, checkpoint))
     if checkpoint is None or len(inspection.tags) > 1:
@@ -93,11 +95,10 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
 
 
 def _world_size(checkpoint: ZeroCheckpoint) -> str:
-    data = checkpoint.world_size
-    if data is None:
+    data, ranks = checkpoint.world_size, checkpoint.ranks
+    if data is None or ranks is None:
         return ""
-    model = checkpoint.parallelism.stages * checkpoint.parallelism.tensor_ranks
-    return f"{data:,}" if model == 1 else f"{data * model:,}, of which {data:,} share their data"
+    return f"{data:,}" if ranks == data else f"{ranks:,}, of which {data:,} share their data"
 
 
 def _adapter(adapter: AdapterSummary) -> str:

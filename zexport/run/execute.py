@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from zexport.findings import Finding
-from zexport.plan.plan import ExportPlan
+from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.run.begin import Workplace, begin
 from zexport.run.finish import finish
 from zexport.run.part import write_part
@@ -39,6 +39,8 @@ class ExportReport:
 
     Attributes:
         out_dir: the folder that now exists.
+        origin: the checkpoint that it was made from.
+        form: what it was made as.
         files: its files, sorted, the manifest among them.
         tensors: tensors written.
         nbytes_read: bytes read from the checkpoint's tensors.
@@ -52,6 +54,8 @@ class ExportReport:
     """
 
     out_dir: Path
+    origin: Origin
+    form: Form
     files: tuple[str, ...]
     tensors: Natural
     nbytes_read: Natural
@@ -101,6 +105,8 @@ def run_plan(
         finished = finish(work, begun, reader, findings)
     return ExportReport(
         out_dir=plan.out_dir,
+        origin=plan.origin,
+        form=plan.form,
         files=tuple(sorted(finished.files)),
         tensors=sum(len(file.tensors) for file in plan.shards),
         nbytes_read=reader.nbytes_read,

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.plan.plan import ExportPlan, TensorPlan, qualified
+from zexport.plan.plan import ExportPlan, Origin, TensorPlan, qualified
 from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
 from zexport.ranges.ledger import Ledger
+from zexport.run.added import added_files
 from zexport.run.finish import source_entries
 from zexport.run.manifest import (
     MANIFEST_NAME,
@@ -61,6 +62,11 @@ class VerifyReport:
         files: files whose bytes were compared.
         tensors: tensors whose bytes were compared.
         against_checkpoint: whether every tensor was also made again from the checkpoint.
+        origin: the checkpoint that it was made from, as its manifest or the checkpoint says; null
+            where neither does.
+        by_manifest_alone: files that were held against the manifest and nothing else, such as
+            config and tokenizer.
+        warnings: files that were added to the export and change what loads.
         problems: everything that is wrong.
     """
 
@@ -70,6 +76,9 @@ class VerifyReport:
     tensors: Natural
     against_checkpoint: bool
     problems: tuple[Problem, ...]
+    origin: Origin | None = None
+    by_manifest_alone: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ok", not self.problems)
@@ -128,6 +137,15 @@ def verify_export(
         tensors=len(manifest.tensors),
         against_checkpoint=plan is not None,
         problems=tuple(problems),
+        origin=Origin.recorded(manifest.provenance.get("checkpoint"))
+        if plan is None
+        else plan.origin,
+        by_manifest_alone=tuple(
+            name
+            for name in sorted(manifest.files)
+            if plan is None or not Path(name).match(_SHARD_PATTERN)
+        ),
+        warnings=tuple(added_files(out_dir, manifest.files)),
     )
 
 

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collect import Collected
-from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
+from zexport.facts.statements import Statement, disagreements
+from zexport.facts.table import OF_BASE, Fact
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
@@ -23,12 +23,20 @@ from zexport.model.tokens import (
     token_statements,
 )
 from zexport.options import AdapterMode, ExportDType
-from zexport.plan.plan import DTYPES, INDEX_FILE, SINGLE_FILE, FilePlan, SideFile, plan_file
+from zexport.plan.plan import (
+    DTYPES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHTS_ONLY,
+    FilePlan,
+    SideFile,
+    plan_file,
+)
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import Selection, check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
-from zexport.weights.select import select_tensors
+from zexport.weights.select import select_tensors, with_frozen_counted
 from zexport.weights.ties import settle_ties
 
 HEAD_FILE = "value_head.safetensors"
@@ -55,6 +63,8 @@ class HubModel(Struct, frozen=True):
         findings = check_shapes(found.fit, found.weights, options, tag_dir)
         settled = settle_names(found.weights, found.fit, found.base.shapes, options, tag_dir)
         settled = settle_ties(settled, found.ties)
+        if options.exclude_frozen:
+            settled = with_frozen_counted(settled, checkpoint)
         selection = select_tensors(checkpoint, settled, found.base, options)
         config = _for_written(found.sidecars.config, selection)
         return replace(
@@ -62,7 +72,7 @@ class HubModel(Struct, frozen=True):
             heads=found.heads,
             config=config,
             findings=findings,
-            warnings=(*self._warnings(config), *selection.warnings),
+            warnings=(*self._warnings(), *selection.warnings),
             notes=(*_mended(config), *selection.notes),
             statements=tuple(self._tokens(selection, config)),
         )
@@ -108,9 +118,16 @@ class HubModel(Struct, frozen=True):
         if "README.md" not in sidecars.copied:
             apart = files_apart(selection.heads)
             checkpoint = self.collected.checkpoint
-            yield SideFile(
-                "README.md", model_card(checkpoint, target, sidecars, architecture, apart)
+            card = model_card(
+                checkpoint,
+                target,
+                sidecars,
+                architecture,
+                apart,
+                origin=tuple(self._origin(selection)),
+                trained_on=self._trained_on,
             )
+            yield SideFile("README.md", card)
         if sidecars.config is not None:
             tie_word_embeddings = False if selection.untied else None
             content = sidecars.config.edited(
@@ -129,16 +146,48 @@ class HubModel(Struct, frozen=True):
             return checkpoint.module_dtype or DType.F32
         return DTYPES[options.dtype]
 
-    def _warnings(self, config: ConfigFile | None) -> Iterator[str]:
+    @property
+    def _trained_on(self) -> str:
+        """What the merged adapter calls its base, unless something says that it is another."""
+        found = self.collected
+        differing = {one.fact for one in disagreements(found.statements)}
+        if found.mode is not AdapterMode.MERGE or differing & OF_BASE:
+            return ""
+        told = (one.config.text("base_model_name_or_path") for one in found.adapters)
+        return next(told, "")
+
+    def _origin(self, selection: Selection) -> Iterator[str]:
+        """What the card says of what is not from training, and of what was allowed."""
+        found, every = self.collected, selection.written
+        if found.mode is AdapterMode.MERGE:
+            names = " and ".join(one.name for one in found.adapters)
+            count = sum(tensor.role is Role.FROZEN for tensor in every)
+            yield (
+                f"The adapter {names} is merged into its base model: of {len(every)} tensors, "
+                f"{count} are the base model's, as training had them."
+            )
+        elif selection.from_base:
+            yield (
+                f"Of {len(every)} tensors, {len(selection.from_base)} come from the base model: "
+                "they were not trained, and not in the checkpoint."
+            )
+        for one in selection.findings:
+            if one.accepted:
+                yield f"Exported although {one.kind} was found: {one.detail or one.tensor}."
+        if later := found.options.allow - {one.kind for one in selection.findings}:
+            yield (
+                f"Allowed was also {', '.join(sorted(later))}: findings in zexport_manifest.json "
+                "tell whether there was any."
+            )
+
+    def _warnings(self) -> Iterator[str]:
         """What is missing beside the weights, will not be read, or stands apart."""
         found = self.collected
         if found.sidecars.missing:
-            missing = f"without {' and '.join(found.sidecars.missing)}"
-            if found.sidecars.config is None:
-                missing = f"weights only: from_pretrained will not load this, {missing}"
+            only = f"{WEIGHTS_ONLY}, " if found.sidecars.config is None else ""
             yield (
-                f"{missing}: nothing of that kind lies with the checkpoint; give a model folder "
-                "with --base"
+                f"{only}without {' and '.join(found.sidecars.missing)}: nothing of that kind lies "
+                "with the checkpoint; give a model folder with --base"
             )
         for name in found.spoilt:
             yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"

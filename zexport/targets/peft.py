@@ -67,6 +67,8 @@ class PeftAdapters(Struct, frozen=True):
             tensors |= {qualified(_file_of(adapter), name): one for name, one in kept.items()}
         words = "adapter" if len(found.adapters) == 1 else "adapters"
         names = ", ".join(repr(adapter.name) for adapter in found.adapters)
+        is_excluded = found.options.exclude_frozen
+        excluded = ("--exclude-frozen left out 0 weights of the adapter",) if is_excluded else ()
         what = f"this is the {words} {names} for peft, not a model; --adapter merge makes one"
         return Selection(
             Weights(tensors, {}),
@@ -74,7 +76,7 @@ class PeftAdapters(Struct, frozen=True):
             from_base=tuple(from_base),
             loadable=True,
             warnings=(*(one for s in found.saved.values() for one in s.warnings), *warnings),
-            notes=(what, *(one for s in found.saved.values() for one in s.notes)),
+            notes=(what, *excluded, *(one for s in found.saved.values() for one in s.notes)),
             statements=tuple(stated),
         )
 

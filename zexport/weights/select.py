@@ -47,7 +47,7 @@ def select_tensors(
             check_complete(names, {**own, **wanted, **aliases}, checkpoint.location.tag_dir)
         own, tied = _tie_as_declared(own, aliases, names)
         own, tied = _as_saved(own, tied, names, settled.layout)
-    from_base = f"{len(filled)} weights come from the base model" if filled else ""
+    from_base = (f"{len(filled)} weights come from the base model",) if filled else ()
     written = own | filled
     if settled.untied:
         written, tied = _under_all_names(written, tied, settled)
@@ -57,8 +57,29 @@ def select_tensors(
         from_base=tuple(filled),
         loadable=not differences and (settled.layout is not None or _is_saved_so(settled, aliases)),
         warnings=(*_obstacle(settled, differences), *settled.warnings),
-        notes=tuple(filter(None, (from_base, *settled.notes))),
+        notes=(*from_base, *settled.notes),
     )
+
+
+def with_frozen_counted(settled: Selection, checkpoint: ZeroCheckpoint) -> Selection:
+    """The same, saying what ``--exclude-frozen`` leaves out, and what the save did before it."""
+    stored, names = settled.weights, settled.names
+    frozen = {name for name, tensor in stored.tensors.items() if tensor.role is Role.FROZEN}
+    lacking = set(stored.left_out) - stored.buffers
+    is_known = isinstance(names, ModelNames)
+    if isinstance(names, ModelNames) and checkpoint.may_lack_weights:
+        nowhere = absent(names, stored.shapes)
+        lacking |= {n for n in nowhere if n not in names.buffers and n not in names.tied}
+    every = sorted(frozen | lacking)
+    more = "; others may have been left out when it was saved"
+    told = (
+        f"--exclude-frozen left out {len(every):,} weight{'s' * (len(every) != 1)}"
+        + (f": {some(every)}" if every else "")
+        + ("" if is_known or not checkpoint.may_lack_weights else more)
+    )
+    if every or told.endswith(more):
+        return structs.replace(settled, warnings=(*settled.warnings, told))
+    return structs.replace(settled, notes=(*settled.notes, told))
 
 
 def _obstacle(settled: Selection, differences: str) -> Iterator[str]:

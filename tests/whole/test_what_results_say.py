@@ -1,0 +1,175 @@
+"""What results say of themselves: of which checkpoint they are, and what is to be known of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.support.checkpoints import Run, save, small_model
+from zexport.api import consolidate, verify_export
+from zexport.options import ExportOptions
+from zexport.store.json import decoded
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
+
+
+def run(*words: object, **environment: str) -> tuple[str, str]:
+    """Standard output and error of a command that goes well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zexport", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | environment,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+def manifest_of(out: Path) -> dict[str, Any]:
+    return decoded((out / "zexport_manifest.json").read_text(), dict[str, Any])
+
+
+@pytest.fixture
+def accelerate(tmp_path: Path) -> Path:
+    """A checkpoint of Accelerate's, whose tag is always the same, without a config."""
+    root = tmp_path / "project" / "checkpoints" / "checkpoint_1"
+    return save(small_model(), Run(stage=2), root, tag="pytorch_model")
+
+
+def test_every_result_says_which_checkpoint_it_is(accelerate: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = f"{accelerate / 'pytorch_model'} (step 2, ZeRO-2, 2 ranks)"
+    for words in (("consolidate", "--dry-run"), ("consolidate",)):
+        assert told in run(*words, accelerate, out)[0].splitlines()[0]
+    assert told in run("verify", out, "--against", accelerate)[0].splitlines()[0]
+    assert told in run("inspect", accelerate)[0].splitlines()[0]
+    by_manifest = "checkpoints/checkpoint_1 (step 2, ZeRO-2, 2 ranks)"
+    assert f"of {by_manifest}" in run("verify", out)[0].splitlines()[0]
+    assert manifest_of(out)["checkpoint"]["folder"] == "checkpoints/checkpoint_1"
+    card = (out / "README.md").read_text()
+    assert "`checkpoints/checkpoint_1` (tag `pytorch_model`)" in card
+    assert str(tmp_path) not in card
+    report = consolidate(accelerate, tmp_path / "again")
+    assert report.to_json()["origin"] == {
+        "folder": str(accelerate / "pytorch_model"),
+        "step": 2,
+        "layout": "ZeRO-2",
+        "ranks": 2,
+    }
+
+
+def test_a_checkpoint_elsewhere_gives_the_same_bytes_and_never_a_dotted_path(
+    accelerate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consolidate(accelerate, tmp_path / "one")
+    moved = tmp_path / "elsewhere" / "checkpoints" / "checkpoint_1"
+    moved.parent.mkdir(parents=True)
+    accelerate.rename(moved)
+    (moved / "below").mkdir()
+    monkeypatch.chdir(moved / "below")
+    consolidate("..", tmp_path / "two")
+    for name in ("README.md", "zexport_manifest.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_weights_without_a_config_are_called_so_in_the_first_line(
+    accelerate: Path, tmp_path: Path
+) -> None:
+    assert "--base MODEL" in run("inspect", accelerate)[0].splitlines()[-1]
+    first = run("consolidate", accelerate, tmp_path / "out")[0].splitlines()[0]
+    assert "weights only: from_pretrained will not load this" in first
+    first = run("consolidate", FIXTURE, tmp_path / "whole")[0].splitlines()[0]
+    assert "weights only" not in first
+    assert "--base MODEL" not in run("inspect", FIXTURE)[0]
+
+
+def test_quiet_silences_notes_and_never_warnings(accelerate: Path, tmp_path: Path) -> None:
+    words = ("consolidate", accelerate, tmp_path / "loud", "--exclude-frozen")
+    loud = run(*words, "--rename", "^=base_")[0]
+    assert "Warnings" in loud
+    out, err = run("consolidate", "-q", accelerate, tmp_path / "out")
+    assert out == ""
+    assert "will not load" in err
+    assert "Notes" not in err
+    assert run("consolidate", "-q", FIXTURE, tmp_path / "whole") == ("", "")
+
+
+def test_good_news_is_a_note_and_no_warning(tmp_path: Path) -> None:
+    report = consolidate(FIXTURE.parents[1] / "tp2_z0_w2_bf16" / "ckpt", tmp_path / "out")
+    assert not any("masters' values" in one for one in report.warnings)
+    assert any("masters' values" in one for one in report.notes)
+
+
+@pytest.mark.parametrize("has_frozen", [True, False])
+def test_what_is_left_out_on_purpose_is_counted(has_frozen: bool, tmp_path: Path) -> None:
+    model = small_model()
+    if not has_frozen:
+        model = replace(model, frozen={})
+    root = save(model, Run(stage=2), tmp_path / "ckpt")
+    report = consolidate(root, tmp_path / "out", ExportOptions(exclude_frozen=True))
+    told = report.warnings if has_frozen else report.notes
+    count = len(model.frozen)
+    (sentence,) = (one for one in told if "--exclude-frozen left out" in one)
+    assert f"left out {count} weight" in sentence
+    assert all(name in sentence for name in list(model.frozen)[:3])
+
+
+def test_dtype_names_and_options_of_the_environment_are_told(tmp_path: Path) -> None:
+    variable = "ZEXPORT_CONSOLIDATE_DTYPE"
+    plain = run("consolidate", FIXTURE, tmp_path / "out", **{variable: "bf16"})[0]
+    assert "bfloat16 under names of the hub" in plain
+    assert f"--dtype from {variable}" in plain
+    told = json.loads(run("inspect", FIXTURE, "--json", ZEXPORT_INSPECT_FILES="1")[0])
+    assert told["environment"] == {"--files": "ZEXPORT_INSPECT_FILES"}
+    assert "environment" not in json.loads(run("inspect", FIXTURE, "--json")[0])
+
+
+def test_verify_says_what_it_compared_with_what(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    consolidate(FIXTURE, out)
+    assert "Compared  with the manifest alone" in run("verify", out)[0]
+    against = run("verify", out, "--against", FIXTURE)[0]
+    assert "Weights      with the manifest and the checkpoint" in against
+    (line,) = (line for line in against.splitlines() if "Not weights" in line)
+    assert "config.json" in line
+    assert "tokenizer.json" in line
+    assert "model.safetensors" not in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
+        "modeling_mine.py",
+        "pytorch_model.bin",
+        "preprocessor_config.json",
+    ],
+)
+def test_files_that_were_added_and_change_what_loads_are_told(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    consolidate(FIXTURE, out)
+    (out / "notes.txt").write_text("mine")
+    assert verify_export(out).warnings == ()
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("{}")
+    report = verify_export(out)
+    assert report.ok
+    (told,) = report.warnings
+    assert told.startswith(f"{name} was added to the export")
+
+
+def test_cards_without_a_known_base_name_none(tmp_path: Path) -> None:
+    consolidate(FIXTURE, tmp_path / "out")
+    data = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+    assert not {"base_model", "base_model_relation"} & data.keys()
