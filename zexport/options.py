@@ -24,6 +24,12 @@ class ExportDType(Enum):
     AUTO = "auto"
     """The type that the module trained in."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> ExportDType | None:
+        """By torch's name for it, too."""
+        names = {"float32": cls.FP32, "bfloat16": cls.BF16, "float16": cls.FP16}
+        return names.get(value) if isinstance(value, str) else None
+
 
 class NameLayout(Enum):
     """Whose names the tensors carry."""

@@ -23,17 +23,20 @@ from zexport.cli.options import (
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
+from zexport.printable import shell_word
+from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
 
 _DEFAULTS = ExportOptions()
+_SHARD_NBYTES_MIN = 10**6
 _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
-@click.argument("ckpts", type=PATH, nargs=-1, required=True, metavar="CKPT...")
-@click.argument("out", type=PATH)
+@click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, given by name.")
 @tag_option
 @click.option(
     "--dtype",
@@ -56,7 +59,7 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 )
 @click.option(
     "--max-shard-size",
-    type=ByteSize(),
+    type=ByteSize(_SHARD_NBYTES_MIN),
     default="5GB",
     show_default=True,
     help="Largest safetensors file.",
@@ -117,9 +120,9 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @json_option
 @progress_options
 def consolidate(
-    ckpts: tuple[Path, ...],
-    out: Path,
     *,
+    paths: tuple[Path, ...],
+    output: Path | None,
     tag: str | None,
     follow_symlinks: bool,
     verify: str,
@@ -145,6 +148,7 @@ def consolidate(
     from zexport.run.execute import VerifyMode
     from zexport.store.json import form_of
 
+    ckpts, out = _split(paths, output)
     checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out, _options(**chosen))
     if dry_run:
@@ -161,6 +165,25 @@ def consolidate(
         lambda console: print_export(console, done),
         as_json=json,
     )
+
+
+def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:
+    """The checkpoint's folders, and the one to make: the last, unless an option names it."""
+    if not paths:
+        raise click.MissingParameter(param_hint="'CKPT'", param_type="argument")
+    if output is None and len(paths) == 1:
+        raise click.MissingParameter(
+            f"Name the folder to make, as in: zexport consolidate {shell_word(paths[0])} model",
+            param_hint="'OUT'",
+            param_type="argument",
+        )
+    if output is None:
+        return paths[:-1], paths[-1]
+    if len(paths) > 1 and not exists(paths[-1]):
+        raise click.UsageError(
+            f"OUT is given twice, as {str(paths[-1])!r} and with --output as {str(output)!r}."
+        )
+    return paths, output
 
 
 def _options(

@@ -25,6 +25,13 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 _COMMANDS = ("consolidate", "inspect", "verify", "diff", "train")
+_MEANT = {
+    **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
+    **dict.fromkeys(("info", "show", "list", "ls"), "inspect"),
+    **dict.fromkeys(("check", "validate"), "verify"),
+    **dict.fromkeys(("compare", "cmp"), "diff"),
+}
+"""What other tools call the commands."""
 
 
 class _Commands(click.Group):
@@ -41,6 +48,15 @@ class _Commands(click.Group):
         module = importlib.import_module(f"zexport.cli.{cmd_name}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As Click has it; a refusal names the command that was meant."""
+        word = args[0]
+        if word not in _COMMANDS and (meant := _meant(word.lower())):
+            raise click.UsageError(f"No such command {word!r}. Did you mean {meant!r}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         """What the command returns; an interrupt ends in one line (Click 8 begins another)."""
@@ -67,6 +83,13 @@ def cli() -> None:
 
     Example: zexport consolidate run/checkpoint-100 model
     """
+
+
+def _meant(word: str) -> str | None:
+    import difflib
+
+    near = difflib.get_close_matches(word, _COMMANDS, 1)
+    return _MEANT.get(word) or (near[0] if near else None)
 
 
 def main() -> NoReturn:

@@ -14,6 +14,7 @@ import click
 
 from zexport.errors import UsageError
 from zexport.options import AdapterMode, ExportDType, ExportOptions
+from zexport.report.text import plural, size
 from zexport.store.folders import local_path
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,8 +36,7 @@ class GivenPath(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         """The path, as ``click.Path`` has it."""
         try:
-            local_path(value)
-            return super().convert(value, param, ctx)
+            return super().convert(local_path(value), param, ctx)
         except UsageError as error:
             self.fail(error.statement(), param, ctx)
         except OSError as error:
@@ -52,10 +52,13 @@ class ByteSize(click.ParamType[int]):
 
     name = "size"
 
+    def __init__(self, least_nbytes: int = 1) -> None:
+        self._least_nbytes = least_nbytes
+
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Bytes, 1 or more."""
+        """Bytes; fewer than the least are refused with what may have been meant."""
         if isinstance(value, int):
             return value
         match = _SIZE.fullmatch(str(value))
@@ -63,6 +66,14 @@ class ByteSize(click.ParamType[int]):
         nbytes = int(Decimal(match[1]) * factors[(match[2] or "").lower()]) if match else 0
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
+        if match and nbytes < self._least_nbytes:
+            meant = f"{match[1]}{'MB' if match[2] or nbytes >= _UNITS['k'] else 'GB'}"
+            self.fail(
+                f"{value!r} is {plural(nbytes, 'byte')}, too few for a file of weights (at least "
+                f"{size(self._least_nbytes)}). Did you mean {meant}?",
+                param,
+                ctx,
+            )
         return nbytes
 
 
@@ -91,8 +102,11 @@ class Named(click.Choice[str]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """The member."""
-        return self._members(super().convert(value, param, ctx))
+        """The member; a value may have a second name, such as ``bfloat16``."""
+        try:
+            return self._members(value)
+        except ValueError:
+            return super().convert(value, param, ctx)  # its refusal lists the values
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -18,9 +18,10 @@ _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:
-    """A path as it was given; an address such as ``s3://bucket/model`` is refused.
+    """A path as it was given, without detours; an address such as ``s3://bucket/model`` is refused.
 
-    As a path it would be a folder ``s3:``; a path has one slash left of the two.
+    As a path it would be a folder ``s3:``; a path has one slash left of the two. A detour such as
+    ``x/..`` stays where it leads elsewhere, ``x`` being a link.
     """
     if not os.fspath(given):  # as a path, nothing at all would be the working directory
         raise UsageError("a path may not be empty")
@@ -30,7 +31,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             f"{str(given)!r} is an address, and {scheme[1]}: is no place that zexport knows: "
             "give a path on this machine"
         )
-    return path
+    direct = Path(re.sub("^//+", "/", os.path.normpath(path)))
+    return direct if ".." not in path.parts or real(direct) == real(path) else path
 
 
 def is_file(path: Path) -> bool:

@@ -1,0 +1,122 @@
+"""What people type on their first day: other names, forgotten words, sizes without a unit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import zexport
+from zexport.cli.main import cli
+from zexport.cli.options import GivenPath
+from zexport.errors import UsageError
+from zexport.options import ExportDType, ExportOptions
+
+ZERO3 = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
+
+
+def result(*words: object) -> Any:
+    """The JSON object that a command prints."""
+    done = CliRunner().invoke(cli, [*map(str, words), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def refusal(*words: object) -> str:
+    """What a command says that is ended with 2."""
+    done = CliRunner().invoke(cli, [*map(str, words)], catch_exceptions=False)
+    assert done.exit_code == UsageError.exit_code
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("word", "recorded"), [("bfloat16", "bf16"), ("float32", "fp32"), ("float16", "fp16")]
+)
+def test_element_types_go_by_torchs_names_too(word: str, recorded: str, tmp_path: Path) -> None:
+    words = ("--dtype", word, "--base-dtype", word, "--dry-run")
+    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
+    assert (options["dtype"], options["base_dtype"]) == (recorded, recorded)
+    assert ExportOptions(dtype=word, base_dtype=word).dtype is ExportDType(recorded)  # type: ignore[arg-type]
+    assert recorded in refusal("consolidate", ZERO3, tmp_path / "model", "--dtype", "int8")
+
+
+def test_a_forgotten_out_is_what_is_said_to_be_missing() -> None:
+    said = refusal("consolidate", ZERO3)
+    assert "Missing argument 'OUT'" in said
+    assert f"zexport consolidate {ZERO3} model" in said
+    assert "Missing argument 'CKPT'" in refusal("consolidate")
+    assert "Missing argument 'CKPT'" in refusal("consolidate", "-o", "model")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("export", "consolidate"),
+        ("convert", "consolidate"),
+        ("consolidat", "consolidate"),
+        ("Inspect", "inspect"),
+        ("info", "inspect"),
+        ("check", "verify"),
+        ("compare", "diff"),
+    ],
+)
+def test_the_command_that_was_meant_is_suggested(word: str, meant: str) -> None:
+    assert f"No such command {word!r}. Did you mean {meant!r}?" in refusal(word, "a", "b")
+
+
+def test_a_word_like_no_command_gets_no_suggestion() -> None:
+    assert "Did you mean" not in refusal("zzz")
+
+
+@pytest.mark.parametrize("option", ["-o", "--output"])
+def test_the_folder_to_make_may_be_an_option(option: str, tmp_path: Path) -> None:
+    done = result("consolidate", option, tmp_path / "model", ZERO3)
+    assert done["out_dir"] == str(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_a_folder_to_make_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    said = refusal("consolidate", ZERO3, tmp_path / "model", "-o", tmp_path / "other")
+    assert "OUT is given twice" in said
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"), [("5", "5GB"), ("2.5", "2.5GB"), ("10kB", "10MB"), ("5000", "5000MB")]
+)
+def test_a_shard_size_that_cannot_be_meant_is_refused(
+    size: str, meant: str, tmp_path: Path
+) -> None:
+    said = refusal("consolidate", ZERO3, tmp_path / "model", "--max-shard-size", size)
+    assert f"Did you mean {meant}?" in " ".join(said.split())
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_shard_of_one_megabyte_is_made(tmp_path: Path) -> None:
+    words = ("--max-shard-size", "1MB", "--dry-run")
+    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
+    assert options["max_shard_nbytes"] == 10**6
+
+
+def test_paths_are_shown_without_detours(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    detour = f"/{tmp_path}//x/../model"
+    assert result("consolidate", ZERO3, detour)["out_dir"] == str(tmp_path / "model")
+    assert zexport.verify_export(detour).out_dir == tmp_path / "model"
+
+
+def test_a_detour_over_a_link_is_no_detour(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "x")
+    path = GivenPath(path_type=Path)
+    given = tmp_path / "link" / ".." / "model"
+    assert path.convert(given, None, None) == given
+    assert path.convert(tmp_path / "link", None, None) == tmp_path / "link"
+
+
+def test_dir_shows_what_is_public() -> None:
+    assert set(dir(zexport)) >= set(zexport.__all__)
+    assert "consolidate" in dir(zexport)
