@@ -174,11 +174,27 @@ def test_a_kept_adapter_says_nothing_of_a_config_that_it_does_not_have(tmp_path:
     for mode in (AdapterMode.KEEP, AdapterMode.MERGE):
         options = ExportOptions(adapter=mode, base=trained.base)
         report = consolidate(trained.checkpoint, tmp_path / mode.value, options)
-        told[mode] = [one for one in report.warnings if "attention_dropout" in one]
+        told[mode] = [one for one in report.notes if "attention_dropout" in one]
     assert not told[AdapterMode.KEEP]
     (said,) = told[AdapterMode.MERGE]
     assert "config.json is the one beside the checkpoint" in said
     assert "0.5 in the checkpoint's config.json; 0.0 in the base's" in said
+
+
+def test_rows_that_were_trained_and_that_the_config_does_not_name_are_refused(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(7)
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    model = get_peft_model(peft_models.llama(), config)
+    model.save_pretrained(tmp_path / "live")
+    zero = peft_models.zero_model(model, ("default",))
+    root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
+    stated = json.loads((tmp_path / "live" / "adapter_config.json").read_text())
+    stated["trainable_token_indices"] = None
+    (root / "adapter_config.json").write_text(json.dumps(stated))
+    with pytest.raises(DamagedCheckpointError, match="trainable_token_indices"):
+        consolidate(root, tmp_path / "out", ExportOptions(adapter=AdapterMode.KEEP))
 
 
 def test_each_of_several_adapters_has_a_rank_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_a_rank_file_of_another_save_is_seen(
     assert len(problems) == 1
     assert isinstance(problems[0], DamagedCheckpointError)
     assert str(problems[0].found).endswith("on rank 1")
+
+
+def test_a_rank_file_of_other_groups_is_seen(zero2: Path, tmp_path: Path) -> None:
+    model = small_model()
+    alone = replace(model, groups=[model.masters])
+    name = f"global_step2/{_OPTIMIZER.format(1)}"
+    shutil.copy(save(alone, Run(stage=2), tmp_path / "other") / name, zero2 / name)
+    problems = [one.problem for one in _read(zero2).problems]
+    assert sum(one.endswith("the number of flat groups differs") for one in problems) == 1
+
+
+def test_a_model_file_of_a_run_on_other_ranks_is_seen(zero3: Path, tmp_path: Path) -> None:
+    other = save(small_model(), Run(stage=3, world_size=2), tmp_path / "other")
+    name = "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt"
+    shutil.copy(other / name, zero3 / name)
+    assert "number of data-parallel ranks differs" in _problem(zero3).problem
 
 
 def test_a_model_file_of_another_step_is_seen(zero3: Path, tmp_path: Path) -> None:

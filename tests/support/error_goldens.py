@@ -20,12 +20,15 @@ from pathlib import Path
 from types import FrameType
 
 from zexport.errors import ZexportError
+from zexport.facts.statements import Disagreement
+from zexport.facts.table import Fact
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "zexport"
 GOLDENS = REPOSITORY / "tests" / "golden" / "errors"
 
 _ERRORS = PACKAGE / "errors.py"
+_FACTS = str(PACKAGE / "facts" / "table.py")
 
 Site = str
 """``export/commit.py _check_target 2``: module, function, number of the error in it."""
@@ -67,7 +70,13 @@ def sites() -> Mapping[tuple[str, int, int], Site]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for (line, column), (function, number) in _calls(tree):
                 found[str(path), line, column] = f"{module} {function} {number}"
-    return found
+    rows = {(_FACTS, number, 0): _site_of_fact(fact) for number, fact in enumerate(Fact)}
+    return found | rows
+
+
+def _site_of_fact(fact: Fact) -> Site:
+    """Where statements of a fact disagree, its row makes the error."""
+    return f"facts/table.py {fact.name} 1"
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[str, int]]]:
@@ -114,6 +123,8 @@ def _site_of(frame: FrameType | None) -> Site | None:
         frame = frame.f_back
     if frame is None:
         return None
+    if frame.f_code is Disagreement.error.__code__:
+        return _site_of_fact(frame.f_locals["self"].fact)
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     line, _, column, _ = positions
     return sites().get((frame.f_code.co_filename, line or 0, column or 0))

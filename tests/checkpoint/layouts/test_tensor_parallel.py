@@ -203,6 +203,14 @@ def test_tensor_ranks_of_different_saves_are_not_joined(tmp_path: Path) -> None:
     assert problem.finding is FindingKind.MIXED_STEPS
 
 
+def test_tensor_ranks_of_runs_on_other_ranks_are_not_joined(tmp_path: Path) -> None:
+    change: Edit = lambda state: state.update(dp_world_size=1)  # noqa: E731
+    folder = edited(_FIXTURES["tp2_z2_w4_bf16"], tmp_path, change, "mp_rank_01_model*")
+    (folder / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    told = [one.problem for one in open_checkpoint(folder).problems]
+    assert any(one.endswith("the data-parallel world size differs") for one in told)
+
+
 def test_padding_of_the_vocabulary_is_kept_and_told(tmp_path: Path) -> None:
     change = info(lambda record: record.update(original_vocab_size=60))
     inventory = joined_ranks(edited(_FIXTURES["tp2_z1_w2_bf16_tied"], tmp_path, change))
