@@ -128,6 +128,16 @@ def test_a_card_without_a_licence_gives_none(content: str, zero2: Path) -> None:
     assert _card(zero2).data.license is None
 
 
+@pytest.mark.parametrize("name", ["3.1", "2026-11-22", "0x1f", "no", "1e3", "12", "ä", "_"])
+def test_a_name_that_yaml_would_take_for_something_else_stays_a_name(
+    name: str, zero2: Path
+) -> None:
+    base = zero2.parent / "base"
+    base.mkdir()
+    (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: {name}\n---\n")
+    assert _card(zero2).data.license_name == name
+
+
 def test_a_tag_cannot_write_into_the_card(tmp_path: Path) -> None:
     root = save(small_model(), Run(), tmp_path / "ckpt", tag="a`<b>[c](d)")
     card = _card(root)

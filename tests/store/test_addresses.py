@@ -24,7 +24,7 @@ _FROZEN = {"frozen": values((3,), 2)}
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint whose frozen weights were left out, and an empty cache of the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return save(Model([_W], _FROZEN), Run(stage=2, exclude_frozen=True), tmp_path / "ckpt")
 
 

@@ -119,7 +119,7 @@ def test_the_base_that_the_adapter_names_is_looked_for_in_the_cache_of_the_hub(
     copied(trained, cached / "snapshots" / ("0" * 40))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert "weights differ" in str(
         refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
     )

@@ -30,9 +30,10 @@ _TASKS = (
 """Endings of class names that stand for one task of the hub and no other."""
 
 _PLAIN = re.compile(
-    r"(?!(?:yes|no|true|false|on|off|null)$)[a-z][\w./-]*", re.ASCII | re.IGNORECASE
+    r"(?!(?:yes|no|true|false|on|off|null)$)[a-z][\w./-]*|https://\S+|[\w-]+/[\w.-]+",
+    re.ASCII | re.IGNORECASE,
 )
-"""Words that YAML has as they are."""
+"""Words, links and names of the hub that YAML takes for strings as they are."""
 
 
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
@@ -122,12 +123,13 @@ def _metadata(sidecars: Sidecars, architecture: str | None, trained_on: str) -> 
         "pipeline_tag": "sentence-similarity" if is_encoder else _task(architecture or ""),
     }
     told = {key: value for key, value in known.items() if value is not None}
-    if all(map(_PLAIN.fullmatch, told.values())):
-        return "\n".join([*map(": ".join, told.items()), "tags:", *(f"- {tag}" for tag in _TAGS)])
-    from huggingface_hub import ModelCardData  # noqa: PLC0415 - with YAML, 50 ms
+    lines = [f"{key}: {_as_yaml(value)}" for key, value in told.items()]
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in _TAGS)])
 
-    data = ModelCardData(tags=list(_TAGS), **told)  # type: ignore[arg-type]
-    return str(data.to_yaml()).strip()
+
+def _as_yaml(value: str) -> str:
+    """A value without quotes in it as YAML takes it for a string."""
+    return value if _PLAIN.fullmatch(value) else f"'{value}'"
 
 
 def _task(architecture: str) -> str | None:

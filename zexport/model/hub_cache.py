@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zexport.errors import NotACheckpointError
-from zexport.store.folders import exists
+from zexport.errors import NotACheckpointError, ZexportError
+from zexport.store.files import read_regular
+from zexport.store.folders import exists, hub_cache_folder, is_folder
+from zexport.store.json import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -44,15 +46,29 @@ def model_folder(given: Path) -> Path:
     )
 
 
-def cached_snapshot(hub_id: str) -> Path | None:
-    """The folder of a model in the hub's cache on this machine; nothing is downloaded."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - takes half a second
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+_COMMIT, _REF_NBYTES_MAX = re.compile(r"[0-9a-f]{40}"), 40
 
+
+def cached_snapshot(hub_id: str) -> Path | None:
+    """The folder of a model in the hub's cache here, of the commit that was last fetched.
+
+    One whose download was stopped is none. Source: huggingface_hub 2.4,
+    ``_snapshot_download.py`` and ``_tree_cache.py``.
+    """
     try:
-        return Path(snapshot_download(hub_id, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+        model = hub_cache_folder() / f"models--{hub_id.replace('/', '--')}"
+        commit = (read_regular(model / "refs" / "main", _REF_NBYTES_MAX) or b"").decode("ascii")
+    except (OSError, RuntimeError, ValueError):  # nothing is there, nor a home to look in
         return None
+    snapshot = model / "snapshots" / commit
+    is_here = _COMMIT.fullmatch(commit) and is_folder(snapshot)
+    return snapshot if is_here and _is_whole(snapshot, model / "trees" / f"{commit}.json") else None
+
+
+def _is_whole(snapshot: Path, listing: Path) -> bool:
+    """Whether a snapshot has all files that the hub has of it, where these were listed."""
+    try:
+        files = read_json_object(listing).get("files") if exists(listing) else None
+    except ZexportError:
+        return False
+    return not isinstance(files, dict) or all(exists(snapshot / name) for name in files)

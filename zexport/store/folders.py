@@ -127,6 +127,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
 
 
+def hub_cache_folder() -> Path:
+    """Where the hub's own library keeps what it fetched.
+
+    Source: huggingface_hub 2.4, ``constants.py``.
+    """
+    given = map(os.environ.get, ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    hub = os.environ.get("HF_HOME") or cache_folder() / "huggingface"
+    return Path(os.path.expandvars(next(filter(None, given), f"{hub}/hub"))).expanduser()
+
+
 def replace_content(path: Path, content: bytes) -> None:
     """A small file holds ``content``, or what it held before; it need not last."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
