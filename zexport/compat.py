@@ -15,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from zexport.errors import (
     FrozenLeftOutError,
     ZexportError,
 )
+from zexport.extras import to_install
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.store.folders import is_file, local_path
@@ -37,6 +39,10 @@ from zexport.weights.proof import ProvenWeights, WeightReader
 if TYPE_CHECKING:
     import torch
     from huggingface_hub import StateDictSplit
+
+for _package in ("torch", "huggingface_hub"):
+    if find_spec(_package) is None:
+        raise ImportError(f"zexport.compat needs {_package}. {to_install('hub')}.")
 
 
 class LazyTensor:

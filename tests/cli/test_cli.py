@@ -579,7 +579,7 @@ def test_training_without_deepspeed_ends_with_2_and_what_to_install(
     done = run("train", tmp_path / "run", **without_deepspeed)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "pip install 'zexport[deepspeed]'" in done.stderr
+    assert "pip install '.[deepspeed]'" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -591,7 +591,7 @@ def test_the_deepspeed_engine_without_deepspeed_ends_with_2_and_what_to_install(
     done = run(*words, **without_deepspeed)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "pip install 'zexport[deepspeed]'" in done.stderr
+    assert "pip install '.[deepspeed]'" in done.stderr
     assert not (tmp_path / "model").exists()
 
 

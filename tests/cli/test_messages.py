@@ -357,6 +357,15 @@ def test_a_package_that_training_needs_is_named(
         launch.train(options(tmp_path), progress=quiet)
 
 
+def test_training_needs_a_transformers_that_knows_how_files_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(launch, "lack_for_names", lambda: "transformers 4.57.6")
+    with pytest.raises(MissingExtraError, match="found transformers 4"):
+        launch.train(options(tmp_path), progress=quiet)
+
+
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [({"freeze": ("(",)}, "no regular expression"), ({"hidden_size": 12}, "a multiple of 8")],

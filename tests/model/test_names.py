@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from zexport import extras
+from zexport.errors import MissingExtraError
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.names import Learner, NamesClient
+from zexport.model.names import Learner, NamesClient, _cache_name, _digest
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.ranges.dtypes import DType
 from zexport.store.json import Json
@@ -382,6 +384,70 @@ def test_a_spoilt_cache_is_asked_anew_and_leaves_nothing_behind(
     spoil(_cached(tmp_path))
     assert _learn(sidecars, {}) == first
     assert _cached(tmp_path).name.endswith(".json")
+
+
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This environment as one that has none."""
+    monkeypatch.setattr(extras, "installed", lambda _: None)
+
+
+def _remember(cache: Path, config: bytes, version: str, candidates: object) -> None:
+    content = json.dumps({"candidates": candidates}).encode()
+    path = cache / "zexport" / _cache_name(config, version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_digest(content).encode() + b"\n" + content)
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_names_that_another_environment_learnt_need_no_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest version's that was asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sidecars = _sidecars(tmp_path, {"model_type": "odd"})
+    assert sidecars.config is not None
+    for version in ("5.9.0", "5.10.1", "5.2.0"):
+        model = {"architecture": "Small", "shapes": {f"of {version}": []}, "buffers": []}
+        answer = {**model, "tied": {}, "unsaved": [], "keep_fp32": {}}
+        _remember(tmp_path / "cache", sidecars.config.serialized(), version, [answer])
+    names = _learn(sidecars, {})
+    assert isinstance(names, ModelNames)
+    assert (*names.shapes, names.provenance) == ("of 5.10.1", "Small of transformers 5.10.1")
+
+
+@pytest.mark.parametrize("lack", ["no transformers", "transformers 4.57.6", "no torch"])
+def test_names_that_cannot_be_asked_for_are_never_guessed(
+    lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"transformers 4.57.6": "4.57.6", "no torch": "5.23.0"}
+    monkeypatch.setattr(extras, "installed", lambda _: versions.get(lack))
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    sidecars = _sidecars(tmp_path, {"model_type": "odd"})
+    with pytest.raises(MissingExtraError, match=r"uv tool install '\.\[hub\]'") as caught:
+        _learn(sidecars, {})
+    assert (caught.value.exit_code, caught.value.found) == (2, lack)
+    with NamesClient(are_needed=False) as transformers:
+        names = Learner(None, transformers).names(sidecars.config, {})
+    assert isinstance(names, NamesUnknown)
+    assert transformers.lacked == lack
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "content", "words"),
+    [
+        ("transformers", "raise ImportError('spoilt')", "ImportError: spoilt"),
+        ("torch", "raise OSError('no libc10')", "OSError: no libc10"),
+    ],
+)
+def test_a_transformers_that_cannot_be_imported_is_no_reason_to_guess(
+    package: str, content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{package}.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(MissingExtraError, match=words):
+        _learn(_sidecars(tmp_path, {"model_type": "odd"}), {})
 
 
 def test_a_user_without_a_folder_for_caches_has_none(

@@ -368,7 +368,7 @@ def test_without_deepspeed_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setitem(sys.modules, "deepspeed.utils", None)
     with (
-        pytest.raises(MissingExtraError, match=r"pip install 'zexport\[deepspeed\]'"),
+        pytest.raises(MissingExtraError, match=r"pip install '\.\[deepspeed\]'"),
         _opened(zero3),
     ):
         pass

@@ -273,7 +273,8 @@ class TestTheCommandItself:
         done = run(tmp_path / "run", PYTHONPATH=str(tmp_path))
         assert done.status == UsageError.exit_code
         assert done.stderr == (
-            "Error: zexport train needs deepspeed. pip install 'zexport[deepspeed]'.\n"
+            "Error: zexport train needs deepspeed. "
+            "Type pip install '.[deepspeed]' in a clone of zexport.\n"
         )
 
     @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class ModelWeights(Struct, frozen=True):
             return {}
         content = ConfigFile(config, read_json_object(config))
         shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
-        with NamesClient() as transformers:
+        with NamesClient(are_needed=False) as transformers:
             fit = Learner(None, transformers).fit(content, shapes)
         return fit.names.tied if isinstance(fit, Fit) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Timer
 from typing import Literal, Self, cast
@@ -21,12 +20,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.errors import MissingExtraError
+from zexport.extras import HUB_WANTED, installed, lack_for_names, to_install_apart
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
 from zexport.model.hub_layout import StoredLayout
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.files import read_regular
-from zexport.store.folders import cache_folder, replace_content
+from zexport.store.folders import cache_folder, matching, replace_content
 from zexport.store.json import Json, JsonObject, Natural
 
 
@@ -106,11 +107,11 @@ def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
 
 
 def _from_transformers(config: bytes, transformers: NamesClient) -> list[ModelNames] | NamesUnknown:
-    answer = transformers.describe(config)
+    version, answer = transformers.describe(config)
     candidates = answer.get("candidates")
     if not isinstance(candidates, list):
         return NamesUnknown(str(answer.get("error", "transformers gave no answer")))
-    origin = f"of transformers {transformers.version}"
+    origin = f"of transformers {version}"
     found = msgspec.convert(candidates, tuple[_Described, ...])
     return [one.names(f"{one.architecture} {origin}") for one in found]
 
@@ -188,12 +189,17 @@ _ERROR = re.compile(r"\w+(Error|Exception|Interrupt|Exit)\b.*")
 
 
 class NamesClient:
-    """What the installed transformers says of configs; use it in a ``with`` statement."""
+    """What transformers says of configs; use it in a ``with`` statement.
 
-    def __init__(self) -> None:
-        self.version: str | None = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            self.version = importlib.metadata.version("transformers")
+    Where it cannot be asked, what it said in another environment of this user is remembered. What
+    is not is refused where names are needed, and unknown where they are not: ``lacked`` says why.
+    """
+
+    def __init__(self, *, are_needed: bool = True) -> None:
+        self.lacked = ""
+        self._are_needed = are_needed
+        self._lack = lack_for_names()
+        self._version = "" if self._lack else installed("transformers") or ""
         self._process: _NamesProcess | None = None
 
     def __enter__(self) -> Self:
@@ -202,23 +208,50 @@ class NamesClient:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def describe(self, config: bytes) -> JsonObject:
-        """State dicts that a config may mean: ``{"candidates": [...]}``, or ``{"error": ...}``."""
-        if self.version is None:
-            return {"error": "transformers is not installed"}
-        cached = _cache_file(config, self.version)
-        if (known := _read_cache(cached)) is not None:
-            return known
-        self._process = self._process or _NamesProcess()
+    def describe(self, config: bytes) -> tuple[str, JsonObject]:
+        """The version that answers, and state dicts that a config may mean.
+
+        These are ``{"candidates": [...]}``, or ``{"error": ...}``.
+        """
+        for version, path in _remembered(config, self._version):
+            if (known := _read_cache(path)) is not None:
+                return version, known
+        if not self._lack:
+            self._start()
+        if self._process is None:
+            return "", self._unanswered()
         answer = self._process.ask(config)
         if answer is None:
             answer = {"error": f"transformers failed: {self._process.last_words()}"}
             self._end()
-        elif cached is not None:
+        elif (home := _cache_home()) is not None:
             content = json.dumps(answer).encode()
             with contextlib.suppress(OSError):  # without a cache the export goes on
-                replace_content(cached, b"%b\n%b" % (_digest(content).encode(), content))
-        return answer
+                path = home / _cache_name(config, self._version)
+                replace_content(path, b"%b\n%b" % (_digest(content).encode(), content))
+        return self._version, answer
+
+    def _start(self) -> None:
+        """See to it that there is a process, unless transformers cannot be imported."""
+        if self._process is not None:
+            return
+        self._process = _NamesProcess()
+        if not self._process.is_ready():
+            self._lack = f"transformers {self._version}, but {self._process.last_words()}"
+            self._end()
+
+    def _unanswered(self) -> JsonObject:
+        """The answer where names are not needed; where they are, to go on would be a guess."""
+        if self._are_needed:
+            raise MissingExtraError(
+                "the names of the model's weights on the hub are not known in this environment",
+                found=self._lack,
+                expected=HUB_WANTED,
+                hint=f"{to_install_apart('hub')}, to have them told; or keep the names that the "
+                "weights have in memory, with --layout memory",
+            )
+        self.lacked = self._lack
+        return {"error": f"transformers cannot be asked: {self._lack}"}
 
     def _end(self) -> None:
         if self._process is not None:
@@ -244,18 +277,27 @@ class _NamesProcess:
         os.close(to_answer)
         self._answers = os.fdopen(answers, "rb")
 
+    def is_ready(self) -> bool:
+        """Whether it could import what it needs to answer; else it is over."""
+        return self._answered() is not None
+
     def ask(self, config: bytes) -> JsonObject | None:
         """The answer to one config; ``None`` if the process ended without it."""
         stdin = self._popen.stdin
         if stdin is None:
             raise AssertionError("it is a pipe")
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(config.replace(b"\n", b" ") + b"\n")
+            stdin.flush()
+        return self._answered()
+
+    def _answered(self) -> JsonObject | None:
+        """The next line that it has for us; ``None`` if it ended without one."""
         watch = Timer(_TIMEOUT_SECONDS, self._popen.kill)
         watch.start()
         try:
-            stdin.write(config.replace(b"\n", b" ") + b"\n")
-            stdin.flush()
             return cast("JsonObject", json.loads(self._answers.readline()))
-        except (BrokenPipeError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             self._popen.wait()
             return None
         finally:
@@ -283,19 +325,42 @@ class _NamesProcess:
             self._output.close()
 
 
-def _cache_file(config: bytes, version: str) -> Path | None:
-    """Where the answer is kept; ``None`` for a user who has no folder for that."""
+def _cache_home() -> Path | None:
+    """Where answers are kept; ``None`` for a user who has no folder for that."""
     try:
-        home = cache_folder()
+        return cache_folder() / "zexport"
     except RuntimeError:
         return None
-    return home / "zexport" / f"names-{_SCHEMA}-transformers-{version}-{_digest(config)}.json"
 
 
-def _read_cache(path: Path | None) -> JsonObject | None:
+def _cache_name(config: bytes, version: str) -> str:
+    return f"names-{_SCHEMA}-transformers-{version}-{_digest(config)}.json"
+
+
+def _remembered(config: bytes, version: str) -> Iterator[tuple[str, Path]]:
+    """Where the answer of a version may lie; without one, that of any, the newest first."""
+    home = _cache_home()
+    if home is None:
+        return
+    if version:
+        yield version, home / _cache_name(config, version)
+        return
+    before, after = _cache_name(config, "*").split("*")
+    found = {
+        path.name.removeprefix(before).removesuffix(after): path
+        for path in matching(home, f"{before}*{after}")
+    }
+    yield from sorted(found.items(), key=_age, reverse=True)
+
+
+def _age(item: tuple[str, Path]) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", item[0])]
+
+
+def _read_cache(path: Path) -> JsonObject | None:
     """The cached answer; one that is not as it was written counts as none: it is asked again."""
     try:
-        content = None if path is None else read_regular(path, _CACHED_NBYTES_MAX)
+        content = read_regular(path, _CACHED_NBYTES_MAX)
     except OSError:
         return None
     seal, _, answer = (content or b"").partition(b"\n")

@@ -148,7 +148,12 @@ def _without_data(architecture: str, config: Any) -> Any:
 
 
 def answer_all(answers: TextIO) -> None:
-    """Answer every config of the standard input, each within its own bounds."""
+    """Answer every config of the standard input, each within its own bounds.
+
+    The first answer says that what is needed for others was imported.
+    """
+    answers.write("{}\n")
+    answers.flush()
     for line in sys.stdin.buffer:
         bound_work()
         answer = describe(with_floats(without_code(json.loads(line))))
@@ -157,5 +162,7 @@ def answer_all(answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    if not transformers.is_torch_available():
+        raise ImportError(f"it does not take torch {torch.__version__}")
     with os.fdopen(int(sys.argv[1]), "w") as to_answer:
         answer_all(to_answer)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,7 @@ from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
+from zexport.extras import to_install
 from zexport.formats.inert import Global
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
@@ -80,6 +82,8 @@ def open_reference(
     again for the CRC.
     """
     tag_dir = root / tag
+    if find_spec("torch") is None:
+        raise _missing("no torch")
     files = _vetted_files(tag_dir)
     with SourceReader(files) as sources:
         yield _Reference(tag_dir, _run_converter(root, tag), sources, stored)
@@ -314,10 +318,14 @@ def _import_converter() -> Callable[..., _State]:
         with redirect_stdout(sys.stderr):
             from deepspeed.utils import zero_to_fp32  # noqa: PLC0415 - an optional package
     except ImportError as error:
-        raise MissingExtraError(
-            "the engine `deepspeed` needs the package deepspeed",
-            found=error,
-            hint="Install it with pip install 'zexport[deepspeed]', or use --engine native",
-        ) from error
+        raise _missing(error) from error
     converter: Callable[..., _State] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     return converter
+
+
+def _missing(found: object) -> MissingExtraError:
+    return MissingExtraError(
+        "the engine `deepspeed` needs the package deepspeed",
+        found=found,
+        hint=f"{to_install('deepspeed')}, or use --engine native",
+    )

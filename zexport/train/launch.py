@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zexport.errors import MissingExtraError, OutputError, TrainingError, UsageError, ZexportError
+from zexport.extras import HUB_WANTED, lack_for_names, to_install
 from zexport.train.options import TrainOptions, TrainSummary, check_free, settled
 from zexport.train.worker import MARK, SUMMARY_FILE, Failure, log_file, run_worker
 
@@ -51,11 +52,13 @@ def train(
 def _check(options: TrainOptions) -> None:
     """What can be known without torch."""
     needed = ["deepspeed", "peft"] if options.lora else ["deepspeed"]
-    for package in needed:
-        if find_spec(package) is None:
-            raise MissingExtraError(
-                f"zexport train needs {package}", hint="pip install 'zexport[deepspeed]'"
-            )
+    lacking = [package for package in needed if find_spec(package) is None]
+    if lacking or lack_for_names():
+        raise MissingExtraError(
+            f"zexport train needs {' and '.join(lacking) or HUB_WANTED}",
+            found=None if lacking else lack_for_names(),
+            hint=to_install("deepspeed"),
+        )
     for pattern in options.freeze:
         try:
             re.compile(pattern)

@@ -1,0 +1,179 @@
+"""The package as users get it: built, installed into environments of its own, and used there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TRAINED = REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt"
+NBYTES_MAX = 150_000_000
+LIMIT_S = 600
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+
+
+def ran(*words: object, status: int = 0, **environment: str) -> str:
+    """What a command prints that ends with a status."""
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd="/",
+        env=inherited | environment,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+class Environment:
+    """A virtual environment of its own, with a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        ran(sys.executable, "-m", "venv", folder)
+
+    def install(self, *what: object) -> None:
+        ran(self._folder / "bin" / "python", "-m", "pip", "install", "--quiet", *what)
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """The installed packages, to their versions."""
+        frozen = ran(self._folder / "bin" / "python", "-m", "pip", "list", "--format", "freeze")
+        pairs = (line.split("==") for line in frozen.splitlines() if "==" in line)
+        return {pair[0].lower().replace("-", "_"): pair[1] for pair in pairs}
+
+    @property
+    def nbytes(self) -> int:
+        files = (path for path in self._folder.rglob("*") if not path.is_symlink())
+        return sum(path.stat().st_size for path in files if path.is_file())
+
+    def python(self, code: str, status: int = 0) -> str:
+        return ran(self._folder / "bin" / "python", "-c", code, status=status)
+
+    def zexport(self, *words: object, status: int = 0, cache: Path | None = None) -> str:
+        cache = cache or self._folder / "cache"
+        command = self._folder / "bin" / "zexport"
+        return ran(command, *words, status=status, XDG_CACHE_HOME=str(cache))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist and the wheel."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "zexport", source / "zexport", ignore=ignored)
+    ran(sys.executable, "-m", "build", "--outdir", dist, source)
+    return dist
+
+
+@pytest.fixture(scope="module")
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An empty environment into which pip has put the wheel."""
+    environment = Environment(tmp_path_factory.mktemp("bare"))
+    before = environment.nbytes
+    environment.install(*built.glob("*.whl"))
+    assert environment.nbytes - before < NBYTES_MAX
+    return environment
+
+
+@pytest.fixture
+def unnamed(tmp_path: Path) -> Path:
+    """A checkpoint whose names in the model's files only transformers can tell."""
+    root = tmp_path / "run"
+    shutil.copytree(TRAINED, root)
+    (root / "zexport_source.json").unlink()
+    return root
+
+
+def test_the_base_brings_no_framework(bare: Environment) -> None:
+    assert not bare.packages.keys() & {"torch", "transformers", "huggingface_hub", "deepspeed"}
+
+
+def test_the_sdist_installs_as_the_wheel_does(
+    built: Path, bare: Environment, tmp_path: Path
+) -> None:
+    other = Environment(tmp_path / "other")
+    other.install("--no-deps", *built.glob("*.tar.gz"))
+    assert other.packages["zexport"] == bare.packages["zexport"]
+    code = (
+        "import zexport; from pathlib import Path\n"
+        "print(*sorted(path.name for path in Path(zexport.__file__).parent.rglob('*')))"
+    )
+    assert bare.python(code) == other.python(code)
+
+
+def test_reading_checking_and_writing_need_the_base_alone(
+    bare: Environment, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    assert "exportable" in bare.zexport("inspect", TRAINED, "--stats")
+    assert "read again" in bare.zexport("consolidate", TRAINED, model, "--dtype", "bf16")
+    assert "whole" in bare.zexport("verify", model)
+    assert "made again" in bare.zexport("verify", model, "--against", TRAINED)
+    assert "There is no difference" in bare.zexport("diff", model, model)
+
+
+def test_names_that_are_not_known_end_the_export_with_the_line_to_type(
+    bare: Environment, unnamed: Path, tmp_path: Path
+) -> None:
+    said = bare.zexport("consolidate", unnamed, tmp_path / "model", status=2)
+    assert said.count("\n") == 1
+    assert "uv tool install '.[hub]'" in said
+    assert not (tmp_path / "model").exists()
+    kept = bare.zexport("consolidate", unnamed, tmp_path / "kept", "--layout", "memory")
+    assert "config.json was not held against the weights (no transformers)" in kept
+
+
+def test_names_that_are_remembered_give_the_same_model_without_transformers(
+    bare: Environment, unnamed: Path, tmp_path: Path
+) -> None:
+    cache, here = tmp_path / "cache", [sys.executable, "-P", "-m", "zexport"]
+    environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    ran(*here, "consolidate", unnamed, tmp_path / "a", **environment)
+    bare.zexport("consolidate", unnamed, tmp_path / "b", cache=cache)
+    a, b = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "ab")
+    assert a == b
+
+
+def test_compat_and_training_say_what_they_need(bare: Environment, tmp_path: Path) -> None:
+    assert "ImportError: zexport.compat needs torch. Type pip install '.[hub]'" in bare.python(
+        "from zexport.compat import convert_zero_checkpoint_to_fp32_state_dict", status=1
+    )
+    assert "pip install '.[deepspeed]'" in bare.zexport("train", tmp_path / "run", status=2)
+    words = ("consolidate", TRAINED, tmp_path / "model", "--engine", "deepspeed")
+    assert "pip install '.[deepspeed]'" in bare.zexport(*words, status=2)
+
+
+def test_a_training_environment_stays_as_it_is(built: Path, unnamed: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "training")
+    environment.install("transformers==4.57.6")
+    before = environment.packages
+    environment.install(*built.glob("*.whl"))
+    assert before.items() <= environment.packages.items()
+    assert "exportable" in environment.zexport("inspect", unnamed)
+    said = environment.zexport("consolidate", unnamed, tmp_path / "model", status=2)
+    assert "found transformers 4.57.6, expected transformers 5 or later" in said
+    assert not (tmp_path / "model").exists()
+
+
+def test_each_extra_has_what_its_commands_need(bare: Environment) -> None:
+    code = "from importlib.metadata import requires; print(*requires('zexport'), sep='\\n')"
+    needed = [line for line in bare.python(code).splitlines() if "extra ==" in line]
+    extras: dict[str, set[str]] = {}
+    for line in needed:
+        extras.setdefault(line.rsplit('"', 2)[1], set()).add(line.partition(";")[0].split(">")[0])
+    assert extras["hub"] >= {"torch", "transformers"}
+    assert extras["deepspeed"] >= {"zexport[hub]", "deepspeed", "peft", "accelerate"}
+    assert extras["all"] == {"zexport[clients,deepspeed]"}
