@@ -19,7 +19,6 @@ import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.expert_checkpoints import MoeRun, rewrite, save_moe
 from tests.support.model_parallel import cells, joined_ranks, joined_stages, save_grid
-from zexport.checkpoint import node_local
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
 from zexport.checkpoint.opening import open_checkpoint
@@ -43,6 +42,7 @@ from zexport.model.hub_layout import Box, HubLayout, HubTensor
 from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
+from zexport.store.files import same_bytes
 from zexport.train import launch
 from zexport.train.options import TrainOptions, TrainSummary, resumed
 from zexport.weights.autoep_experts import fuse_experts
@@ -132,7 +132,7 @@ def test_fused_weights_that_do_not_fit_each_other_are_refused() -> None:
 def test_a_copy_that_vanishes_while_it_is_compared_is_told(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        node_local._same_bytes(tmp_path / "one", tmp_path / "gone")
+        same_bytes(tmp_path / "one", tmp_path / "gone")
 
 
 def test_stages_and_tensor_ranks_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
