@@ -98,6 +98,8 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     stage = _stage(cell)
     parallelism = parallelism_of(structure, files, cells)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
+    missing_model_ranks = {rank for one in cells.values() for rank in one.missing_model_ranks}
+    told = (found for p in problems if (found := finding_of(p)) and not found.kind.is_refused)
     torch_files = (*_torch_files(cells), *inventory.files)
     return ZeroCheckpoint(
         location=location,
@@ -118,25 +120,17 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         left_out=inventory.left_out,
         frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
         missing_ranks=_missing_ranks(cells, structure),
-        missing_model_ranks=tuple(
-            sorted({r for c in cells.values() for r in c.missing_model_ranks})
-        ),
+        missing_model_ranks=tuple(sorted(missing_model_ranks)),
         missing_files=missing_files(structure, parallelism, files, cells, inventory),
         files=_describe_files((*files, *_others(files, inventory)), torch_files, inventory),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
-        warnings=(
-            *_steps(location, model),
-            *_without_checksums(torch_files),
-            *inventory.warnings,
-        ),
+        warnings=(*_steps(location, model), *_without_checksums(torch_files), *inventory.warnings),
         notes=(*_not_here(cells), *inventory.notes),
         newer=(),
-        findings=tuple(
-            found for p in problems if (found := finding_of(p)) and not found.kind.is_refused
-        ),
+        findings=tuple(told),
     )
 
 
