@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,8 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     reference = Reference(location.root, location.tag, checkpoint.tensors)
     findings = (*found.findings, *judged.findings, *selection.findings)
     sides = tuple(target.side_files(structs.replace(selection, findings=findings), files))
+    warned = (checkpoint.newer, checkpoint.warnings, found.warnings, selection.warnings)
+    noted = (checkpoint.notes, found.notes, selection.notes, judged.notes)
     return ExportPlan(
         out_dir=local_path(out_dir),
         origin=Origin.of(checkpoint),
@@ -60,20 +63,8 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         allow=options.allow,
         findings=findings,
         provenance=_provenance(found, selection),
-        warnings=(
-            *judged.warnings,
-            *checkpoint.newer,
-            *checkpoint.warnings,
-            *found.warnings,
-            *selection.warnings,
-        ),
-        notes=(
-            *checkpoint.notes,
-            *found.notes,
-            *selection.notes,
-            *judged.notes,
-            *_unused_base(found, selection),
-        ),
+        warnings=(*judged.warnings, *chain(*warned)),
+        notes=(*chain(*noted), *_unused_base(found, selection)),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,

@@ -85,12 +85,11 @@ def model_card(
     for paragraph in origin:
         lines += [_inline(paragraph), ""]
     for file, names in (apart or {}).items():
-        lines += [
-            f"`{file}` holds what {_inline(architecture or 'the model')} does not "
-            "know and `from_pretrained` does not read:",
-            ", ".join(f"`{_inline(name)}`" for name in names) + ".",
-            "",
-        ]
+        model = _inline(architecture or "the model")
+        lines.append(
+            f"`{file}` holds what {model} does not know and `from_pretrained` does not read:"
+        )
+        lines += [", ".join(f"`{_inline(name)}`" for name in names) + ".", ""]
     return "\n".join(lines).encode(errors="backslashreplace")
 
 

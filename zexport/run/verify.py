@@ -137,16 +137,16 @@ def verify_export(
         tensors=len(manifest.tensors),
         against_checkpoint=plan is not None,
         problems=tuple(problems),
-        origin=Origin.recorded(manifest.provenance.get("checkpoint"))
-        if plan is None
-        else plan.origin,
-        by_manifest_alone=tuple(
-            name
-            for name in sorted(manifest.files)
-            if plan is None or not Path(name).match(_SHARD_PATTERN)
-        ),
+        origin=plan.origin if plan else Origin.recorded(manifest.provenance.get("checkpoint")),
+        by_manifest_alone=_by_manifest_alone(manifest, plan),
         warnings=tuple(added_files(out_dir, manifest.files)),
     )
+
+
+def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str, ...]:
+    """The files that were held against nothing but the manifest."""
+    names = sorted(manifest.files)
+    return tuple(n for n in names if plan is None or not Path(n).match(_SHARD_PATTERN))
 
 
 class _Teller:
