@@ -118,7 +118,7 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             spoilt=tuple(spoilt),
             tokens=token_numbers(sidecars.copied),
             statements=sidecars.templates,
-            notes=told,
+            warnings=told,
         )
         found = _stated_by_configs(_with_adapters(found))
         if found.mode is AdapterMode.KEEP:
@@ -225,7 +225,7 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
         base_tokens=_tokens_of_base(found),
-        warnings=saved.warnings if saved is not None else (),
+        warnings=(*found.warnings, *(saved.warnings if saved is not None else ())),
         notes=(*found.notes, note, *(saved.notes if saved is not None else ())),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )

@@ -309,7 +309,7 @@ def test_text_that_utf8_cannot_hold_stays_an_escape(zero3: Path, tmp_path: Path)
     (zero3 / "latest").unlink()
     zexport.consolidate(zero3, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["x"] == "\ud800"
-    assert "`step\\udcff2`" in (tmp_path / "out" / "README.md").read_text()
+    assert "step\\udcff2`" in (tmp_path / "out" / "README.md").read_text()
     assert zexport.verify_export(tmp_path / "out", against=zero3).ok
 
 
