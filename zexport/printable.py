@@ -1,16 +1,23 @@
-"""Foreign text made fit to be shown: nothing in it that a terminal or a log would obey."""
+"""What is shown: foreign text with nothing that a terminal would obey, and values in brief."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 _SHOWN_MAX = 2000
 _END = 400
 """Characters of one fact in a message; a name in a hostile file may have ten million. The end is
 kept as well: a sentence says there what is wrong with the name before it."""
+
+
+_EMPTY: tuple[object, ...] = ((), {}, frozenset())
+_ITEMS_SHOWN = 3
+_ITEM_LENGTH_MAX = 150
 
 
 def printable(text: str) -> str:
@@ -57,3 +64,17 @@ def _escaped(byte: int) -> str:
     if char in "\\'":
         return f"\\{char}"
     return char if " " <= char <= "~" else f"\\{byte:03o}"
+
+
+def brief(value: Any) -> str:
+    """A dataclass in a few lines: of many items their number, and nothing of what is empty."""
+    told = ((one.name, getattr(value, one.name)) for one in fields(value) if one.repr)
+    known = (one for one in told if one[1] is not None and one[1] not in _EMPTY)
+    return f"{type(value).__name__}({', '.join(f'{name}={_brief(item)}' for name, item in known)})"
+
+
+def _brief(item: object) -> str:
+    number = len(item) if isinstance(item, Collection) and not isinstance(item, str) else 0
+    if number <= _ITEMS_SHOWN and len(text := repr(item)) <= _ITEM_LENGTH_MAX:
+        return text
+    return f"<{number:,} item{'s' * (number != 1)}>" if number else f"<{type(item).__name__}>"

@@ -16,6 +16,7 @@ from zexport.errors import ZexportError
 from zexport.findings import Finding
 from zexport.formats.inert import Global, TensorRef
 from zexport.formats.torch_file import TorchFile
+from zexport.printable import brief
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
@@ -51,6 +52,8 @@ class StoredTensor:
     source: ByteSource | None
     fp32_under: frozenset[DType] = frozenset()
     module_dtype: DType | None = None
+
+    __repr__ = brief
 
     @property
     def numel(self) -> int:
@@ -273,6 +276,8 @@ class ZeroCheckpoint:
     findings: tuple[Finding, ...] = ()
     flats: tuple[FlatData, ...] = ()
     skipped_steps: int = 0
+
+    __repr__ = brief
 
     @property
     def ranks(self) -> int | None:

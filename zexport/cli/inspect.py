@@ -9,9 +9,11 @@ import click
 
 from zexport.cli.options import PATH, json_option, links_option, progress_options, tag_option
 from zexport.cli.streams import put_out
+from zexport.errors import AmbiguousTagError, ZexportError
 
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
+    from zexport.inspect.inspect import Inspection
     from zexport.inspect.statistics import Measured
 
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--stats", is_flag=True, help="Read the data too: norm, min, max, mean, NaN and Inf of tensors."
 )
+@click.option("--fail", is_flag=True, help="End with the code that consolidate would end with.")
 @links_option
 @json_option
 @progress_options
@@ -33,6 +36,7 @@ def inspect(
     tensors: bool,
     files: bool,
     stats: bool,
+    fail: bool,
     follow_symlinks: bool,
     json: bool,
     progress: str,
@@ -43,7 +47,8 @@ def inspect(
     CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
     itself. Without --stats no tensor data is read; with it, values that an export would refuse are
     among the problems. Whatever can be described ends with exit code 0; the verdict says whether it
-    can be exported.
+    can be exported. With --fail an export is planned as well, and the exit code is the one that
+    zexport consolidate CKPT OUT would end with.
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """
@@ -62,6 +67,22 @@ def inspect(
         ),
         as_json=json,
     )
+    if fail and (code := _exit_code(found)):
+        click.get_current_context().exit(code)
+
+
+def _exit_code(found: Inspection) -> int:
+    """What an export that is asked for with nothing but the checkpoint would end with."""
+    from zexport.api import plan_export
+
+    if found.checkpoint is None:
+        return AmbiguousTagError.exit_code
+    try:
+        plan_export(found.checkpoint, "model")
+    except ZexportError as error:
+        click.echo(f"Error: {error.sentence()}", err=True)
+        return error.exit_code
+    return max((problem.exit_code for problem in found.problems), default=0)
 
 
 def _measure(checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool) -> Measured:

@@ -19,6 +19,7 @@ from zexport.compare.suspects import Found, SecondLook
 from zexport.compare.tensor import Kind, Outcome, PairValues, TensorDiff, kind_of
 from zexport.compare.values import PairSums
 from zexport.compare.verdict import Verdict, judge
+from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
 from zexport.run.progress import Phase, Progress
@@ -64,6 +65,8 @@ class DiffReport:
     counts: Counts
     nbytes_read: Natural
     tensors: tuple[TensorDiff, ...]
+
+    __repr__ = brief
 
     def count(self, outcome: Outcome) -> int:
         """How many tensors have this outcome."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from zexport.compare.roundings import Rounding, Side
 from zexport.compare.values import ROW_NUMEL_MIN, PairSums
+from zexport.printable import brief
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.json import Natural
 
@@ -184,6 +185,8 @@ class TensorDiff:
     partner: str | None = None
     rounding: Rounding | None = None
     values: PairValues | None = None
+
+    __repr__ = brief
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
-from zexport.store.folders import is_file, matching
+from zexport.store.folders import is_file, leaves, matching
 
 _WEIGHT_PATTERNS = (
     "model*.safetensors",
@@ -43,12 +43,13 @@ _WEIGHT_PATTERNS = (
 class TagSummary(Struct, frozen=True):
     """One tag; ``chosen`` tells that the rest of the inspection is about it.
 
-    ``step``, ``world_size`` (how many optimizer files it should have) and ``complete`` are ``None``
-    where they were not looked at or cannot be read.
+    ``step``, ``nbytes`` (of all files in its folder), ``world_size`` (how many optimizer files it
+    should have) and ``complete`` are ``None`` where they were not looked at or cannot be read.
     """
 
     name: str
     step: int | None = None
+    nbytes: int | None = None
     optimizer_files: int = 0
     world_size: int | None = None
     complete: bool | None = None
@@ -97,6 +98,7 @@ def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
     return TagSummary(
         name=checkpoint.location.tag,
         step=checkpoint.global_steps,
+        nbytes=_nbytes(checkpoint.location.tag_dir, checkpoint.location.boundary),
         optimizer_files=len(optimizers),
         world_size=checkpoint.world_size if optimizers else None,
         complete=not missing if optimizers else None,
@@ -113,7 +115,13 @@ def _summarize(
     is_read = is_read and all(boundary.holds(file.path) for file in files)
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
     complete = None if world_size is None else _is_complete(files, world_size)
-    return TagSummary(name, step, len(optimizers), world_size, complete)
+    nbytes = _nbytes(folder, boundary) if is_read else None
+    return TagSummary(name, step, nbytes, len(optimizers), world_size, complete)
+
+
+def _nbytes(folder: Path, boundary: Boundary) -> int:
+    files = (path for path in leaves(folder) if is_file(path) and boundary.holds(path))
+    return sum(version(path).nbytes for path in files)
 
 
 def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:

@@ -15,6 +15,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.options import CheckMode, ExportDType
+from zexport.printable import brief
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
@@ -213,6 +214,8 @@ class ExportPlan:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
+
+    __repr__ = brief
 
     @property
     def source_names(self) -> dict[Path, str]:

@@ -125,7 +125,7 @@ def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
     hidden = len(tags) - _TAGS_SHOWN
     print_table(
         console,
-        ("Tag", ">Step", "Files of ranks", ""),
+        ("Tag", ">Step", ">Size", "Files of ranks", ""),
         (_tag_row(tag) for tag in tags[-_TAGS_SHOWN:]),
         "Tags",
     )
@@ -133,12 +133,13 @@ def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
         print_line(console, f"  and {hidden:,} older; --json lists all of them")
 
 
-def _tag_row(tag: TagSummary) -> tuple[str, str, str, str]:
+def _tag_row(tag: TagSummary) -> tuple[str, ...]:
     whole = {True: "complete", False: "incomplete", None: ""}[tag.complete]
     of = "" if tag.world_size is None else f" of {tag.world_size:,}"
     return (
         tag.name,
         "" if tag.step is None else f"{tag.step:,}",
+        "" if tag.nbytes is None else size(tag.nbytes),
         f"{tag.optimizer_files:,}{of} {whole}".rstrip(),
         "this one" if tag.chosen else "",
     )

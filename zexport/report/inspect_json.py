@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import Role, ZeroCheckpoint
+from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
 from zexport.report.failure import Told
@@ -90,17 +90,7 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
             "write_fp32": inspection.nbytes_written(DType.F32),
             "write_bf16": inspection.nbytes_written(DType.BF16),
         },
-        "files": [
-            {
-                "name": file.name,
-                "kind": file.kind.name.lower(),
-                "rank": file.rank,
-                "nbytes": file.nbytes,
-                "needed": file.needed,
-                "unknown_globals": [str(known) for known in file.unknown_globals],
-            }
-            for file in checkpoint.files
-        ],
+        "files": [_file(file) for file in checkpoint.files],
         "missing": {
             "optimizer_ranks": list(checkpoint.missing_ranks),
             "model_ranks": list(checkpoint.missing_model_ranks),
@@ -110,6 +100,17 @@ def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObjec
         "weight_files": [values_of(file) for file in inspection.weight_files],
         "warnings": [*checkpoint.newer, *checkpoint.warnings],
         "notes": list(checkpoint.notes),
+    }
+
+
+def _file(file: CheckpointFile) -> JsonObject:
+    return {
+        "name": file.name,
+        "kind": file.kind.name.lower(),
+        "rank": file.rank,
+        "nbytes": file.nbytes,
+        "needed": file.needed,
+        "unknown_globals": [str(known) for known in file.unknown_globals],
     }
 
 

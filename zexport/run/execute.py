@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan, Form, Origin
+from zexport.printable import brief
 from zexport.run.begin import Workplace, begin
 from zexport.run.finish import finish
 from zexport.run.part import write_part
@@ -66,6 +67,8 @@ class ExportReport:
     notes: tuple[str, ...]
     verified: VerifyMode
     resumed: tuple[str, ...] = ()
+
+    __repr__ = brief
 
     def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.plan.plan import ExportPlan, Origin, TensorPlan, qualified
+from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
 from zexport.ranges.ledger import Ledger
 from zexport.run.added import added_files
@@ -79,6 +80,8 @@ class VerifyReport:
     origin: Origin | None = None
     by_manifest_alone: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ok", not self.problems)
