@@ -5,6 +5,7 @@ Nothing here prints or exits; progress goes to a callback, and errors are ``Zexp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -211,9 +212,11 @@ def consolidate(
     Raises:
         ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
     """
+    began = time.monotonic()
     opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(opened, out_dir, options)
-    return run_export(plan, verify=verify, progress=progress)
+    done = run_export(plan, verify=verify, progress=progress)
+    return replace(done, seconds=time.monotonic() - began)
 
 
 def _options_of(manifest: Manifest, path: Path, base: Path | None) -> ExportOptions:

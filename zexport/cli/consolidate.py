@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,14 +151,16 @@ def consolidate(
     from zexport.store.json import form_of
 
     ckpts, out = _split(paths, output)
-    checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_export(checkpoint, out, _options(**chosen))
-    if dry_run:
+    mode = VerifyMode("none" if no_verify else verify)
+    began = time.monotonic()
+    with progress_printer(progress, quiet=quiet) as on_progress:
+        checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
+        plan = plan_export(checkpoint, out, _options(**chosen))
+        done = None if dry_run else run_export(plan, verify=mode, progress=on_progress)
+    if done is None:
         _show(plan, as_json=json, quiet=quiet)
         return
-    mode = VerifyMode("none" if no_verify else verify)
-    with progress_printer(progress, quiet=quiet) as on_progress:
-        done = run_export(plan, verify=mode, progress=on_progress)
+    done = replace(done, seconds=time.monotonic() - began)
     if quiet and not json:
         print_warnings(PlainConsole(sys.stderr), done)
         return

@@ -14,7 +14,7 @@ from zexport.report.text import duration, size
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from zexport.run.execute import Progress
+    from zexport.run.execute import Phase, Progress
 
 _LINE_SECONDS = 10.0
 _LINE_SECONDS_MIN = 1.0
@@ -38,13 +38,7 @@ def progress_printer(
         yield _JsonLines().tell
     elif _is_terminal():
         with _new_bar() as bar:
-            task = bar.add_task("", total=None)
-            yield lambda progress: bar.update(
-                task,
-                description=_LABEL[progress.phase.value],
-                completed=progress.nbytes_done,
-                total=progress.nbytes_total,
-            )
+            yield _on_bar(bar)
     else:
         yield _PlainLines().tell
 
@@ -59,40 +53,44 @@ def _is_terminal() -> bool:
 
 
 class _Lines:
-    """Time since the work began, and the speed that it shows."""
+    """When a phase began, what was done of it then, and the speed that shows since."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._told_at = 0.0
+        self._phase: Phase | None = None
+        self._began = self._told_at = 0.0
+        self._done_before = 0
 
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
+    def _now(self, progress: Progress) -> float:
+        now = time.monotonic()
+        if progress.phase is not self._phase:
+            self._phase, self._began, self._done_before = progress.phase, now, progress.nbytes_done
+        return now
 
-    def _speed(self, progress: Progress) -> int:
+    def _speed(self, progress: Progress, now: float) -> float:
         """Bytes a second."""
-        return round(progress.nbytes_done / max(self._seconds(), 1e-9))
+        return (progress.nbytes_done - self._done_before) / max(now - self._began, 1e-9)
 
-    def _seconds_left(self, progress: Progress) -> float | None:
-        speed = progress.nbytes_done / max(self._seconds(), 1e-9)
-        return (progress.nbytes_total - progress.nbytes_done) / speed if speed else None
+    def _seconds_left(self, progress: Progress, now: float) -> float | None:
+        rest, speed = progress.nbytes_total - progress.nbytes_done, self._speed(progress, now)
+        return rest / speed if speed else None if rest else 0.0
 
 
 class _JsonLines(_Lines):
     """Objects with ``phase``, ``nbytes_done``, ``nbytes_total`` and their like."""
 
     def tell(self, progress: Progress) -> None:
-        now = self._seconds()
+        now = self._now(progress)
         is_last = progress.nbytes_done >= progress.nbytes_total
         if self._told_at and now - self._told_at < _JSON_SECONDS and not is_last:
             return
         self._told_at = now
-        left = self._seconds_left(progress)
+        left = self._seconds_left(progress, now)
         line = {
             "phase": progress.phase.value,
             "nbytes_done": progress.nbytes_done,
             "nbytes_total": progress.nbytes_total,
             "nbytes_resumed": progress.nbytes_resumed,
-            "bytes_per_second": self._speed(progress),
+            "bytes_per_second": round(self._speed(progress, now)),
             "seconds_left": None if left is None else round(left, 1),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
@@ -106,39 +104,49 @@ class _PlainLines(_Lines):
         self._told_tenth = 0
 
     def tell(self, progress: Progress) -> None:
-        now = self._seconds()
+        is_new = progress.phase is not self._phase
+        now = self._now(progress)
         done, total = progress.nbytes_done, progress.nbytes_total
         tenth = done * _LINES_PER_JOB // max(total, 1)
+        if is_new:
+            self._told_at, self._told_tenth = self._told_at or now, tenth
         waited = now - self._told_at
         if waited < (_LINE_SECONDS_MIN if tenth > self._told_tenth else _LINE_SECONDS):
             return
         self._told_at, self._told_tenth = now, tenth
-        left = self._seconds_left(progress)
+        left = self._seconds_left(progress, now)
         rest = "" if left is None else f", {duration(left)} left"
         line = (
             f"{_LABEL[progress.phase.value]}: {100 * done // max(total, 1)} % "
-            f"({size(done)} of {size(total)}, {size(self._speed(progress))}/s{rest})"
+            f"({size(done)} of {size(total)}, {size(round(self._speed(progress, now)))}/s{rest})"
         )
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _new_bar() -> Bar:
+    """A bar that moves, and nothing can be counted yet."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    return Bar(*columns, console=Console(stderr=True), transient=True)
+
+
+def _on_bar(bar: Bar) -> Callable[[Progress], None]:
+    """Shows phases on a bar, one after the other."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    task = bar.add_task("Preparing", total=None)
+    counted = (*bar.columns[:2], DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    shown: list[Phase] = []
+
+    def tell(progress: Progress) -> None:
+        done, total = progress.nbytes_done, progress.nbytes_total
+        if progress.phase not in shown:
+            shown.append(progress.phase)
+            bar.columns = counted
+            bar.reset(task, total=total, description=_LABEL[progress.phase.value])
+        bar.update(task, completed=done, total=total)
+
+    return tell

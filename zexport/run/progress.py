@@ -19,11 +19,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the work has come; bytes written and bytes read again count alike.
+    """How far one phase of the work has come.
 
     Attributes:
-        nbytes_done: what is done.
-        nbytes_total: what there is to do, in this run.
+        nbytes_done: what is done of it.
+        nbytes_total: what there is to do in it, in this run.
         phase: what is being done.
         nbytes_resumed: bytes of finished shards that were taken over, so far.
     """
@@ -35,46 +35,53 @@ class Progress:
 
 
 class Meter:
-    """Adds up bytes from several threads, and tells of them one at a time.
+    """Adds up bytes from several threads, and tells of them one at a time, phase after phase.
 
-    What is to be done is known bit by bit: first the shards left by a stopped export are read,
-    then the rest is written, and read if the mode says so.
+    Shards left by a stopped export are read first. While the rest is written, finished files are
+    read again already; that is told once all is written.
     """
 
     def __init__(self, tell: Callable[[Progress], None] | None, *, reads_again: bool) -> None:
-        self._times = 2 if reads_again else 1
-        self._tell = tell
-        self._done = self._resumed = self._to_write = self._written = self._total = 0
+        self._reads_again = reads_again
+        self._callback = tell
+        self._left = self._compared = self._resumed = 0
+        self._to_write = self._written = self._verified = 0
         self._lock = Lock()
 
     def expect(self, *, to_write: int, left: int = 0) -> None:
         """Set what is to be written, and how much a stopped export has left to be read."""
         with self._lock:
-            self._to_write = to_write
-            self._total = self._done + self._times * to_write + left
+            self._to_write, self._left = to_write, left
 
     def written(self, nbytes: int) -> None:
         """Note bytes written."""
-        self._add(nbytes, written=nbytes)
+        with self._lock:
+            self._written += nbytes
+            self._tell(Phase.WRITE, self._written, self._to_write)
+            if self._reads_again:
+                self._tell_verified()
 
     def verified(self, nbytes: int) -> None:
         """Note bytes read again."""
-        self._add(nbytes)
+        with self._lock:
+            self._verified += nbytes
+            self._tell_verified()
 
     def compared(self, nbytes: int) -> None:
         """Note bytes of a left shard read."""
-        self._add(nbytes, Phase.RESUME)
+        with self._lock:
+            self._compared += nbytes
+            self._tell(Phase.RESUME, self._compared, self._left)
 
     def resumed(self, nbytes: int) -> None:
         """Note bytes of a left shard taken over."""
         with self._lock:
             self._resumed += nbytes
 
-    def _add(self, nbytes: int, phase: Phase | None = None, *, written: int = 0) -> None:
-        with self._lock:
-            self._done += nbytes
-            self._written += written
-            if phase is None:
-                phase = Phase.WRITE if self._written < self._to_write else Phase.VERIFY
-            if self._tell is not None:
-                self._tell(Progress(self._done, self._total, phase, self._resumed))
+    def _tell_verified(self) -> None:
+        if self._written >= self._to_write:
+            self._tell(Phase.VERIFY, self._verified, self._to_write)
+
+    def _tell(self, phase: Phase, done: int, total: int) -> None:
+        if self._callback is not None:
+            self._callback(Progress(done, total, phase, self._resumed))
