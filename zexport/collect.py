@@ -49,7 +49,7 @@ from zexport.weights.base import (
 from zexport.weights.hub_names import in_form, is_adapted
 from zexport.weights.model_class import identify
 from zexport.weights.named import Weights
-from zexport.weights.same_base import compare_base
+from zexport.weights.same_base import BaseName, compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
 
@@ -246,14 +246,19 @@ def _held_against_base(
         stored.tensors,
         under_names_of(names, found.base),
         found.files,
-        named=adapter.config.text("base_model_name_or_path") if adapter is not None else "",
-        follow_symlinks=found.checkpoint.location.boundary.follow,
+        named=_named_base(adapter) if adapter is not None else None,
+        location=found.checkpoint.location,
     )
     return structs.replace(
         found,
         statements=(*found.statements, *same.statements),
         nbytes_compared=found.nbytes_compared + same.nbytes_read,
     )
+
+
+def _named_base(adapter: Adapter) -> BaseName:
+    name, revision = map(adapter.config.text, ("base_model_name_or_path", "revision"))
+    return BaseName(name, revision or "main")
 
 
 def _with_model(found: Collected, learner: Learner, task: str) -> Collected:

@@ -114,6 +114,10 @@ class Fact(Enum):
     BASE_CONFIG = _of_one_base("what the base model is built like", "their configs differ")
     BASE_NAME = _of_one_base("name of the base model", "their names on the hub differ")
     BASE_WEIGHTS = _of_one_base("frozen weights of the base model", "weights differ")
+    BASE_MERGED = _of_one_base(
+        "whether the adapter is merged already",
+        "the checkpoint's adapter is merged into it already",
+    )
     BASE_UNTRACED = Row(
         "name of the base model, where nothing compares the weights",
         "nothing shows that the base is the model that the adapter was trained on",

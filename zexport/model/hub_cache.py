@@ -47,17 +47,23 @@ def model_folder(given: Path) -> Path:
 
 
 _COMMIT, _REF_NBYTES_MAX = re.compile(r"[0-9a-f]{40}"), 40
+_BRANCH = re.compile(r"\w[\w.-]{0,95}")
 
 
-def cached_snapshot(hub_id: str) -> Path | None:
-    """The folder of a model in the hub's cache here, of the commit that was last fetched.
+def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
+    """The folder of a model in the hub's cache here, of a commit or of a branch as last fetched.
 
     One whose download was stopped is none. Source: huggingface_hub 2.4,
     ``_snapshot_download.py`` and ``_tree_cache.py``.
     """
     try:
         model = hub_cache_folder() / f"models--{hub_id.replace('/', '--')}"
-        commit = (read_regular(model / "refs" / "main", _REF_NBYTES_MAX) or b"").decode("ascii")
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            if not _BRANCH.fullmatch(revision):
+                return None
+            found = read_regular(model / "refs" / revision, _REF_NBYTES_MAX)
+            commit = (found or b"").decode("ascii")
     except (OSError, RuntimeError, ValueError):  # nothing is there, nor a home to look in
         return None
     snapshot = model / "snapshots" / commit

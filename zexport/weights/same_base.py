@@ -14,23 +14,39 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.location import Location
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id
+from zexport.options import AdapterMode
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, compare_casts
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.store.folders import is_folder, real
+from zexport.store.folders import is_file, is_folder, real
+from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
+_MANIFEST = "zexport_manifest.json"
 _QUANTIZED = re.compile(
     r"[-_.](?:unsloth[-_.])?(?:bnb[-_.])?(?:\d[-_.]?bits?|int[48]|fp8|nf4|[gw]\d?a?\d*g?ptq|gptq|awq"
     r"|gguf|hqq|w4a16|w8a8)(?:[-_.].*)?$",
     re.IGNORECASE,
 )
 """How names end that quantized forms of a model are given."""
+
+
+class BaseName(Struct, frozen=True):
+    """What an adapter's configuration calls its base; the name may be empty."""
+
+    name: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        """The name as messages have it."""
+        at = f" at {self.revision}" if self.revision != "main" else ""
+        return f"{self.name}{at}" if self.name else "no name"
 
 
 class SameBase(Struct, frozen=True):
@@ -52,8 +68,8 @@ def compare_base(
     base: Base,
     files: Sequence[ReadableFile],
     *,
-    named: str = "",
-    follow_symlinks: bool = False,
+    location: Location,
+    named: BaseName | None = None,
 ) -> SameBase:
     """Hold a base against the one that was trained, by samples of weights and by names.
 
@@ -61,17 +77,21 @@ def compare_base(
         stored: the checkpoint's weights of the base model, by its names.
         base: the one that was given.
         files: all files that may be read.
-        named: what an adapter's configuration calls the one it was trained on; may be empty.
-        follow_symlinks: read what a link leads to, wherever that is.
+        location: the checkpoint.
+        named: what an adapter's configuration calls the one it was trained on, if there is any.
     """
     if base.path is None or not base.tensors:
         return SameBase()
+    if named is not None and (merged := tuple(_merged_before(base.path, location))):
+        return SameBase(merged)
     frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
     found = _compared(frozen, base, files, "the checkpoint, frozen")
-    folder = _on_this_machine(named)
+    folder = _on_this_machine(named) if named is not None else None
     if folder is not None and real(folder) == real(base.path):
         return SameBase(found.statements, found.nbytes_read)
-    if folder is not None and (headers := _headers(folder, follow_symlinks=follow_symlinks)):
+    if folder is not None and (
+        headers := _headers(folder, follow_symlinks=location.boundary.follow)
+    ):
         other = base_of(folder, headers)
         more = _compared(other.tensors, base, (*files, *headers), f"{named}, which it names")
         found = SameBase(
@@ -79,7 +99,7 @@ def compare_base(
             found.nbytes_read + more.nbytes_read,
             agrees=found.agrees or more.agrees,
         )
-    if named and not found.statements and not found.agrees:
+    if named is not None and not found.statements and not found.agrees:
         return replace(found, statements=tuple(_names(named, base.path)))
     return found
 
@@ -129,11 +149,28 @@ def _differs(found: Comparison) -> bool:
     return found.largest > (1 if is_wider else 0)
 
 
-def _on_this_machine(named: str) -> Path | None:
+def _merged_before(base: Path, location: Location) -> Iterator[Statement]:
+    """Tells of a base that is an export of the same checkpoint, its adapter merged."""
+    path = base / _MANIFEST
+    try:
+        content = read_json_object(path) if is_file(path) else {}
+    except ZexportError:
+        return  # `zexport verify` tells what is wrong with it
+    of, options = content.get("checkpoint"), content.get("options")
+    if isinstance(of, dict) and isinstance(options, dict):
+        is_same = (of.get("folder"), of.get("tag")) == (location.name, location.tag)
+        if is_same and options.get("adapter") == AdapterMode.MERGE.value:
+            yield Statement(Fact.BASE_MERGED, "an adapter to be merged", "the checkpoint")
+            yield Statement(
+                Fact.BASE_MERGED, "the same, merged", f"the base, as its {_MANIFEST} says"
+            )
+
+
+def _on_this_machine(base: BaseName) -> Path | None:
     """The folder of the model that an adapter names: a path, or the hub's cache; if it is here."""
-    if Path(named).is_absolute():
-        return Path(named) if is_folder(Path(named)) else None
-    return cached_snapshot(named) if is_hub_id(named) else None
+    if Path(base.name).is_absolute():
+        return Path(base.name) if is_folder(Path(base.name)) else None
+    return cached_snapshot(base.name, base.revision) if is_hub_id(base.name) else None
 
 
 def _headers(folder: Path, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
@@ -144,19 +181,24 @@ def _headers(folder: Path, *, follow_symlinks: bool) -> tuple[SafetensorsHeader,
         return ()
 
 
-def _names(named: str, given: Path) -> Iterator[Statement]:
+def _names(named: BaseName, given: Path) -> Iterator[Statement]:
     """What two names tell, where nothing else does."""
     hub_id = hub_id_of(given)
     here = hub_id or given.name
-    one, other = _plain(named), _plain(here)
-    if is_hub_id(named) and hub_id is not None and one != other:
+    one, other = _plain(named.name), _plain(here)
+    is_other_commit = hub_id is not None and named.revision not in ("main", given.name)
+    if is_hub_id(named.name) and hub_id is not None and one != other:
         fact = Fact.BASE_NAME
-    elif one.rpartition("/")[2] != other.rpartition("/")[2] or _is_quantized(named, here):
+    elif (
+        one.rpartition("/")[2] != other.rpartition("/")[2]
+        or _is_quantized(named.name, here)
+        or is_other_commit
+    ):
         fact = Fact.BASE_UNTRACED
     else:
         return
-    yield Statement(fact, named, "adapter_config.json")
-    yield Statement(fact, here, "--base")
+    yield Statement(fact, str(named), "adapter_config.json")
+    yield Statement(fact, f"{here} at {given.name}" if is_other_commit else here, "--base")
 
 
 def _plain(name: str) -> str:
