@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from tests.support import checkpoints, peft_models
 from tests.support.checkpoints import Run
@@ -18,7 +19,7 @@ from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate
 from zexport.adapters.peft_format import AdapterConfig
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.options import AdapterMode
+from zexport.options import AdapterMode, ExportDType
 
 CHANGED: dict[str, tuple[str, dict[str, object], str]] = {
     "fewer targets": ("plain", {"target_modules": ["q_proj"]}, "v_proj updated"),
@@ -212,3 +213,36 @@ def test_each_of_several_adapters_has_a_rank_of_its_own(tmp_path: Path) -> None:
         assert (
             load_file(tmp_path / "out" / name).keys() == load_file(tmp_path / "live" / name).keys()
         )
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_right", "is_told"),
+    [
+        ({"init_lora_weights": "pissa"}, True, True),
+        ({"init_lora_weights": "olora"}, True, True),
+        ({"init_lora_weights": "pissa_niter_4"}, False, True),
+        ({"layer_replication": [(0, 2), (1, 2)]}, True, False),
+    ],
+)
+def test_a_change_of_the_base_that_peft_may_not_repeat_is_warned_of(
+    tmp_path: Path, keys: dict[str, object], is_right: bool, is_told: bool
+) -> None:
+    torch.manual_seed(7)
+    base = peft_models.llama()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **keys))  # type: ignore[arg-type]
+    for parameter in peft_models.trained(model, ("default",)).values():
+        parameter.data += torch.randn_like(parameter) / 8
+    model.save_pretrained(tmp_path / "live")
+    zero = peft_models.zero_model(model, ("default",))
+    root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
+    config = "adapter_config.json"
+    (root / config).write_bytes((tmp_path / "live" / config).read_bytes())
+    options = ExportOptions(adapter=AdapterMode.KEEP, dtype=ExportDType.FP32)
+    report = consolidate(root, tmp_path / "out", options)
+    assert any("peft changed the base weights" in one for one in report.warnings) is is_told
+    torch.manual_seed(9)
+    fresh = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "out"))
+    tokens = torch.tensor([[3, 4, 5]])
+    assert torch.allclose(loaded(tokens).logits, model(tokens).logits, atol=1e-4) is is_right

@@ -42,6 +42,17 @@ def adapter_statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterato
         yield replace(one, about=f"{adapter.folder}{one.about}")
 
 
+def kept_statements(adapter: Adapter) -> Iterator[Statement]:
+    """What is said of the base weights of an adapter that is kept: whether peft changed them.
+
+    Layers that peft replicates it replicates again whenever it loads the adapter.
+    """
+    if change := adapter.config.rewrites_base:
+        by = f"{adapter.folder}{ADAPTER_CONFIG}"
+        yield Statement(Fact.KEPT_CHANGES, f"init_lora_weights {change}", by)
+        yield Statement(Fact.KEPT_CHANGES, "unchanged weights", "the base model")
+
+
 def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}

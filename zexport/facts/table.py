@@ -145,6 +145,12 @@ class Fact(Enum):
         severity=Severity.WARNED,
         agreement=Agreement.BELOW,
     )
+    KEPT_CHANGES = Row(  # warned of: peft repeats what was neither random nor made of data
+        "base weights, where an adapter is kept",
+        "peft changed the base weights before training, and they are not in this folder: the "
+        "adapter is right only where peft's loading makes the same change to the same base again",
+        severity=Severity.WARNED,
+    )
     TOKENS = Row(  # warned of: the weights are right, and a token that is never used harms nobody
         "numbers of tokens",
         "tokens without a row in the embedding cannot be embedded, nor end a text: give the "

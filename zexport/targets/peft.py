@@ -22,6 +22,7 @@ from zexport.adapters.peft_format import (
     read_name,
 )
 from zexport.adapters.saved_beside import ADAPTER_FILE
+from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collect import Collected
 from zexport.errors import UnsupportedError
@@ -62,7 +63,7 @@ class PeftAdapters(Struct, frozen=True):
                 for name in lacking
                 if name not in filled
             ]
-            stated += self._tokens(kept)
+            stated += [*self._tokens(kept), *kept_statements(adapter)]
             from_base += [qualified(_file_of(adapter), name) for name in filled]
             tensors |= {qualified(_file_of(adapter), name): one for name, one in kept.items()}
         words = "adapter" if len(found.adapters) == 1 else "adapters"
