@@ -108,8 +108,28 @@ def test_a_trainers_state_of_another_step_is_warned_of(
 ) -> None:
     (zero2 / "trainer_state.json").write_text(json.dumps({"global_step": recorded}))
     told = [text for text in open_checkpoint(zero2).warnings if "trainer_state.json" in text]
-    said = "(found 2 in the files of the tag; 4 in trainer_state.json)"
-    assert told == [f"trainer_state.json beside the tag is of another step {said}"][:count]
+    said = "(found 2 in the files of the tag, its name; 4 in trainer_state.json)"
+    assert told == [f"names or files beside the tag tell of another step {said}"][:count]
+
+
+@pytest.mark.parametrize(
+    ("folder", "tag", "count"),
+    [
+        ("checkpoint-2", "global_step2", 0),
+        ("checkpoint-8", "global_step2", 1),
+        ("checkpoint-2", "global_step400", 1),
+        ("epoch_7", "final", 0),
+    ],
+)
+def test_a_folder_or_tag_that_was_renamed_to_another_step_is_warned_of(
+    folder: str, tag: str, count: int, zero2: Path
+) -> None:
+    (zero2 / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+    (zero2 / "global_step2").rename(zero2 / tag)
+    (zero2 / "latest").write_text(tag)
+    root = zero2.rename(zero2.parent / folder)
+    told = [text for text in open_checkpoint(root).warnings if "another step" in text]
+    assert len(told) == count
 
 
 def test_a_run_that_skipped_all_steps_says_so_and_its_card_counts_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -81,6 +82,10 @@ def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankState
         for index in indices
     }
 
+
+_TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)
+_FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
+"""The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
 
 _READ_BY_RANK = (RankFileKind.OPTIMIZER, RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
@@ -224,6 +229,14 @@ def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
             f"no step was taken: all {model.global_steps:,} were skipped for an overflow, so these "
             "are the weights that training began from"
         )
+    yield from judge(_stated_steps(location, model.global_steps), None).warnings
+
+
+def _stated_steps(location: Location, recorded: int) -> Iterator[Statement]:
+    """What files and names say of the step; a tag's own name and the Trainer's folder have it."""
+    yield Statement(Fact.RUN_STEP, recorded, "the files of the tag")
+    if found := _TAG_STEP.fullmatch(location.tag):
+        yield Statement(Fact.RUN_STEP, int(found[1]), "its name")
     if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
         return
     state = location.root / "trainer_state.json"
@@ -233,11 +246,9 @@ def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
     except ZexportError:
         return
     if isinstance(step, int):
-        stated = (
-            Statement(Fact.TRAINER_STEP, model.global_steps, "the files of the tag"),
-            Statement(Fact.TRAINER_STEP, step, state.name),
-        )
-        yield from judge(stated, None).warnings
+        yield Statement(Fact.RUN_STEP, step, state.name)
+        if found := _FOLDER_STEP.fullmatch(location.root.name):
+            yield Statement(Fact.RUN_STEP, int(found[1]), "the folder's name")
 
 
 def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:

@@ -103,9 +103,9 @@ class Fact(Enum):
     GROUP_SETTINGS = _of_one_save("optimizer's settings", FindingKind.MIXED_SETTINGS)
     LOSS_SCALE = _of_one_save("loss scaler's state", FindingKind.MIXED_SETTINGS)
     SCHEDULE = _of_one_save("scheduler's state", FindingKind.MIXED_SETTINGS)
-    TRAINER_STEP = Row(
+    RUN_STEP = Row(
         "step of the run",
-        "trainer_state.json beside the tag is of another step",
+        "names or files beside the tag tell of another step",
         severity=Severity.WARNED,
     )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
