@@ -280,6 +280,18 @@ def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
+def test_a_configuration_that_is_given_may_have_any_name(tmp_path: Path) -> None:
+    """If it is one."""
+    trained = train(tmp_path, "plain")
+    given = (trained.checkpoint / "adapter_config.json").rename(tmp_path / "mine.json")
+    consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(adapter_config=given))
+    found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert found == json.loads(given.read_text()) | {"inference_mode": True}
+    given.write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(NotACheckpointError, match="peft_type"):
+        consolidate(trained.checkpoint, tmp_path / "other", ExportOptions(adapter_config=given))
+
+
 def test_a_method_that_saves_more_than_tensors_is_refused_by_name(tmp_path: Path) -> None:
     trained = train(tmp_path, "plain")
     config = trained.checkpoint / "adapter_config.json"

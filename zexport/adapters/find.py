@@ -26,6 +26,7 @@ from zexport.errors import (
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.store.folders import is_file, is_folder
+from zexport.store.json import read_json_object
 from zexport.weights.named import PEFT_PREFIX, Weights
 
 
@@ -49,7 +50,7 @@ def adapter_mode(
     Names as they are in memory are nothing to work on: then a peft model is like any other. So is
     one of which nothing says what its adapters are, unless the options say what to make of them.
     """
-    if not is_peft(stored, adapter_folders(checkpoint, options)):
+    if not is_peft(stored, adapter_places(checkpoint, options)):
         if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
             return None
         config = _config_of(options.adapter_name or DEFAULT_ADAPTER, checkpoint, options)
@@ -85,7 +86,7 @@ def not_just_tensors(config: AdapterConfig) -> UnsupportedError:
     )
 
 
-def is_peft(stored: Weights, folders: Iterable[Path]) -> bool:
+def is_peft(stored: Weights, places: Iterable[Path]) -> bool:
     """Whether the tensors are those of a model under peft.
 
     Models exist that have adapters as parts of their own (Phi-4-multimodal); peft's prefix, or its
@@ -96,28 +97,35 @@ def is_peft(stored: Weights, folders: Iterable[Path]) -> bool:
         return False
     if _is_prefixed(stored) or any(read_name(name).is_prompt for name in adapted):
         return True
-    return any(is_file(folder / ADAPTER_CONFIG) for folder in folders)
+    return any(is_file(place) or is_file(place / ADAPTER_CONFIG) for place in places)
 
 
 def _is_prefixed(stored: Weights) -> bool:
     return any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
 
 
-def adapter_folders(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
-    """Where an adapter's configuration may lie, the likeliest first."""
+def adapter_places(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
+    """Where an adapter's configuration may lie, the likeliest first: folders, or the file given."""
     location = checkpoint.location
-    given = [] if options.adapter_config is None else [_folder_of(options.adapter_config)]
+    given = [] if options.adapter_config is None else [_place_of(options.adapter_config)]
     base = [] if options.base is None else [options.base]
     return (*given, location.root, location.tag_dir, location.root.parent, *base)
 
 
-def _folder_of(path: Path) -> Path:
-    """The folder that ``--adapter-config`` means: the file's, or the one it names."""
-    folder = path if is_folder(path) else path.parent
-    if is_folder(path) or (is_file(path) and path.name == ADAPTER_CONFIG):
-        return folder
+def _place_of(path: Path) -> Path:
+    """What ``--adapter-config`` means: a folder, the one of a file that peft named, or any file."""
+    if is_folder(path):
+        return path
+    if is_file(path):
+        if path.name == ADAPTER_CONFIG:
+            return path.parent
+        if "peft_type" in read_json_object(path):
+            return path
     raise NotACheckpointError(
-        f"is no {ADAPTER_CONFIG}", path=path, hint="Give --adapter-config the file that peft wrote"
+        f"is no {ADAPTER_CONFIG}",
+        path=path,
+        expected="a JSON object with peft_type",
+        hint="Give --adapter-config the file that peft wrote",
     )
 
 
@@ -152,7 +160,7 @@ def choose_adapters(
         if config is None:
             raise NotACheckpointError(
                 f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
-                path=adapter_folders(checkpoint, options)[0],
+                path=adapter_places(checkpoint, options)[0],
                 found="none there, in the tag folder, in the folder above or in --base",
                 hint="Give the one that training began with as --adapter-config FILE; or write the "
                 "tensors as they are with --layout memory --exclude-frozen",
@@ -164,8 +172,8 @@ def choose_adapters(
 def _config_of(
     name: str, checkpoint: ZeroCheckpoint, options: ExportOptions
 ) -> AdapterConfig | None:
-    folders = adapter_folders(checkpoint, options)
-    return find_adapter_config(name, folders, checkpoint.location.boundary)
+    places = adapter_places(checkpoint, options)
+    return find_adapter_config(name, places, checkpoint.location.boundary)
 
 
 def check_whole(

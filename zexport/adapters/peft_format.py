@@ -225,16 +225,18 @@ class AdapterConfig(Struct, frozen=True):
 
 
 def find_adapter_config(
-    adapter: str, folders: Iterable[Path], boundary: Boundary
+    adapter: str, places: Iterable[Path], boundary: Boundary
 ) -> AdapterConfig | None:
-    """The configuration of the adapter of this name, from the first folder that has it.
+    """The configuration of the adapter of this name, from the first place that has it.
 
-    An adapter that is not the default one has its own folder within.
+    A place is a folder, or the file itself. An adapter that is not the default one has its own
+    folder within.
     """
-    for folder in folders:
-        own = folder if adapter == DEFAULT_ADAPTER else folder / adapter
-        for path in (own / ADAPTER_CONFIG, folder / ADAPTER_CONFIG):
-            boundary.including(folder).check(path)
+    for place in places:
+        own = place if adapter == DEFAULT_ADAPTER else place / adapter
+        named = (own / ADAPTER_CONFIG, place / ADAPTER_CONFIG)
+        for path in (place,) if is_file(place) else named:
+            boundary.including(place).check(path)
             if is_file(path):
                 return AdapterConfig(path, read_json_object(path))
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.adapters.find import adapter_folders, adapters_in, is_peft
+from zexport.adapters.find import adapter_places, adapters_in, is_peft
 from zexport.adapters.peft_format import find_adapter_config, read_name
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -168,7 +168,7 @@ def inspect_checkpoint(
 def _adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
     """The adapters of a checkpoint; none where it is no peft model's."""
     options = ExportOptions()
-    stored, folders = Weights.of(checkpoint), adapter_folders(checkpoint, options)
+    stored, folders = Weights.of(checkpoint), adapter_places(checkpoint, options)
     if not is_peft(stored, folders):
         return ()
     parts = [read_name(tensor.name) for tensor in checkpoint.tensors]
