@@ -26,7 +26,7 @@ from zexport.facts.statements import Statement, judge
 from zexport.facts.table import Fact
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import config_statements
+from zexport.model.config_facts import config_statements, type_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner, NamesClient
@@ -283,9 +283,13 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     )
     if found.mode is None:
         found = _held_against_base(found, names, model.weights, None)
+    typed = type_statements(model.config, names) if isinstance(names, ModelNames) else ()
     ties = _compared_ties(found)
     return structs.replace(
-        found, ties=ties, nbytes_compared=found.nbytes_compared + ties.nbytes_read
+        found,
+        ties=ties,
+        statements=(*found.statements, *typed),
+        nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
 
 

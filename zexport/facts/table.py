@@ -158,6 +158,12 @@ class Fact(Enum):
         severity=Severity.WARNED,
         agreement=Agreement.BELOW,
     )
+    MODEL_TYPE = Row(
+        "model type",
+        "config.json names a class of another model type, and transformers loads the model that "
+        "model_type names",
+        hint="Mend model_type or architectures in config.json, or give the right one with --base",
+    )
     CHAT_TEMPLATE = Row(
         "chat template",
         "files differ in the chat template, and the export has the first of these: take care that "

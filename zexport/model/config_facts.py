@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
+from zexport.model.fit import ModelNames
 from zexport.store.json import Json, JsonObject
 
 _BUILT = re.compile(
@@ -44,6 +45,15 @@ def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
         for key in sorted(ropes[0][0].keys() & ropes[1][0].keys()):
             for rope, by in ropes:
                 yield Statement(Fact.BASE_CONFIG, rope[key], by, about + key)
+
+
+def type_statements(config: ConfigFile | None, names: ModelNames) -> Iterator[Statement]:
+    """The model type of a config, and that of its class; none where code of its own is loaded."""
+    if config is None or not names.other_type or "auto_map" in config.content:
+        return
+    stated = config.content.get("model_type")
+    yield Statement(Fact.MODEL_TYPE, stated, "config.json's model_type")
+    yield Statement(Fact.MODEL_TYPE, names.other_type, f"{names.architecture} of its architectures")
 
 
 def _fact_of(key: str) -> Fact | None:

@@ -39,7 +39,8 @@ class ModelNames(Struct, frozen=True):
     takes unasked first, and ``refused`` is why that is not known. ``keep_fp32`` has, for an element
     type, what transformers leaves in float32 when it loads the model in it; ``ignored`` patterns of
     what it passes over. Under ``base_prefix`` classes with a head have the model of their base
-    class, whose files have names without it. Where several classes have these names, it is that of
+    class, whose files have names without it; ``other_type`` is the class's model type where that of
+    the config is surely another. Where several classes have these names, it is that of
     none.
     """
 
@@ -54,6 +55,7 @@ class ModelNames(Struct, frozen=True):
     refused: str = ""
     ignored: tuple[str, ...] = ()
     base_prefix: str = ""
+    other_type: str = ""
 
     @property
     def all_names(self) -> frozenset[str]:

@@ -129,6 +129,7 @@ class _Described(Struct, frozen=True):
     refused: str = ""
     base_prefix: str = ""
     ignored: tuple[str, ...] = ()
+    other_type: str = ""
 
     def names(self, provenance: str) -> ModelNames:
         """The names that it tells."""
@@ -149,6 +150,7 @@ class _Described(Struct, frozen=True):
             refused=self.refused,
             ignored=tuple(sorted(self.ignored)),
             base_prefix=self.base_prefix,
+            other_type=self.other_type,
         )
 
 
@@ -179,7 +181,7 @@ class _DescribedBefore(Struct, frozen=True):
         )
 
 
-_SCHEMA = 5
+_SCHEMA = 6
 _CACHED_NBYTES_MAX = 64 << 20
 _TIMEOUT_SECONDS = 240
 """Importing transformers takes that long on no machine; what comes then is bounded by itself."""

@@ -109,12 +109,30 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
                 raise
             reason = f"transformers failed: {error}"  # some classes want more of a config
             continue
-        candidates.append({**describe_model(model), "ignored": ignored_names(model)})
+        described = {**describe_model(model), "ignored": ignored_names(model)}
+        candidates.append({**described, "other_type": _other_type(type(model), config_class)})
     return {"candidates": candidates} if candidates else {"error": reason}
 
 
-def _architectures_of(model_type: str, config_class: type) -> list[str]:
-    """The classes of a model type: those that transformers' tables have, and those beside them."""
+def _other_type(model_class: Any, config_class: Any) -> str:
+    """The model type of a class, where it is surely another than that of a config.
+
+    It is not where a table of transformers has the class for both, where one config is made of the
+    other, nor for whole models and their parts.
+    """
+    own = model_class.config_class
+    model_type: str = getattr(own, "model_type", "")
+    is_one = own is None or issubclass(own, config_class) or issubclass(config_class, own)
+    if is_one or model_type in ("", config_class.model_type):
+        return ""
+    packages = {one.__module__.rpartition(".")[0] for one in (own, config_class)}
+    if len(packages) == 1 or own.sub_configs or config_class.sub_configs:
+        return ""
+    return "" if model_class.__name__ in _in_tables(config_class.model_type) else model_type
+
+
+def _in_tables(model_type: str) -> list[str]:
+    """The classes that transformers' tables have for a model type."""
     tables = [
         table
         for name, table in vars(modeling_auto).items()
@@ -124,7 +142,12 @@ def _architectures_of(model_type: str, config_class: type) -> list[str]:
     for table in tables:
         names = table.get(model_type, ())
         found += [names] if isinstance(names, str) else names
-    found = [name for name in found if hasattr(transformers, name)]
+    return found
+
+
+def _architectures_of(model_type: str, config_class: type) -> list[str]:
+    """The classes of a model type: those that transformers' tables have, and those beside them."""
+    found = [name for name in _in_tables(model_type) if hasattr(transformers, name)]
     modules = {getattr(transformers, name).__module__ for name in found}
     beside = (name for module in modules for name in getattr(sys.modules[module], "__all__", ()))
     found += sorted(name for name in beside if _is_model_of(config_class, name))
