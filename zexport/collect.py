@@ -31,6 +31,7 @@ from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import TOKENIZER, Sidecars, find_sidecars, spoilt_files
+from zexport.model.special_tokens import added_statements, end_statements
 from zexport.model.tokens import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
@@ -117,7 +118,7 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             gathered=gathered_copies(checkpoint, beside),
             spoilt=tuple(spoilt),
             tokens=token_numbers(sidecars.copied),
-            statements=sidecars.templates,
+            statements=(*sidecars.templates, *added_statements(sidecars.copied)),
             warnings=told,
         )
         found = _stated_by_configs(_with_adapters(found))
@@ -284,11 +285,12 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     if found.mode is None:
         found = _held_against_base(found, names, model.weights, None)
     typed = type_statements(model.config, names) if isinstance(names, ModelNames) else ()
+    ends = end_statements(found.sidecars.copied, model.config)
     ties = _compared_ties(found)
     return structs.replace(
         found,
         ties=ties,
-        statements=(*found.statements, *typed),
+        statements=(*found.statements, *typed, *ends),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
 

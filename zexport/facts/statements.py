@@ -51,8 +51,7 @@ class Disagreement(Struct, frozen=True):
         """What is said by whom, in words."""
         told = []
         for about, statements in self.statements.items():
-            is_equal = self.fact.value.agreement is Agreement.EQUAL
-            differing = statements if is_equal else _beyond(statements)
+            differing = _differing(self.fact, statements)
             sides = "; ".join(
                 f"{one.value} {_said_by([s.by for s in differing if _same(s, one)], named)}"
                 for one in _distinct(differing)
@@ -63,7 +62,7 @@ class Disagreement(Struct, frozen=True):
     @property
     def expected(self) -> str | None:
         """What there should be."""
-        if self.fact.value.agreement is Agreement.EQUAL:
+        if self.fact.value.agreement is not Agreement.BELOW:
             return self.fact.value.expected
         limit, *_ = next(iter(self.statements.values()))
         return f"below {limit.value}, {limit.by}"
@@ -88,15 +87,24 @@ def disagreements(statements: Iterable[Statement]) -> Iterator[Disagreement]:
         if one.value is not None:
             by_fact.setdefault(one.fact, {}).setdefault(one.about, []).append(one)
     for fact, by_about in by_fact.items():
-        differing = {about: said for about, said in by_about.items() if not _agree(fact, said)}
+        differing = {about: said for about, said in by_about.items() if _differing(fact, said)}
         if differing:
             yield Disagreement(fact, differing)
 
 
-def _agree(fact: Fact, statements: Sequence[Statement]) -> bool:
+def _differing(fact: Fact, statements: Sequence[Statement]) -> Sequence[Statement]:
+    """The statements to tell of, where they do not agree."""
+    if fact.value.agreement is Agreement.BELOW:
+        return _beyond(statements)
     if fact.value.agreement is Agreement.EQUAL:
-        return len(_distinct(statements)) == 1
-    return not _beyond(statements)
+        return statements if len(_distinct(statements)) > 1 else []
+    first, *others = statements
+    apart = [s for s in others if not {*_several(first)} & {*_several(s)}]
+    return [first, *apart] if apart else []
+
+
+def _several(one: Statement) -> Sequence[object]:
+    return one.value if isinstance(one.value, list) else [one.value]
 
 
 def _beyond(statements: Sequence[Statement]) -> list[Statement]:

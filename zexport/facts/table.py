@@ -31,6 +31,7 @@ class Agreement(Enum):
 
     EQUAL = "all are the same"
     BELOW = "all are below the first"
+    SHARED = "each has one in common with the first"
 
 
 class Row(Struct, frozen=True):
@@ -163,6 +164,19 @@ class Fact(Enum):
         "config.json names a class of another model type, and transformers loads the model that "
         "model_type names",
         hint="Mend model_type or architectures in config.json, or give the right one with --base",
+    )
+    END_TOKEN = Row(
+        "token that ends a text",
+        "files differ in the token that ends a text, and the first of these is what generating "
+        "ends at: take care that it is the one that was trained with",
+        severity=Severity.WARNED,
+        agreement=Agreement.SHARED,
+    )
+    ADDED_TOKEN = Row(
+        "numbers of an added token",
+        "files of the tokenizer give one token several numbers, and only one has the row that was "
+        "trained: give the tokenizer that the model was trained with",
+        severity=Severity.WARNED,
     )
     CHAT_TEMPLATE = Row(
         "chat template",

@@ -15,13 +15,15 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import GENERATION_CONFIG, TOKENIZER
+from zexport.model.special_tokens import ADDED, TOKENIZER_CONFIG, decoder_tokens
 from zexport.ranges.dtypes import Shape
 from zexport.store.files import read_regular
 from zexport.store.json import Json, read_json_object
 
 ADDED_TOKENS = "added tokens up to"
 _VOCABULARY = "vocabulary up to"
-_SLOW_VOCABULARIES = {"vocab.json": _VOCABULARY, "added_tokens.json": ADDED_TOKENS}
+_SLOW_VOCABULARIES = {"vocab.json": _VOCABULARY, ADDED: ADDED_TOKENS}
+_DECODER, _BESIDE = "added_tokens_decoder up to", "tokens added beside the tokenizer up to"
 _NBYTES_MAX = 64 << 20
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"\s*(?::\s*(\d{1,12})|,)', re.DOTALL)
@@ -58,8 +60,12 @@ class _Tokenizer(Struct, frozen=True):
 def token_numbers(files: Mapping[str, Path]) -> tuple[TokenNumber, ...]:
     """Those that a tokenizer and a generation config name; what cannot be read names none."""
     found = list(_of_tokenizer(files[TOKENIZER])) if TOKENIZER in files else []
+    if beside := decoder_tokens(files):
+        found.append(TokenNumber(_DECODER, max(beside.values()), TOKENIZER_CONFIG))
+    if TOKENIZER in files and (content := _read_of(files, ADDED)):
+        found.append(TokenNumber(_BESIDE, _largest(content), ADDED))
     for name, about in () if TOKENIZER in files else _SLOW_VOCABULARIES.items():
-        if name in files and (content := _read(files[name])):
+        if content := _read_of(files, name):
             found.append(TokenNumber(about, _largest(content), name))
     if GENERATION_CONFIG in files:
         with suppress(ZexportError):  # it is copied, whatever it is
@@ -75,6 +81,10 @@ def _of_tokenizer(path: Path) -> Iterator[TokenNumber]:
         return
     yield TokenNumber(_VOCABULARY, _largest(memoryview(found.model.vocab)), TOKENIZER)
     yield TokenNumber(ADDED_TOKENS, max((t.id for t in found.added_tokens), default=-1), TOKENIZER)
+
+
+def _read_of(files: Mapping[str, Path], name: str) -> bytes:
+    return _read(files[name]) if name in files else b""
 
 
 def _read(path: Path) -> bytes:
