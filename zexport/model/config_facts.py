@@ -29,6 +29,12 @@ _OF_THE_FILE = re.compile(
 )
 """Keys that say something of the file or the run, or that the weights tell better."""
 
+_OF_TRAINING = re.compile(
+    r"\w*dropout(?:_\w+)?|\w*(?:drop_rate|layerdrop|_pdrop)|drop_path\w*|(?:\w+_)?initializer_\w+"
+    r"|init_(?:std|method_std)|pretraining_tp|\w*_loss_\w+|gradient_checkpointing"
+)
+"""Keys that count while a model is trained, and change nothing in one that was loaded."""
+
 _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 """Sizes of what is put in, which may be others from run to run."""
 
@@ -59,7 +65,8 @@ def type_statements(config: ConfigFile | None, names: ModelNames) -> Iterator[St
 def _fact_of(key: str) -> Fact | None:
     if _BUILT.fullmatch(key) and not _CHUNKS.fullmatch(key):
         return Fact.BASE_CONFIG
-    return None if _OF_THE_FILE.fullmatch(key) else Fact.CONFIG_KEY
+    is_told = not (_OF_THE_FILE.fullmatch(key) or _OF_TRAINING.fullmatch(key))
+    return Fact.CONFIG_KEY if is_told else None
 
 
 _Tables = tuple[str, Mapping[str, Json], Mapping[str, Json]]
