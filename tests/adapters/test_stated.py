@@ -248,3 +248,41 @@ def test_a_change_of_the_base_that_peft_may_not_repeat_is_warned_of(
     loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "out"))
     tokens = torch.tensor([[3, 4, 5]])
     assert torch.allclose(loaded(tokens).logits, model(tokens).logits, atol=1e-4) is is_right
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lora_alpha": 16}, "lora_alpha 6 in"),
+        ({"use_rslora": True}, "use_rslora False in"),
+        ({"alpha_pattern": {"v_proj": 3}}, "alpha_pattern {} in"),
+        ({"rank_pattern": None, "inference_mode": False, "lora_dropout": 0.5}, ""),
+    ],
+)
+def test_files_of_one_adapter_that_differ_are_warned_of(
+    tmp_path: Path, keys: dict[str, object], words: str, mode: AdapterMode
+) -> None:
+    trained = train(tmp_path)
+    own = trained.checkpoint / "adapter_config.json"
+    other = json.dumps(json.loads(own.read_text()) | keys)
+    (trained.checkpoint.parent / "adapter_config.json").write_text(other)
+    report = export(trained, mode, tmp_path / "out")
+    told = [one for one in report.warnings if "the adapter's configuration differ" in one]
+    assert [f"(found {words} {own}; " in one for one in told] == ([True] if words else [])
+
+
+def test_a_file_of_the_adapter_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    (trained.checkpoint.parent / "adapter_config.json").write_text("{")
+    assert not export(trained, AdapterMode.KEEP, tmp_path / "out").warnings
+
+
+def test_the_file_that_is_given_comes_before_the_one_that_lies_there(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    given = tmp_path / "mine.json"
+    given.write_bytes((trained.checkpoint / "adapter_config.json").read_bytes())
+    change(trained, lora_alpha=16)
+    options = ExportOptions(adapter_config=given)
+    report = consolidate(trained.checkpoint, tmp_path / "out", options)
+    assert any(f"(found lora_alpha 6 in {given}; 16 in" in one for one in report.warnings)

@@ -13,6 +13,7 @@ from zexport.adapters.peft_format import (
     AdapterConfig,
     adapters_of,
     find_adapter_config,
+    other_adapter_configs,
     read_name,
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
@@ -31,10 +32,14 @@ from zexport.weights.named import PEFT_PREFIX, Weights
 
 
 class Adapter(Struct, frozen=True):
-    """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``."""
+    """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``.
+
+    ``others`` are the files of that name that lie elsewhere with the run.
+    """
 
     name: str
     config: AdapterConfig
+    others: tuple[AdapterConfig, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -154,7 +159,8 @@ def choose_adapters(
                 f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
             )
         names = (options.adapter_name,)
-    adapters = []
+    adapters, location = [], checkpoint.location
+    of_run = (location.root, location.tag_dir, location.root.parent)
     for name in names:
         config = _config_of(name, checkpoint, options)
         if config is None:
@@ -165,7 +171,8 @@ def choose_adapters(
                 hint="Give the one that training began with as --adapter-config FILE; or write the "
                 "tensors as they are with --layout memory --exclude-frozen",
             )
-        adapters.append(Adapter(name, config))
+        others = other_adapter_configs(config, name, of_run, location.boundary)
+        adapters.append(Adapter(name, config, tuple(others)))
     return tuple(adapters)
 
 

@@ -9,13 +9,14 @@ Source of the keys: peft 0.21, ``tuners/lora/config.py`` and ``config.py``; of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.errors import DamagedCheckpointError
+from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
 from zexport.store.json import Json, read_json_object
@@ -240,6 +241,21 @@ def find_adapter_config(
             if is_file(path):
                 return AdapterConfig(path, read_json_object(path))
     return None
+
+
+def other_adapter_configs(
+    taken: AdapterConfig, adapter: str, places: Iterable[Path], boundary: Boundary
+) -> Iterator[AdapterConfig]:
+    """The configurations of the adapter of this name beside the one that was taken.
+
+    One that cannot be read is none: it only might tell that the other is wrong.
+    """
+    for place in dict.fromkeys(places):
+        path = (place if adapter == DEFAULT_ADAPTER else place / adapter) / ADAPTER_CONFIG
+        if path == taken.path or not is_file(path) or not boundary.including(place).holds(path):
+            continue
+        with suppress(ZexportError):
+            yield AdapterConfig(path, read_json_object(path))
 
 
 def _strings(value: Json) -> tuple[str, ...]:

@@ -33,6 +33,18 @@ _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 """Modules that peft trains whole by the task, named or not (0.21, ``peft_model.py``)."""
 
 
+_DECIDING = (
+    "lora_alpha",
+    "use_rslora",
+    "alpha_pattern",
+    "rank_pattern",
+    "r",
+    "fan_in_fan_out",
+    "init_lora_weights",
+)
+"""Keys by which the values of an update are made of its tensors."""
+
+
 def adapter_statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     """What is said of one adapter, by its file and by the names and shapes of its tensors.
 
@@ -56,6 +68,9 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
 def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
+    for key in _DECIDING:
+        for one in (config, *adapter.others) if adapter.others else ():
+            yield Statement(Fact.ADAPTER_CONFIGS, one.content.get(key), str(one.path), key)
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)
     for module in copies:
         yield Statement(Fact.ADAPTER_COPIES, "trained whole", _TENSORS, module)

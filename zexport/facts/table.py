@@ -131,6 +131,12 @@ class Fact(Enum):
     ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
     ADAPTER_TOKENS = _of_one_adapter("choice of trainable_token_indices")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
+    ADAPTER_CONFIGS = Row(  # warned of: the nearest was taken, or the one that the user named
+        "keys that decide values, in several adapter_config.json",
+        "files of the adapter's configuration differ, and the export goes by the first of these: "
+        "take care that it is the one that was trained with",
+        severity=Severity.WARNED,
+    )
     RESIZED_EMBEDDING = Row(
         "added tokens, where the embedding is the base's",
         "the embedding was resized for added tokens, and left out when the checkpoint was saved",
