@@ -16,7 +16,7 @@ from zexport.adapters.merging import (
     weights_of_base,
     with_saved,
 )
-from zexport.adapters.saved_beside import SavedBeside, saved_beside
+from zexport.adapters.saved_beside import SavedBeside, adapter_copies, saved_beside
 from zexport.adapters.stated import adapter_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
@@ -179,6 +179,8 @@ def _with_adapters(found: Collected) -> Collected:
         return found
     adapters = choose_adapters(checkpoint, found.weights, options)
     saved = saved_beside(checkpoint, found.weights, adapters, options.check)
+    copies = adapter_copies(checkpoint, found.weights, adapters)
+    headers = (*(one.header for one in saved.values()), *(header for header, _ in copies))
     named = found.weights
     if (
         mode is AdapterMode.MERGE
@@ -191,7 +193,8 @@ def _with_adapters(found: Collected) -> Collected:
         adapters=adapters,
         saved=saved,
         statements=(*found.statements, *stated),
-        files=(*found.files, *source_files(one.header for one in saved.values())),
+        files=(*found.files, *source_files(headers)),
+        gathered=(*found.gathered, *(copy for _, one in copies for copy in one)),
         nbytes_compared=sum(one.nbytes_read for one in saved.values()),
     )
 

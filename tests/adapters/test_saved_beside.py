@@ -18,6 +18,7 @@ from tests.support.peft_models import ATTENTION, Form, Trained
 from zexport import ExportOptions, consolidate, verify_export
 from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.errors import FrozenLeftOutError
+from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode
 
 ROWS, RESIZED = 50, 57
@@ -210,3 +211,27 @@ def test_an_embedding_of_the_checkpoints_own_is_none_of_the_bases(tmp_path: Path
     add_tokens(trained.checkpoint)
     told = merge(trained, tmp_path / "out")
     assert any("tokens up to" in warning for warning in told)
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_a_file_beside_that_differs_from_the_masters_is_told(
+    tmp_path: Path, mode: AdapterMode, is_spoilt: bool
+) -> None:
+    trained = train(tmp_path, peft_models.FORMS["plain"])
+    if is_spoilt:
+        spoil(trained)
+    base = trained.base if mode is AdapterMode.MERGE else None
+    options = ExportOptions(adapter=mode, base=base)
+    report = consolidate(trained.checkpoint, tmp_path / "out", options)
+    kinds = {one.kind for one in report.findings}
+    assert kinds == ({FindingKind.GATHERED_MISMATCH} if is_spoilt else set())
+    assert all("lora_B" in one.tensor for one in report.findings)
+
+
+def test_an_empty_file_beside_tells_nothing(tmp_path: Path) -> None:
+    """As ZeRO-3 may leave one."""
+    trained = train(tmp_path, peft_models.FORMS["plain"])
+    path = trained.checkpoint / ADAPTER_FILE
+    save_file({name: torch.empty(0) for name in load_file(path)}, path)
+    assert not consolidate(trained.checkpoint, tmp_path / "out").findings

@@ -17,7 +17,7 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.options import CheckMode
-from zexport.ranges.copies import compare_casts
+from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
@@ -92,14 +92,40 @@ def saved_beside(
             continue
         held = {name: base[inner] for name, inner in whole.items() if inner in base}
         lacking = {name: _frozen(header, name) for name in whole if name not in held}
-        own = {
-            parts[name].on_disk: tensor
-            for name, tensor in stored.tensors.items()
-            if parts[name].adapter == adapter.name and tensor.role is not Role.BUFFER
-        }
+        own = _tensors_of(adapter, stored)
         is_of_step, nbytes = _holds(header, {**own, **held}, checkpoint, check)
         found[adapter.name] = SavedBeside(header, held, lacking, is_of_step, nbytes)
     return found
+
+
+def adapter_copies(
+    checkpoint: ZeroCheckpoint, stored: Weights, adapters: Iterable[Adapter]
+) -> list[tuple[SafetensorsHeader, tuple[CastReplica, ...]]]:
+    """Copies of the adapters' masters in peft's files beside the checkpoint, by file.
+
+    None of a file that lacks some, as one that ZeRO-3 left empty, or has them in other shapes.
+    """
+    found: list[tuple[SafetensorsHeader, tuple[CastReplica, ...]]] = []
+    for adapter in adapters:
+        header = _read_file(checkpoint, adapter)
+        own = _tensors_of(adapter, stored)
+        if header is None or not own.keys() <= header.tensors.keys():
+            continue
+        copies = [copy_of(tensor, header, name) for name, tensor in own.items()]
+        whole = tuple(copy for copy in copies if copy is not None)
+        if len(whole) == len(copies):
+            found.append((header, whole))
+    return found
+
+
+def _tensors_of(adapter: Adapter, stored: Weights) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors of an adapter, by their names in peft's file."""
+    parts = ((read_name(name), tensor) for name, tensor in stored.tensors.items())
+    return {
+        part.on_disk: tensor
+        for part, tensor in parts
+        if part.adapter == adapter.name and tensor.role is not Role.BUFFER
+    }
 
 
 def _read_file(checkpoint: ZeroCheckpoint, adapter: Adapter) -> SafetensorsHeader | None:
