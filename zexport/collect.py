@@ -26,7 +26,7 @@ from zexport.facts.statements import Statement, judge
 from zexport.facts.table import Fact
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import config_statements, type_statements
+from zexport.model.config_facts import config_statements, label_statements, type_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner, NamesClient
@@ -145,9 +145,7 @@ def _stated_by_configs(found: Collected) -> Collected:
     if own is None or base is None or own.path == base.path:
         return found
     is_written = found.mode is not AdapterMode.KEEP
-    stated = [
-        s for s in config_statements(own, base) if is_written or s.fact is not Fact.CONFIG_KEY
-    ]
+    stated = [s for s in config_statements(own, base) if is_written or s.fact is Fact.BASE_CONFIG]
     return structs.replace(found, statements=(*found.statements, *stated))
 
 
@@ -289,11 +287,12 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
         found = _held_against_base(found, names, model.weights, None)
     typed = type_statements(model.config, names) if isinstance(names, ModelNames) else ()
     ends = end_statements(found.sidecars.copied, model.config)
+    labels = label_statements(model.config)
     ties = _compared_ties(found)
     return structs.replace(
         found,
         ties=ties,
-        statements=(*found.statements, *typed, *ends),
+        statements=(*found.statements, *typed, *ends, *labels),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import Run, save, small_model
+from zexport import ExportOptions, consolidate
 from zexport.facts.statements import Judgement, judge
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import config_statements
+from zexport.model.config_facts import config_statements, label_statements
 
 
 def judged(own: dict[str, object], base: dict[str, object]) -> Judgement:
@@ -49,3 +52,53 @@ def test_what_counts_in_training_alone_is_not_told(key: str) -> None:
         other = {key: 0.2} if key in part else {"text_config": {key: 0.2}}
         found = judged(dict(part), other)
         assert not [*found.notes, *found.warnings, *found.refused]
+
+
+NAMES = {"0": "no", "1": "yes"}
+
+
+def labels(id2label: object, label2id: object) -> list[str]:
+    content = {"id2label": id2label, "label2id": label2id}
+    return judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
+
+
+def test_a_class_with_two_names_is_told() -> None:
+    (warning,) = labels(NAMES, {"no": 1, "yes": 0})
+    assert "class 0 no in id2label; yes in label2id" in warning
+
+
+@pytest.mark.parametrize(
+    "label2id",
+    [{"no": 0, "yes": 1}, {"LABEL_0": 0, "LABEL_1": 1}, {"nay": 0, "no": 0}, {}, None, 5],
+)
+def test_classes_whose_names_agree_or_are_none_are_not_told(label2id: object) -> None:
+    assert not labels(NAMES, label2id)
+    assert not labels(None, label2id)
+
+
+@pytest.mark.parametrize(
+    "own", [{"0": "yes", "1": "no"}, {"0": "no", "1": "ay"}, {"0": "LABEL_0", "1": "LABEL_1"}]
+)
+def test_other_names_of_classes_than_the_bases_are_told(own: object) -> None:
+    (warning,) = judged({"id2label": own}, {"id2label": NAMES}).warnings
+    assert "yes in the base's" in warning
+
+
+@pytest.mark.parametrize(
+    "base", [NAMES, {"0": "LABEL_0", "1": "LABEL_1"}, {"0": "a", "1": "b", "2": "c"}, None]
+)
+def test_names_of_a_bases_other_classes_are_not_told(base: object) -> None:
+    assert not judged({"id2label": NAMES}, {"id2label": base}).warnings
+
+
+def test_an_export_tells_of_both(tmp_path: Path) -> None:
+    root = save(small_model(), Run(), tmp_path / "run" / "root")
+    base = tmp_path / "base"
+    base.mkdir()
+    content = {"model_type": "of_nobody", "id2label": NAMES}
+    (base / "config.json").write_text(json.dumps(content | {"id2label": {"0": "a", "1": "b"}}))
+    swapped = {"label2id": {"no": 1, "yes": 0}}
+    (root / "config.json").write_text(json.dumps(content | swapped))
+    report = consolidate(root, tmp_path / "out", ExportOptions(base=base))
+    assert any("gives a class two names" in told for told in report.warnings)
+    assert any("other names than the base's" in told for told in report.warnings)

@@ -171,6 +171,17 @@ class Fact(Enum):
         "model_type names",
         hint="Mend model_type or architectures in config.json, or give the right one with --base",
     )
+    LABELS = Row(
+        "names of classes",
+        "config.json gives a class two names: mend id2label or label2id",
+        severity=Severity.WARNED,
+    )
+    BASE_LABELS = Row(
+        "names of classes, beside the base's",
+        "classes have other names than the base's: take care that config.json has those that were "
+        "trained with",
+        severity=Severity.WARNED,
+    )
     END_TOKEN = Row(
         "token that ends a text",
         "files differ in the token that ends a text, and the first of these is what generating "

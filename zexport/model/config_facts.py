@@ -35,12 +35,16 @@ _OF_TRAINING = re.compile(
 )
 """Keys that count while a model is trained, and change nothing in one that was loaded."""
 
+_PLACEHOLDER = re.compile(r"LABEL_\d+")
+"""What transformers calls classes that nobody named."""
+
 _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 """Sizes of what is put in, which may be others from run to run."""
 
 
 def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
     """What the config beside a checkpoint and that of its base both state."""
+    yield from _base_labels(own, base)
     for about, one, other in _tables(own.content, base.content):
         sides = ((one, "the checkpoint's config.json"), (other, "the base's"))
         facts = {key: _fact_of(key) for key in one.keys() & other.keys()}
@@ -51,6 +55,35 @@ def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
         for key in sorted(ropes[0][0].keys() & ropes[1][0].keys()):
             for rope, by in ropes:
                 yield Statement(Fact.BASE_CONFIG, rope[key], by, about + key)
+
+
+def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
+    """The name of each class, as both tables of a config have it."""
+    content = {} if config is None else config.content
+    table = content.get("label2id")
+    numbers = table if isinstance(table, dict) else {}
+    for number, name in _labels(content).items():
+        others = [label for label, other in numbers.items() if str(other) == number]
+        if others and name not in others and not any(map(_PLACEHOLDER.fullmatch, (name, *others))):
+            yield Statement(Fact.LABELS, name, "id2label", f"class {number}")
+            yield Statement(Fact.LABELS, others[0], "label2id", f"class {number}")
+
+
+def _base_labels(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
+    """The names of classes where both have as many, and the base's are more than numbers."""
+    ours, theirs = _labels(own.content), _labels(base.content)
+    if ours.keys() != theirs.keys():
+        return
+    for number, name in theirs.items():
+        if not _PLACEHOLDER.fullmatch(name):
+            about = f"class {number}"
+            yield Statement(Fact.BASE_LABELS, ours[number], "the checkpoint's config.json", about)
+            yield Statement(Fact.BASE_LABELS, name, "the base's", about)
+
+
+def _labels(content: Mapping[str, Json]) -> dict[str, str]:
+    table = content.get("id2label")
+    return {key: str(name) for key, name in table.items()} if isinstance(table, dict) else {}
 
 
 def type_statements(config: ConfigFile | None, names: ModelNames) -> Iterator[Statement]:
