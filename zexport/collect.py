@@ -48,7 +48,7 @@ from zexport.weights.base import (
     under_names_of,
 )
 from zexport.weights.hub_names import in_form, is_adapted
-from zexport.weights.model_class import identify
+from zexport.weights.model_class import identify, task_statements
 from zexport.weights.named import Weights
 from zexport.weights.same_base import BaseName, compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
@@ -130,6 +130,8 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             adapter = only_adapter(found.adapters, options)
             found, task = _merged(found, adapter, learner), adapter.config.text("task_type")
         found = _with_model(found, learner, task)
+        stated = task_statements(task, found.sidecars.config)
+        found = structs.replace(found, statements=(*found.statements, *stated))
         if not transformers.lacked:
             return found
         unasked = f"config.json was not held against the weights ({transformers.lacked})"

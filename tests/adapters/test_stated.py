@@ -286,3 +286,18 @@ def test_the_file_that_is_given_comes_before_the_one_that_lies_there(tmp_path: P
     options = ExportOptions(adapter_config=given)
     report = consolidate(trained.checkpoint, tmp_path / "out", options)
     assert any(f"(found lora_alpha 6 in {given}; 16 in" in one for one in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("task", "is_told"),
+    [("SEQ_CLS", True), ("SEQ_2_SEQ_LM", False), (None, False), ("FEATURE_EXTRACTION", False)],
+)
+def test_an_adapter_for_another_task_than_the_base_is_warned_of(
+    tmp_path: Path, task: str | None, is_told: bool
+) -> None:
+    trained = train(tmp_path)
+    change(trained, task_type=task)
+    report = export(trained, AdapterMode.MERGE, tmp_path / "out")
+    told = [one for one in report.warnings if "trained for another task" in one]
+    assert len(told) == is_told
+    assert all("SEQ_CLS in adapter_config.json; CAUSAL_LM in config.json" in one for one in told)

@@ -131,6 +131,12 @@ class Fact(Enum):
     ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
     ADAPTER_TOKENS = _of_one_adapter("choice of trainable_token_indices")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
+    ADAPTER_TASK = Row(
+        "task of a merged adapter",
+        "the adapter was trained for another task than the model is built for",
+        hint="Give the base with the config of the class that was trained with --base",
+        severity=Severity.WARNED,
+    )
     ADAPTER_CONFIGS = Row(  # warned of: the nearest was taken, or the one that the user named
         "keys that decide values, in several adapter_config.json",
         "files of the adapter's configuration differ, and the export goes by the first of these: "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import NamesMismatchError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile, mend_sizes
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, wrapper_prefixes
 from zexport.model.names import Learner
@@ -147,6 +149,18 @@ def _for_task(task: str, classes: list[str | None]) -> list[str | None]:
     """Those of several classes that are for a task, if any is."""
     endings = _TASKS.get(task, ())
     return [name for name in classes if endings and (name or "").endswith(endings)] or classes
+
+
+def task_statements(task: str, config: ConfigFile | None) -> Iterator[Statement]:
+    """The task that an adapter was trained for, and the one of the class that it is merged into.
+
+    Models that generate are of several kinds, whose adapters are trained for either task.
+    """
+    named = "" if config is None else next(iter(config.architectures), "")
+    of_class = next((one for one, ends in _TASKS.items() if named.endswith(ends)), None)
+    if task in _TASKS and not {task, of_class} <= {"CAUSAL_LM", "SEQ_2_SEQ_LM"}:
+        yield Statement(Fact.ADAPTER_TASK, task, "adapter_config.json")
+        yield Statement(Fact.ADAPTER_TASK, of_class, f"config.json, {named}")
 
 
 def _has_shapes(config: ConfigFile, stored: Stored, learner: Learner) -> bool:
