@@ -356,7 +356,7 @@ def test_weights_that_transformers_passes_over_are_the_models_files_own(tmp_path
     report = consolidate(root, tmp_path / "out")
     assert draft.keys() < files_of(tmp_path / "out").keys()
     assert not (tmp_path / "out" / "value_head.safetensors").exists()
-    assert any("model.layers.61.eh_proj.weight" in warning for warning in report.warnings)
+    assert any("model.layers.61.eh_proj.weight" in warning for warning in report.notes)
     _, info = transformers.DeepseekV3ForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
