@@ -15,7 +15,7 @@ import torch
 
 from tests.support.plans import Wanted, export_plan, save
 from tests.support.stopping import SHARDS, files, files_of, four_shards
-from tests.torture.commands import Export, killed_at_random
+from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
@@ -134,7 +134,8 @@ def test_of_two_exports_into_one_folder_one_wins_and_the_other_says_so(tmp_path:
 
 
 def test_commands_ended_at_random_moments_leave_all_or_nothing(tmp_path: Path) -> None:
-    export = Export(FIXTURES / "z3_w2_bf16" / "ckpt", tmp_path / "out", shard_size="50KB")
+    checkpoint = make_checkpoint(tmp_path / "ckpt", 1e6)
+    export = Export(checkpoint, tmp_path / "out", shard_size="1MB")
     found = killed_at_random(export, 3, seed=1)
     assert sum(found[name] for name in ("whole", "resumed", "begun anew")) == 3
 
