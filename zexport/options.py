@@ -67,6 +67,15 @@ class CheckMode(Enum):
     """Every element."""
 
 
+class ResumeFormat(Enum):
+    """The form of a checkpoint that training goes on from."""
+
+    NATIVE = "native"
+    """Rank files for one world size and stage, which plain ``load_checkpoint`` takes."""
+    UNIVERSAL = "universal"
+    """DeepSpeed's universal checkpoint, for every world size."""
+
+
 _T = TypeVar("_T")
 
 
@@ -171,3 +180,39 @@ class ExportOptions(RecordedOptions):
         found = msgspec.convert(recorded, RecordedOptions)
         kept = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
         return cls(**kept | {"engine": Engine.NATIVE, "base": base})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """The choices of one resharding, with their defaults.
+
+    Attributes:
+        world_size: data-parallel ranks that are to load it; not needed for a universal checkpoint.
+        stage: their ZeRO stage, 1 to 3; ``None`` for the source's.
+        ds_config: their DeepSpeed configuration; ``None`` for the one in the source's files.
+        format: rank files or a universal checkpoint.
+        drop_client_state: leave out of the client's own state what cannot be written safely.
+        for_deepspeed: version of DeepSpeed that is to load it; ``None`` for the newest.
+        allow: kinds of findings that are told and do not end the work.
+        check: how much is compared of weights that the checkpoint holds twice.
+        jobs: worker threads.
+        max_memory_nbytes: bound on the memory of the process; ``None`` for the default.
+        overwrite: replace an older folder in the output's place.
+    """
+
+    world_size: int | None = None
+    stage: int | None = None
+    ds_config: Path | None = None
+    format: ResumeFormat = ResumeFormat.NATIVE
+    drop_client_state: bool = False
+    for_deepspeed: str | None = None
+    allow: frozenset[FindingKind] = frozenset()
+    check: CheckMode = CheckMode.SAMPLED
+    jobs: int = min(4, os.cpu_count() or 1)
+    max_memory_nbytes: int | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """As for those of an export."""
+        for name, kind in _kinds(type(self)).items():
+            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
+from zexport.checkpoint.ranks import RankStates
 from zexport.errors import ZexportError
 from zexport.findings import Finding
 from zexport.formats.inert import Global, TensorRef
@@ -177,6 +178,16 @@ class CheckpointFile(Struct, frozen=True):
         return "/".join(self.path.parts[-depth:])
 
 
+class Structure(Enum):
+    """How the model was split, beside the data parallelism that there always is."""
+
+    DATA = "data parallelism alone"
+    TENSOR = "tensor parallelism"
+    PIPELINE = "pipeline parallelism"
+    EXPERTS = "expert parallelism"
+    UNIVERSAL = "none: converted to a universal checkpoint"
+
+
 class Parallelism(Struct, frozen=True):
     """The degrees of parallelism beside that of data.
 
@@ -245,6 +256,8 @@ class ZeroCheckpoint:
         newer: tells of a newer checkpoint of the run; not of what this one is.
         flats: the flat data that masters lie in, each once.
         findings: those warnings that have a kind.
+        cells: what the files of each model-parallel index say.
+        structure: how the model was split.
     """
 
     location: Location
@@ -276,6 +289,8 @@ class ZeroCheckpoint:
     findings: tuple[Finding, ...] = ()
     flats: tuple[FlatData, ...] = ()
     skipped_steps: int = 0
+    cells: Mapping[int, RankStates] = field(default_factory=dict)
+    structure: Structure = Structure.DATA
 
     __repr__ = brief
 

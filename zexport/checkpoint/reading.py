@@ -6,10 +6,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
-from zexport.checkpoint.contents import CheckpointFile, Inventory, Parallelism, Role, ZeroCheckpoint
+from zexport.checkpoint.contents import (
+    CheckpointFile,
+    Inventory,
+    Parallelism,
+    Role,
+    Structure,
+    ZeroCheckpoint,
+)
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (
-    Structure,
     assemble,
     disagreements,
     lacking_optimizer_files,
@@ -136,6 +142,8 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         notes=(*_not_here(cells), *inventory.notes),
         newer=(),
         findings=tuple(told),
+        cells=cells,
+        structure=structure,
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from itertools import islice
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
-from zexport.checkpoint.contents import Inventory, Parallelism, Role
+from zexport.checkpoint.contents import Inventory, Parallelism, Role, Structure
 from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, models_of
@@ -27,16 +26,6 @@ from zexport.store.folders import is_folder
 
 _MAX_NAMES = 100_000
 """Names that are given; a damaged file may claim any number of ranks."""
-
-
-class Structure(Enum):
-    """How the model was split, beside the data parallelism that there always is."""
-
-    DATA = "data parallelism alone"
-    TENSOR = "tensor parallelism"
-    PIPELINE = "pipeline parallelism"
-    EXPERTS = "expert parallelism"
-    UNIVERSAL = "none: converted to a universal checkpoint"
 
 
 _HINTS = {

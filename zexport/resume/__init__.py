@@ -1,0 +1,1 @@
+"""ZeRO files for another world size or stage: the whole state of a training, cut anew."""

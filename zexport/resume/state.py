@@ -1,0 +1,106 @@
+"""The state of a training by name, whole: what a checkpoint is, however its ranks had cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from zexport.checkpoint.contents import StoredTensor
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.dtypes import DType, Shape
+
+Scalar: TypeAlias = object
+"""An inert value, or a ``StoredTensor`` where it is a tensor, mostly without a dimension."""
+
+
+class Parameter(Struct, frozen=True):
+    """One trained parameter, and what the optimizer keeps of each of its elements.
+
+    ``tensors`` are the masters (``bind.MASTERS``) and every state by its name, each whole and in
+    the parameter's shape.
+    """
+
+    name: str
+    shape: Shape
+    tensors: Mapping[str, StoredTensor]
+
+
+class Group(Struct, frozen=True):
+    """One parameter group, in the order in which the optimizer was given its parameters.
+
+    Attributes:
+        parameters: the order is the same at every world size; round robin is undone.
+        settings: learning rate and the like; ``None`` where they are not recorded.
+        scalars: what the optimizer keeps of the group as a whole, such as its step.
+    """
+
+    parameters: tuple[Parameter, ...]
+    settings: Mapping[str, Scalar] | None
+    scalars: Mapping[str, Scalar]
+
+
+class ModuleEntry(Struct, frozen=True):
+    """One name of the module's state dict.
+
+    Attributes:
+        name: as the state dict has it.
+        owner: the tensor that it is; tied names have the same.
+        dtype: the element type that the module has it in.
+        value: its elements, maybe of another type; ``None`` where they are in no file.
+        is_parameter: whether ZeRO-3 stripes it, and leaves a placeholder here.
+    """
+
+    name: str
+    owner: str
+    dtype: DType
+    value: StoredTensor | None
+    is_parameter: bool
+
+
+class Recorded(Struct, frozen=True):
+    """What a file's dictionary records; tensors in it are the file's."""
+
+    file: TorchFile
+    values: Mapping[str, object]
+
+
+class CellState(Struct, frozen=True):
+    """All of one model-parallel index; under data parallelism alone there is one.
+
+    Attributes:
+        index: the model-parallel index that its files carry.
+        groups: what is trained.
+        frozen: what the table of frozen weights has, in its order; ``None`` where there is none to
+            be written, as some may have been left out of the save.
+        module: the module's state dict, in its order.
+        aliases: tied name to the name of the tensor that it is.
+        model: the model file of rank 0, its client state among it.
+        optimizer: what the optimizer files say beside groups and masters, by rank 0's.
+    """
+
+    index: int
+    groups: tuple[Group, ...]
+    frozen: Mapping[str, StoredTensor] | None
+    module: tuple[ModuleEntry, ...]
+    aliases: Mapping[str, str]
+    model: Recorded
+    optimizer: Recorded
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Everything that is trained."""
+        for group in self.groups:
+            yield from group.parameters
+
+
+class TrainingState(Struct, frozen=True):
+    """The state of a training.
+
+    Attributes:
+        cells: by model-parallel index; the degree of data parallelism alone can change.
+        carried: files of no rank that go along unchanged, such as a pipeline's layers.
+    """
+
+    cells: tuple[CellState, ...]
+    carried: tuple[TorchFile, ...] = ()
