@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeGuard
 
 from msgspec import Struct
@@ -41,18 +42,42 @@ class Global(Struct, frozen=True, order=True):
         return f"{self.module}.{self.name}"
 
 
+class Ordered(dict[object, object]):
+    """A ``collections.OrderedDict`` of the pickle: a ``dict`` to all but who writes it again."""
+
+    __slots__ = ()
+
+
+class Size(tuple[object, ...]):
+    """A ``torch.Size`` of the pickle: a ``tuple`` to all but who writes it again."""
+
+    __slots__ = ()
+
+
+class Made(Enum):
+    """How the object that an ``Opaque`` stands for would have been made of its callee."""
+
+    BY_CALL = "call"
+    BY_NEW = "new"
+    """By the class's ``__new__`` alone."""
+    BY_NEW_WITH_NAMES = "new with names"
+    """The same; the arguments are two, a tuple and a dict."""
+
+
 @dataclass(eq=False, slots=True, repr=False)
 class Opaque:
     """Stands for an object that only running foreign code could make; equal to itself alone.
 
-    ``callee`` would have been called with ``args``, ``state`` handed to ``__setstate__``, and
-    ``items`` (or pairs of key and value) appended. Harmless where nothing depends on its value.
+    ``callee`` would have been called with ``args``, ``items`` appended, ``pairs`` of key and value
+    set, and ``state`` handed to ``__setstate__``. Harmless where nothing depends on its value.
     """
 
     callee: object
     args: tuple[object, ...]
     state: object = None
     items: list[object] = field(default_factory=list)
+    pairs: list[tuple[object, object]] = field(default_factory=list)
+    made: Made = Made.BY_CALL
 
     def __repr__(self) -> str:
         # Arguments may be nested without end or contain this very object.

@@ -17,6 +17,8 @@ from zexport.formats.inert import (
     HiddenError,
     MalformedError,
     Opaque,
+    Ordered,
+    Size,
     StorageRef,
     TensorRef,
     as_key,
@@ -47,8 +49,8 @@ def storage_of(pid: object) -> StorageRef | ForeignStorage:
             raise MalformedError("a persistent id does not describe a storage")
     if view not in ([], [None]):
         raise MalformedError("a storage is a view of another, as only torch before 0.4 wrote it")
-    if is_size(numel) and kind in _STORAGES:
-        return StorageRef(_STORAGES[kind], key, device, numel)
+    if is_size(numel) and kind in STORAGES:
+        return StorageRef(STORAGES[kind], key, device, numel)
     if is_size(numel) and kind in _FOREIGN_STORAGES:
         return ForeignStorage(_FOREIGN_STORAGES[kind], key, device, numel)
     raise MalformedError("a persistent id does not describe a storage")
@@ -71,8 +73,8 @@ def _view(args: Args, dtype: DType | None = None) -> object:
 def _tensor_v3(args: Args) -> object:
     """A view of an untyped storage; the element type is the seventh argument."""
     match args[6:]:
-        case (Global() as name, *_) if name in _DTYPES:
-            dtype = _DTYPES[name]
+        case (Global() as name, *_) if name in DTYPES:
+            dtype = DTYPES[name]
             return _view(args, dtype) if dtype else Opaque(REBUILD_TENSOR, args)
         case (Opaque(), *_):
             raise HiddenError("a tensor's element type hides behind code that would have to run")
@@ -94,7 +96,7 @@ def _from_type(args: Args) -> object | None:
 
 
 def _ordered_dict(args: Args) -> object | None:
-    result: dict[object, object] = {}
+    result = Ordered()
     if not args:
         return result
     if len(args) > 1 or not isinstance(args[0], list):
@@ -112,6 +114,11 @@ def _items(args: Args) -> tuple[object, ...] | None:
             return tuple(items)
         case _:
             return None
+
+
+def _size(args: Args) -> object | None:
+    items = _items(args)
+    return None if items is None else Size(items)
 
 
 def _collected(kind: Callable[[Iterator[object]], object]) -> Call:
@@ -166,7 +173,7 @@ _ZERO_STAGES = {
     "max_stage": 3,
 }
 
-_STORAGES = {
+STORAGES = {
     Global("torch", f"{name}Storage"): dtype
     for name, dtype in {
         "Double": DType.F64,
@@ -196,7 +203,7 @@ _FOREIGN_STORAGES = {
 }
 
 # None: an element type of torch that ``DType`` does not name; an error only where it is needed.
-_DTYPES: dict[Global, DType | None] = {
+DTYPES: dict[Global, DType | None] = {
     Global("torch", dtype.torch_name): dtype for dtype in DType
 } | dict.fromkeys(
     _globals(
@@ -208,10 +215,11 @@ _DTYPES: dict[Global, DType | None] = {
 )
 
 REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD: dict[Global, Call] = {
     Global("torch._utils", "_rebuild_tensor"): _view,
     REBUILD_TENSOR: _view,
-    Global("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    REBUILD_TENSOR_V3: _tensor_v3,
     Global("torch._utils", "_rebuild_parameter"): _parameter,
     Global("torch._utils", "_rebuild_parameter_with_state"): _parameter,
 }
@@ -219,7 +227,7 @@ _REBUILD: dict[Global, Call] = {
 # What REDUCE of a listed global gives; None: not a call that it is known for.
 CALLS: dict[Global, Call] = _REBUILD | {
     Global("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    Global("torch", "Size"): _items,
+    Global("torch", "Size"): _size,
     Global("collections", "OrderedDict"): _ordered_dict,
     _ZERO_STAGE_ENUM: _zero_stage,
 }
@@ -239,9 +247,9 @@ CONSTRUCTORS: dict[Global, Call] = {
 HARMLESS = (
     CALLS.keys()
     | CONSTRUCTORS.keys()
-    | _STORAGES.keys()
+    | STORAGES.keys()
     | _FOREIGN_STORAGES.keys()
-    | _DTYPES.keys()
+    | DTYPES.keys()
     | _globals("torch", "Tensor", "device")
     | _globals("torch.nn.parameter", "Parameter")
     | _globals("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")

@@ -27,6 +27,7 @@ from zexport.formats.inert import (
     FragmentAddress,
     Global,
     HiddenError,
+    Made,
     MalformedError,
     Opaque,
     StorageRef,
@@ -223,7 +224,9 @@ class _Machine:
         self.globals.add(result)
         return result
 
-    def call(self, known: Mapping[Global, Call], callee: object, args: object) -> object:
+    def call(
+        self, known: Mapping[Global, Call], callee: object, args: object, made: Made
+    ) -> object:
         """What a call stands for: a value for the calls in ``known``, else an ``Opaque``."""
         if not isinstance(args, tuple):
             raise MalformedError("the arguments of a call are not a tuple")
@@ -240,7 +243,7 @@ class _Machine:
                 return value
             self.misused.add(callee)
         self.spend(_MEMBER_NBYTES)
-        return Opaque(callee, args)
+        return Opaque(callee, args, made=made)
 
     @_opcode(b"N", value=None)
     @_opcode(b"\x88", value=True)
@@ -333,7 +336,7 @@ class _Machine:
         if isinstance(target, dict):
             target.update((as_key(key), value) for key, value in pairs)
         elif isinstance(target, Opaque):
-            target.items.extend(pairs)
+            target.pairs.extend(pairs)
         else:
             raise MalformedError("it sets an item of what is not a dict")
 
@@ -393,16 +396,16 @@ class _Machine:
         name = self.stack.pop()
         self.stack[-1] = self.mention(self.stack[-1], name)
 
-    @_opcode(b"R", _VALUE_NBYTES, known=CALLS)
-    @_opcode(b"\x81", _VALUE_NBYTES, known=CONSTRUCTORS)
-    def _call(self, known: Mapping[Global, Call]) -> None:
+    @_opcode(b"R", _VALUE_NBYTES, known=CALLS, made=Made.BY_CALL)
+    @_opcode(b"\x81", _VALUE_NBYTES, known=CONSTRUCTORS, made=Made.BY_NEW)
+    def _call(self, known: Mapping[Global, Call], made: Made) -> None:
         args = self.stack.pop()
-        self.stack[-1] = self.call(known, self.stack[-1], args)
+        self.stack[-1] = self.call(known, self.stack[-1], args, made)
 
     @_opcode(b"\x92", _VALUE_NBYTES)
     def _call_with_names(self) -> None:
         named, args = self.stack.pop(), self.stack.pop()
-        self.stack[-1] = self.call({}, self.stack[-1], (args, named))
+        self.stack[-1] = self.call({}, self.stack[-1], (args, named), Made.BY_NEW_WITH_NAMES)
 
     @_opcode(b"b")
     def _build(self) -> None:

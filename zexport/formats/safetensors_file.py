@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
@@ -37,6 +37,26 @@ class HeaderEntry(Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes of the tensor's elements (one element for a scalar)."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFrame(Struct, frozen=True):
+    """Everything of a safetensors file but its tensors' bytes: the header, known beforehand."""
+
+    header: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the header."""
+        return len(self.header)
+
+    @property
+    def has_crc32(self) -> bool:
+        """Nothing in it depends on what the tensors hold."""
+        return False
+
+    def pieces(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ARG002
+        """The header, at the beginning of the file."""
+        yield 0, self.header
 
 
 class StoredTensor(Struct, frozen=True):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zexport.ranges.casts import cast_into
-from zexport.ranges.computed import Computed, Elements, LowRankUpdate, Recast, ScaledSum
+from zexport.ranges.computed import Computed, Elements, LowRankUpdate, Recast, ScaledSum, Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
 
@@ -79,6 +79,9 @@ class Calculator:
         """Fill ``buffer`` with the bytes of ``computed`` from ``start`` on, a whole element."""
         if isinstance(computed, Recast):
             self._recast(computed, start, buffer)
+            return
+        if isinstance(computed, Zeros):
+            np.frombuffer(buffer, np.uint8)[:] = 0
             return
         out = np.frombuffer(buffer, np.float32)
         first = start // DType.F32.itemsize

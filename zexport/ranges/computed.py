@@ -1,4 +1,4 @@
-"""Tensors that lie in no file but follow from some that do: adapters merged into their base.
+"""Tensors that lie in no file: adapters merged into their base, casts, and zeros.
 
 Descriptions only, and byte sources like any other: a window of one may be cut, laid end to end or
 tiled. What its elements are is worked out where it is read (``zexport.ranges.calculator``).
@@ -130,7 +130,21 @@ class LowRankUpdate(Struct, frozen=True):
         return self.base.source, self.factors.a.source, self.factors.b.source, *magnitude
 
 
-Computed: TypeAlias = Recast | ScaledSum | LowRankUpdate
+class Zeros(Struct, frozen=True):
+    """Zero bytes that are in no file, such as the padding of a flat group."""
+
+    nbytes: int
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window, as one range of the result."""
+        return _window(self, start, stop)
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """Nothing."""
+        return ()
+
+
+Computed: TypeAlias = Recast | ScaledSum | LowRankUpdate | Zeros
 
 
 def _window(of: Computed, start: int, stop: int) -> Iterator[Extent]:

@@ -140,7 +140,7 @@ class Striped(Struct, frozen=True):
 
 
 def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
-    """The files that hold bytes of ``sources``.
+    """The files that hold bytes of ``sources``; bytes that are in no file have none.
 
     A source that many tensors share, such as a flat group, is looked into once.
     """
@@ -155,5 +155,6 @@ def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
         constituents = source.constituents()
         waiting.extend(constituents)
         if not constituents:
-            found.update(extent.path for extent in source.extents(0, min(1, source.nbytes)))
+            first = source.extents(0, min(1, source.nbytes))
+            found.update(extent.path for extent in first if type(extent) is Extent)
     return found
