@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from zexport.formats.safetensors_file import SafetensorsFrame
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import (
     ExportPlan,
@@ -39,7 +40,7 @@ def _plan(folder: str = "here", tensors: int = 2) -> ExportPlan:
         out_dir=Path(folder, "out"),
         origin=Origin("run/global_step3", 3, "ZeRO-2", 2),
         form=Form(("float32",), "hub", weights_only=False),
-        shards=(FilePlan("model.safetensors", b"header", tuple(planned)),),
+        shards=(FilePlan("model.safetensors", SafetensorsFrame(b"header"), tuple(planned)),),
         side_files=(SideFile("config.json", b"{}"),),
         sources=tuple(
             SourceFile(Path(folder, f"{name}.pt"), Version(40, 1), members) for name in "ab"
@@ -87,7 +88,7 @@ def _with_source(plan: ExportPlan, **changes: object) -> ExportPlan:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: _with(plan, head=b"Header"),
+        lambda plan: _with(plan, frame=SafetensorsFrame(b"Header")),
         lambda plan: _with(plan, filename="other.safetensors"),
         lambda plan: _with(plan, tensors=plan.shards[0].tensors[:1]),
         lambda plan: _with(plan, tensors=plan.shards[0].tensors[::-1]),

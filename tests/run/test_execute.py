@@ -33,6 +33,7 @@ from zexport.errors import (
     VerificationError,
 )
 from zexport.findings import Finding, FindingKind
+from zexport.formats.safetensors_file import SafetensorsFrame
 from zexport.plan.plan import ExportPlan, SideFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
@@ -400,12 +401,17 @@ def test_a_disk_that_changes_a_byte_is_noticed(
     assert not plan.out_dir.exists()
 
 
+def _replaced(plan: ExportPlan, old: bytes, new: bytes) -> SafetensorsFrame:
+    ((_, header),) = plan.shards[0].frame.pieces(())
+    return SafetensorsFrame(header.replace(old, new))
+
+
 @pytest.mark.parametrize("mode", VerifyMode)
 def test_a_file_that_the_library_cannot_open_is_never_committed(
     checkpoint: Callable[..., ExportPlan], mode: VerifyMode
 ) -> None:
     plan = checkpoint()
-    first = structs.replace(plan.shards[0], head=plan.shards[0].head.replace(b"F32", b"F99"))
+    first = structs.replace(plan.shards[0], frame=_replaced(plan, b"F32", b"F99"))
     with pytest.raises(VerificationError, match="safetensors library cannot open it"):
         run_plan(replace(plan, shards=(first, plan.shards[1])), verify=mode)
     assert not plan.out_dir.exists()
@@ -415,7 +421,7 @@ def test_a_file_that_holds_another_name_is_never_committed(
     checkpoint: Callable[..., ExportPlan],
 ) -> None:
     plan = checkpoint()
-    first = structs.replace(plan.shards[0], head=plan.shards[0].head.replace(b'"a"', b'"z"'))
+    first = structs.replace(plan.shards[0], frame=_replaced(plan, b'"a"', b'"z"'))
     with pytest.raises(VerificationError, match="holds other tensors than planned"):
         run_plan(replace(plan, shards=(first, plan.shards[1])))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from zexport.formats.safetensors_file import HeaderEntry, build_header
+from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
 from zexport.plan.plan import (
     ExportPlan,
     FilePlan,
@@ -81,7 +81,7 @@ def shard_plan(filename: str, wanted: Sequence[Wanted]) -> FilePlan:
         TensorPlan(w.name, w.shape, w.target, w.name, w.stored, w.source, len(header) + offset)
         for w, offset in zip(wanted, offsets, strict=True)
     )
-    return FilePlan(filename, header, tensors)
+    return FilePlan(filename, SafetensorsFrame(header), tensors)
 
 
 def export_plan(

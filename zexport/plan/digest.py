@@ -42,7 +42,8 @@ class PlanDigest:
 
     def _of_file(self, file: FilePlan) -> str:
         digest = blake3(self._context)
-        digest.update(self._nodes.digest((file.filename, file.head)))
+        frame = file.frame.pieces([0] * len(file.tensors))
+        digest.update(self._nodes.digest((file.filename, b"".join(data for _, data in frame))))
         for tensor in file.tensors:
             digest.update(self._of_tensor(tensor))
         return digest.hexdigest()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.findings import Finding, FindingKind
-from zexport.formats.safetensors_file import HeaderEntry, build_header
+from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
+from zexport.formats.torch_writer import lay_out
 from zexport.options import CheckMode, ExportDType
 from zexport.printable import brief
 from zexport.ranges.copies import CastReplica, Replica
@@ -30,6 +31,33 @@ def qualified(filename: str, name: str) -> str:
     """The name of a tensor within the whole output: after its file's folder, if it has one."""
     folder = PurePosixPath(filename).parent
     return name if folder == PurePosixPath() else f"{folder}/{name}"
+
+
+def qualified_by_file(filename: str, name: str) -> str:
+    """The same for a file whose tensors have names of their own: after the file."""
+    return f"{filename}/{name}"
+
+
+class Frame(Protocol):
+    """Everything of a file but its tensors' bytes, whatever the file's form."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        ...
+
+    @property
+    def has_crc32(self) -> bool:
+        """Whether its bytes depend on the CRC-32 of the tensors' bytes."""
+        ...
+
+    def pieces(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Its bytes, each run with its place in the file, by ascending place.
+
+        ``crc32s`` are those of the file's tensors, in order; no matter what where ``has_crc32`` is
+        false.
+        """
+        ...
 
 
 class TensorPlan(Struct, frozen=True):
@@ -59,10 +87,10 @@ class TensorPlan(Struct, frozen=True):
 
 
 class FilePlan(Struct, frozen=True):
-    """One weight file of the output: its first bytes, complete, and its tensors in file order."""
+    """One file of tensors: these in file order, and all that stands before, between and behind."""
 
     filename: str
-    head: bytes
+    frame: Frame
     tensors: tuple[TensorPlan, ...]
 
     @property
@@ -73,7 +101,7 @@ class FilePlan(Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Size of the whole file."""
-        return len(self.head) + self.data_nbytes
+        return self.frame.nbytes + self.data_nbytes
 
 
 class SideFile(Struct, frozen=True):
@@ -265,4 +293,30 @@ def plan_file(
         )
         for name, offset in zip(order, offsets, strict=True)
     )
-    return FilePlan(filename, header, planned)
+    return FilePlan(filename, SafetensorsFrame(header), planned)
+
+
+def plan_torch_file(filename: str, value: object) -> FilePlan:
+    """One file that ``torch.load`` gives ``value`` of, with a tensor for each ``TensorLeaf`` in it.
+
+    ``value`` is of plain Python values and the classes of ``zexport.formats.inert``. Its tensors
+    are named by the file and by where they stand in ``value``, and lie in that order.
+
+    Raises:
+        UnsafeError: ``value`` has a global, or a call, that is not on the list of those carried.
+        UnsupportedError: it has a tensor of an element type that ``DType`` does not name.
+    """
+    frame, placed = lay_out(value, PurePosixPath(filename).stem)
+    tensors = tuple(
+        TensorPlan(
+            name=qualified_by_file(filename, one.name),
+            shape=one.leaf.shape,
+            dtype=one.leaf.dtype,
+            stored_name=qualified_by_file(filename, one.name),
+            stored_dtype=one.leaf.stored_dtype,
+            source=one.leaf.source,
+            offset=one.offset,
+        )
+        for one in placed
+    )
+    return FilePlan(filename, frame, tensors)

@@ -19,14 +19,30 @@ def digest_file(path: Path) -> str:
         return _digest(file, 0, file.version().nbytes, None)
 
 
-def digest_shard(header: bytes, tensor_digests: Iterable[str]) -> str:
-    """The digest of a safetensors file: BLAKE3 of its header and of its tensors' digests in order.
+def digest_of_parts(
+    path: Path,
+    nbytes: int,
+    ranges: Iterable[tuple[int, int]],
+    digests: Iterable[str],
+) -> str:
+    """The digest of a file of tensors: BLAKE3 of all that is no tensor's, and of their digests.
 
-    Header and tensors are all there is in such a file, so this stands for every byte of it, as the
-    root of a hash tree does, and costs no second pass over the tensors.
+    This stands for every byte of the file, as the root of a hash tree does, and costs no second
+    pass over the tensors.
+
+    Args:
+        path: the file.
+        nbytes: its size.
+        ranges: (offset, nbytes) of each tensor, by offset.
+        digests: theirs, in the same order.
     """
-    digest = blake3(header)
-    for tensor_digest in tensor_digests:
+    digest = blake3()
+    with InputFile(path) as file:
+        position = 0
+        for offset, count in (*ranges, (nbytes, 0)):
+            _take_in(digest, file, position, offset - position, None)
+            position = offset + count
+    for tensor_digest in digests:
         digest.update(bytes.fromhex(tensor_digest))
     return digest.hexdigest()
 
@@ -52,12 +68,21 @@ def _digest(
     file: InputFile, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
 ) -> str:
     """The digest of ``nbytes`` bytes, or of what there is of them."""
-    digest = blake3()
+    return _take_in(blake3(), file, offset, nbytes, on_bytes).hexdigest()
+
+
+def _take_in(
+    digest: blake3,
+    file: InputFile,
+    offset: int,
+    nbytes: int,
+    on_bytes: Callable[[int], None] | None,
+) -> blake3:
     buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
-    while nbytes and (count := file.read(offset, buffer[:nbytes])):
+    while nbytes > 0 and (count := file.read(offset, buffer[:nbytes])):
         digest.update(buffer[:count])
         offset += count
         nbytes -= count
         if on_bytes is not None:
             on_bytes(count)
-    return digest.hexdigest()
+    return digest

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from threading import Event
 
 from blake3 import blake3
+from isal import isal_zlib
 
 from zexport.plan.plan import FilePlan
 from zexport.ranges.casts import Statistics
@@ -70,22 +71,22 @@ def _write_files(
         buffers: SimpleQueue[Buffers] = SimpleQueue()
         for _ in range(jobs):
             buffers.put(Buffers(chunk_nbytes))
-        in_flight: deque[tuple[Future[None], _FileWriter, Chunk, bool]] = deque()
+        in_flight: deque[tuple[Future[None], _FileWriter, Chunk]] = deque()
 
         def land() -> None:
-            future, writer, chunk, is_last = in_flight.popleft()
+            future, writer, chunk = in_flight.popleft()
             future.result()
             work.meter.written(chunk.nbytes)
-            if is_last:
-                flusher.finish(writer, on_written(writer.file, writer.receipt()))
+            if chunk.is_last:
+                flusher.finish(writer, on_written(writer.file, writer.complete()))
             else:
                 flusher.written(writer, chunk.nbytes)
 
-        for writer, chunk, is_last, turn in _schedule(work, files, reader, closing):
+        for writer, chunk, turn in _schedule(work, files, reader, closing):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
-            in_flight.append((future, writer, chunk, is_last))
+            in_flight.append((future, writer, chunk))
         while in_flight:
             land()
         flusher.wait()
@@ -112,17 +113,37 @@ class _Turn:
 
 def _schedule(
     work: Workplace, files: Sequence[FilePlan], reader: TensorReader, closing: ExitStack
-) -> Iterator[tuple[_FileWriter, Chunk, bool, _Turn]]:
-    """Every chunk of every file in order: its writer, whether it is the file's last, its turn."""
+) -> Iterator[tuple[_FileWriter, Chunk, _Turn]]:
+    """Every chunk of every file in order, with its writer and its turn."""
     for file in files:
         writer = _FileWriter(work.folder / file.filename, file, reader)
         closing.callback(writer.close)
-        writer.begin()
         turn = _Turn()
         for chunk in chunks(file, work.plan.chunk_nbytes):
-            is_last = chunk.offset + chunk.nbytes == writer.nbytes
-            yield writer, chunk, is_last, turn
+            yield writer, chunk, turn
             turn = _Turn(turn)
+
+
+class _Passed:
+    """What is made of a tensor's bytes as they pass, in order."""
+
+    def __init__(self, *, with_crc32: bool) -> None:
+        self._with_crc32 = with_crc32
+        self._digest = blake3()
+        self.crc32 = 0
+        self.seen = Statistics()
+
+    def add(self, data: memoryview, seen: Statistics) -> _Passed:
+        """Take in the next bytes, and what was seen of their values."""
+        self._digest.update(data)
+        if self._with_crc32:
+            self.crc32 = isal_zlib.crc32(data, self.crc32)
+        self.seen += seen
+        return self
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the bytes so far."""
+        return self._digest.digest()
 
 
 class _FileWriter:
@@ -131,17 +152,15 @@ class _FileWriter:
     def __init__(self, path: Path, file: FilePlan, reader: TensorReader) -> None:
         self.file = file
         self._reader = reader
-        self.nbytes = file.nbytes  # a sum over all tensors, made once
         self._digests: dict[str, bytes] = {}
+        self._crc32s: dict[str, int] = {}
         self._remarkable: dict[str, Statistics] = {}
-        self._split_digest = blake3()
-        self._split_statistics = Statistics()
+        self._split = self._passed()
         self._ledger = reader.new_ledger()
         self._output = OutputFile(path, is_new=False)
 
-    def begin(self) -> None:
-        """Write the file's header."""
-        self._output.write(self.file.head, 0)
+    def _passed(self) -> _Passed:
+        return _Passed(with_crc32=self.file.frame.has_crc32)
 
     def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
         """Everything that happens to one chunk."""
@@ -149,7 +168,7 @@ class _FileWriter:
             buffers = pool.get()
             try:
                 seen = self._convert(chunk, buffers)
-                self._output.write(buffers.out[: chunk.nbytes], chunk.offset)
+                self._output.write(buffers.out[: chunk.span_nbytes], chunk.offset)
                 turn.wait()
                 self._take_split(seen)
             finally:
@@ -159,42 +178,46 @@ class _FileWriter:
         self, chunk: Chunk, buffers: Buffers
     ) -> list[tuple[Piece, memoryview, Statistics]]:
         """Fill the chunk; whole tensors are done with, the pieces of others are returned."""
-        position = 0
+        begin = chunk.offset
         split = []
         for piece in chunk.pieces:
+            position = piece.offset - begin
             out = buffers.out[position : position + piece.nbytes]
             statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
             if piece.is_whole:
-                self._note(piece.tensor.name, blake3(out).digest(), statistics)
+                self._note(piece.tensor.name, self._passed().add(out, statistics))
             else:
                 split.append((piece, out, statistics))
-            position += piece.nbytes
         return split
 
     def _take_split(self, split: list[tuple[Piece, memoryview, Statistics]]) -> None:
-        """Add pieces to the digest of the tensor that goes on from chunk to chunk."""
+        """Add pieces to what is made of the tensor that goes on from chunk to chunk."""
         for piece, out, statistics in split:
             if piece.first == 0:
-                self._split_digest = blake3()
-                self._split_statistics = Statistics()
-            self._split_digest.update(out)
-            self._split_statistics += statistics
+                self._split = self._passed()
+            self._split.add(out, statistics)
             if piece.last == piece.tensor.numel:
-                name, digest = piece.tensor.name, self._split_digest.digest()
-                self._note(name, digest, self._split_statistics)
+                self._note(piece.tensor.name, self._split)
 
-    def _note(self, name: str, digest: bytes, seen: Statistics) -> None:
-        self._digests[name] = digest
-        if seen.is_remarkable:
-            self._remarkable[name] = seen
+    def _note(self, name: str, passed: _Passed) -> None:
+        self._digests[name] = passed.digest()
+        if self.file.frame.has_crc32:
+            self._crc32s[name] = passed.crc32
+        if passed.seen.is_remarkable:
+            self._remarkable[name] = passed.seen
 
-    def receipt(self) -> Receipt:
-        """What was written, all of which is."""
-        digests = b"".join(self._digests[tensor.name] for tensor in self.file.tensors)
+    def complete(self) -> Receipt:
+        """Write what is no tensor's, once all tensors are; what was written."""
+        file = self.file
+        digest = blake3()
+        for offset, data in file.frame.pieces([self._crc32s.get(t.name, 0) for t in file.tensors]):
+            self._output.write(data, offset)
+            digest.update(data)
+        digests = b"".join(self._digests[tensor.name] for tensor in file.tensors)
         return Receipt(
-            self.file.filename,
-            self.nbytes,
-            blake3(self.file.head).update(digests).hexdigest(),
+            file.filename,
+            file.nbytes,
+            digest.update(digests).hexdigest(),
             digests,
             self._remarkable,
             self._ledger.ranges(),

@@ -36,17 +36,39 @@ class Piece(Struct, frozen=True):
         return (self.last - self.first) * self.tensor.dtype.itemsize
 
     @property
+    def offset(self) -> int:
+        """Its first byte in the file."""
+        return self.tensor.offset + self.first * self.tensor.dtype.itemsize
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is all of its tensor."""
         return self.first == 0 and self.last == self.tensor.numel
 
 
 class Chunk(Struct, frozen=True):
-    """Pieces that lie side by side in the output, ``nbytes`` from byte ``offset`` of the file."""
+    """Pieces that follow one another in the output, and the room between them.
 
-    offset: int
-    nbytes: int
+    All in all ``span_nbytes`` from byte ``offset`` of the file.
+    """
+
     pieces: tuple[Piece, ...]
+    is_last: bool
+
+    @property
+    def offset(self) -> int:
+        """Its first byte in the file."""
+        return self.pieces[0].offset if self.pieces else 0
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes of the file from its first to its last, those between the pieces included."""
+        return self.pieces[-1].offset + self.pieces[-1].nbytes - self.offset if self.pieces else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 def _room(chunk_nbytes: int) -> int:
@@ -67,29 +89,24 @@ def chunks(file: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
     Every tensor has at least one piece, an empty one too; a file has at least one chunk.
     """
     limit = _room(chunk_nbytes)
-    offset = len(file.head)
     gathered: list[Piece] = []
-    used = 0
+    used = end = 0
     for tensor in file.tensors:
-        first = 0
-        each = _element_nbytes(tensor)
+        each, first = _element_nbytes(tensor), 0
+        used += tensor.offset - end if gathered else 0
         while first < tensor.numel or first == 0:
-            count = min((limit - used) // each, tensor.numel - first)
+            count = max(min((limit - used) // each, tensor.numel - first), 0)
             if count or not tensor.numel:
                 gathered.append(Piece(tensor, first, first + count))
                 used += count * each
                 first += count
             if first == tensor.numel:
                 break
-            offset, chunk = _closed(offset, gathered)
-            yield chunk
+            if gathered:
+                yield Chunk(tuple(gathered), is_last=False)
             gathered, used = [], 0
-    yield _closed(offset, gathered)[1]
-
-
-def _closed(offset: int, gathered: list[Piece]) -> tuple[int, Chunk]:
-    nbytes = sum(piece.nbytes for piece in gathered)
-    return offset + nbytes, Chunk(offset, nbytes, tuple(gathered))
+        end = tensor.offset + tensor.nbytes
+    yield Chunk(tuple(gathered), is_last=True)
 
 
 def _element_nbytes(tensor: TensorPlan) -> int:

@@ -8,15 +8,14 @@ from enum import Enum
 from pathlib import Path
 from typing import ParamSpec, Self
 
-from safetensors import SafetensorError, safe_open
-
 from zexport.errors import VerificationError
-from zexport.plan.plan import FilePlan, TensorPlan, qualified
-from zexport.ranges.digests import digest_file, digest_ranges
+from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
-from zexport.store.files import InputFile, read_range, version, writing
+from zexport.run.written import check_opens
+from zexport.store.files import InputFile, version, writing
 from zexport.store.folders import is_file, is_link
 
 _READBACK_THREADS = 2
@@ -35,7 +34,7 @@ class VerifyMode(Enum):
     DISK = "disk"
     """The same, after the system was asked to forget its copy in memory."""
     NONE = "none"
-    """Nothing is read again; the headers are still opened by the safetensors library."""
+    """Nothing is read again; each file is still opened as its readers do."""
 
 
 class Checks:
@@ -55,9 +54,9 @@ class Checks:
         self._executor.shutdown(cancel_futures=True)
 
     def add(self, file: FilePlan, receipt: Receipt) -> list[Future[None]]:
-        """Have a file opened by the safetensors library, and read again if the mode says so."""
+        """Have a file opened as its readers do, and read again if the mode says so."""
         path = self._folder / file.filename
-        running = [self._submit(_check_opens, path, file)]
+        running = [self._submit(check_opens, path, file)]
         if self._verify is not VerifyMode.NONE:
             running += self._read(path, file, receipt, self._meter.verified)
         return running
@@ -67,7 +66,7 @@ class Checks:
         path = self._folder / file.filename
         if is_link(path) or not is_file(path) or version(path).nbytes != file.nbytes:
             return False
-        self._submit(_check_opens, path, file)
+        self._submit(check_opens, path, file)
         self._read(path, file, receipt, self._meter.compared)
         try:
             self.wait()
@@ -82,7 +81,7 @@ class Checks:
             with writing(path), InputFile(path) as written:
                 written.forget()
         return [
-            self._submit(_check_head, path, file),
+            self._submit(_check_frame, path, file, receipt),
             *(
                 self._submit(_check_tensors, path, tensors, digests, on_bytes)
                 for tensors, digests in _batches(file, receipt)
@@ -107,23 +106,6 @@ class Checks:
             future.result()
 
 
-def _check_opens(path: Path, file: FilePlan) -> None:
-    try:
-        with safe_open(path, framework="np") as opened:
-            names = set(opened.keys())
-    except SafetensorError as cause:
-        raise VerificationError(
-            "was written, but the safetensors library cannot open it", path=path, found=str(cause)
-        ) from cause
-    if {qualified(file.filename, name) for name in names} != {one.name for one in file.tensors}:
-        raise VerificationError(
-            "was written, but holds other tensors than planned",
-            path=path,
-            found=f"{len(names)} tensors",
-            expected=len(file.tensors),
-        )
-
-
 def _batches(file: FilePlan, receipt: Receipt) -> Iterator[tuple[list[TensorPlan], list[str]]]:
     """The file's tensors and their digests, in runs that are worth a task of their own."""
     batch: list[TensorPlan] = []
@@ -140,10 +122,13 @@ def _batches(file: FilePlan, receipt: Receipt) -> Iterator[tuple[list[TensorPlan
         yield batch, digests
 
 
-def _check_head(path: Path, file: FilePlan) -> None:
+def _check_frame(path: Path, file: FilePlan, receipt: Receipt) -> None:
+    """All that is no tensor's, with the digests of the tensors."""
+    ranges = [(tensor.offset, tensor.nbytes) for tensor in file.tensors]
     with writing(path):
-        found, now = read_range(path, 0, len(file.head)), version(path)
-    if found != file.head or now.nbytes != file.nbytes:
+        nbytes = version(path).nbytes
+        found = digest_of_parts(path, nbytes, ranges, receipt.tensor_digests())
+    if found != receipt.blake3 or nbytes != file.nbytes:
         raise _not_as_written(path, "another header or size", "those that were written")
 
 

@@ -17,7 +17,7 @@ from zexport.errors import VerificationError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.plan.plan import ExportPlan, Origin, TensorPlan, qualified
 from zexport.printable import brief
-from zexport.ranges.digests import digest_file, digest_ranges, digest_shard
+from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.ranges.ledger import Ledger
 from zexport.run.added import added_files
 from zexport.run.finish import source_entries
@@ -32,7 +32,7 @@ from zexport.run.manifest import (
 )
 from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Phase, Progress
-from zexport.store.files import read_range, read_regular, version
+from zexport.store.files import read_regular, version
 from zexport.store.folders import exists, is_file, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART
@@ -279,8 +279,9 @@ def _shard_problems(
     tensors = tuple(header.tensors.values())
     ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
     digests = digest_ranges(header.path, ranges, on_bytes=on_bytes)
-    whole = digest_shard(read_range(header.path, 0, header.data_offset), digests)
-    on_bytes(header.data_offset)
+    nbytes = version(header.path).nbytes
+    whole = digest_of_parts(header.path, nbytes, ranges, digests)
+    on_bytes(nbytes - sum(tensor.nbytes for tensor in tensors))
     problems = []
     if whole != entry.blake3:
         problems.append(Problem(header.path.name, "", _OTHER_BYTES))

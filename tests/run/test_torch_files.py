@@ -1,0 +1,78 @@
+"""An output of ``.pt`` files, with every promise that one of safetensors has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from tests.support.plans import export_plan, save
+from zexport.errors import VerificationError
+from zexport.formats.inert import Ordered
+from zexport.formats.leaves import TensorLeaf
+from zexport.plan.plan import ExportPlan, plan_torch_file
+from zexport.ranges.computed import Zeros
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Chain
+from zexport.run.execute import run_plan
+from zexport.run.written import read_written
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> ExportPlan:
+    """Two files in a folder: tied, cast, padded and empty tensors in one, none in the other."""
+    masters, moments = torch.arange(1000.0), torch.arange(333.0)
+    source, (first, second) = save(tmp_path / "ckpt" / "a.pt", [masters, moments])
+    tied = TensorLeaf((10, 100), DType.BF16, first, DType.F32)
+    value = {
+        "module": Ordered({"a.w": tied, "b.w": tied, "e": _zeros(0)}),
+        "flat": [
+            TensorLeaf((1000,), DType.F32, first, DType.F32),
+            TensorLeaf((340,), DType.F32, Chain((second, Zeros(28))), DType.F32),
+        ],
+        "step": 3,
+    }
+    empty = export_plan(tmp_path / "out", {}, [source], chunk_nbytes=512)
+    files = plan_torch_file("step3/a.pt", value), plan_torch_file("step3/b.pt", {"e": _zeros(0, 2)})
+    return replace(empty, shards=files)
+
+
+def _zeros(*shape: int) -> TensorLeaf:
+    nbytes = TensorLeaf(shape, DType.F32, Zeros(0), DType.F32).nbytes
+    return TensorLeaf(shape, DType.F32, Zeros(nbytes), DType.F32)
+
+
+def test_torch_loads_what_was_planned(plan: ExportPlan) -> None:
+    report = run_plan(plan)
+    assert report.files == ("step3/a.pt", "step3/b.pt", "zexport_manifest.json")
+    loaded = torch.load(plan.out_dir / "step3/a.pt", weights_only=True, mmap=True)
+    assert torch.equal(loaded["module"]["a.w"], torch.arange(1000.0).view(10, 100).bfloat16())
+    assert loaded["module"]["b.w"] is loaded["module"]["a.w"]
+    assert torch.equal(loaded["flat"][0], torch.arange(1000.0))
+    padded = torch.cat([torch.arange(333.0), torch.zeros(7)])
+    assert torch.equal(loaded["flat"][1], padded)
+    assert torch.load(plan.out_dir / "step3/b.pt")["e"].shape == (0, 2)
+
+
+def test_a_file_that_holds_other_tensors_is_never_committed(plan: ExportPlan) -> None:
+    other = plan_torch_file("step3/a.pt", {"x": _zeros(2)})
+    first = structs.replace(plan.shards[0], frame=other.frame, tensors=plan.shards[0].tensors[:1])
+    with pytest.raises(VerificationError, match="other tensors than planned"):
+        run_plan(replace(plan, shards=(first,)))
+    assert not plan.out_dir.exists()
+
+
+def test_a_file_that_is_no_archive_is_no_file_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(VerificationError, match="not a whole zip archive"):
+        read_written(path, path.name)
+
+
+def test_a_tensor_that_is_no_record_of_its_own_is_none_of_zexports(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(4, 4).T[:, 1:]}, tmp_path / "a.pt")
+    with pytest.raises(VerificationError, match="a tensor that is no record of its own"):
+        read_written(tmp_path / "a.pt", "a.pt")

@@ -1,0 +1,97 @@
+"""Files of tensors as they lie in an output: what each says of its tensors, whatever its form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+
+from zexport.errors import CheckpointError, UnsafeError, UnsupportedError, VerificationError
+from zexport.formats.inert import TensorRef
+from zexport.formats.leaves import tensors_in
+from zexport.formats.safetensors_file import StoredTensor, read_header
+from zexport.formats.torch_file import read_torch_file
+from zexport.plan.plan import FilePlan, qualified, qualified_by_file
+from zexport.ranges.extents import Extent
+
+SAFETENSORS, TORCH = ".safetensors", ".pt"
+
+
+class WrittenFile(Struct, frozen=True):
+    """A file of tensors.
+
+    Attributes:
+        path: the file.
+        tensors: its tensors by their names in the whole output, in file order.
+    """
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_written(path: Path, filename: str) -> WrittenFile:
+    """What a file of an output says of its tensors; no tensor byte is read.
+
+    Raises:
+        VerificationError: it cannot be read, or breaks the rules of its form.
+    """
+    if path.suffix == SAFETENSORS:
+        header = read_header(path, error=VerificationError)
+        tensors = {qualified(filename, name): one for name, one in header.tensors.items()}
+        return WrittenFile(path, tensors)
+    try:
+        return WrittenFile(path, _in_torch_file(path, filename))
+    except (CheckpointError, UnsupportedError, UnsafeError) as cause:
+        raise VerificationError(cause.problem, path=path, found=cause.found) from cause
+
+
+def _in_torch_file(path: Path, filename: str) -> dict[str, StoredTensor]:
+    """The tensors that have bytes, by offset; each is a record of its own."""
+    file = read_torch_file(path)
+    records = {(member.offset, member.nbytes) for member in file.members}
+    found: dict[str, StoredTensor] = {}
+    for own, tensor in tensors_in(file.value, TensorRef):
+        if not tensor.nbytes:
+            continue
+        source = file.source(tensor)
+        name = qualified_by_file(filename, own)
+        if not isinstance(source, Extent) or (source.offset, source.nbytes) not in records:
+            problem = "holds a tensor that is no record of its own"
+            raise VerificationError(problem, path=path, found=name)
+        found[name] = StoredTensor(name, tensor.dtype, tensor.shape, source.offset, source.nbytes)
+    return dict(sorted(found.items(), key=lambda item: item[1].offset))
+
+
+def check_opens(path: Path, file: FilePlan) -> None:
+    """Open a file as its readers do: it holds the planned tensors, and no others.
+
+    Raises:
+        VerificationError: it does not.
+    """
+    if path.suffix == SAFETENSORS:
+        found = _names_by_library(path, file.filename)
+        holds = found == {tensor.name for tensor in file.tensors}
+    else:
+        tensors = read_written(path, file.filename).tensors
+        found = set(tensors)
+        planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
+        holds = planned == {n: (t.dtype, t.shape, t.offset) for n, t in tensors.items()}
+    if not holds:
+        raise VerificationError(
+            "was written, but holds other tensors than planned",
+            path=path,
+            found=f"{len(found)} tensors",
+            expected=len(file.tensors),
+        )
+
+
+def _names_by_library(path: Path, filename: str) -> set[str]:
+    try:
+        with safe_open(path, framework="np") as opened:
+            return {qualified(filename, name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as cause:
+        raise VerificationError(
+            "was written, but the safetensors library cannot open it", path=path, found=str(cause)
+        ) from cause
