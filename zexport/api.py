@@ -16,8 +16,9 @@ from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint, open_recorded
 from zexport.collect import collect
 from zexport.decide import decide
-from zexport.errors import NoSuchTagError, OtherTagError, VerificationError
+from zexport.errors import NoSuchTagError, OtherTagError, UsageError, VerificationError
 from zexport.model.hub_cache import model_folder
+from zexport.model.sidecars import CONFIG
 from zexport.options import CheckMode, ExportOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute, verify
@@ -102,6 +103,7 @@ def verify_export(
             manifest to hold ``against`` against.
         CheckpointError: ``against`` cannot be opened or read, is damaged, or does not have the tag
             that the export was made from.
+        UsageError: the export's names come from a base model, and ``base`` is not given.
         UnsafeError: a link leads outside the folder that it lies in.
     """
     out_dir = local_path(out_dir)
@@ -114,7 +116,21 @@ def verify_export(
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
     plan = plan_export(checkpoint, out_dir, options)
+    if base is None:
+        _check_names(plan, manifest)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def _check_names(plan: ExportPlan, manifest: Manifest) -> None:
+    """Refuse to compare names that only a config tells which does not lie with the checkpoint."""
+    planned = {tensor.name for shard in plan.shards for tensor in shard.tensors}
+    had_config = CONFIG in manifest.files and plan.form.weights_only
+    if had_config and planned != manifest.tensors.keys():
+        raise UsageError(
+            "the export's names are those of a base model, and without it cannot be compared",
+            path=plan.out_dir,
+            hint="Name the model that the export was given, as in --base MODEL",
+        )
 
 
 def _open_source(

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.support.checkpoints import Model, Run, save, small_model
+from tests.support.hf_models import tiny_config, tiny_model, write_checkpoint, write_config
 from tests.support.oracles import differences
-from zexport.errors import CheckpointError, DamagedCheckpointError, VerificationError
+from zexport.errors import CheckpointError, DamagedCheckpointError, UsageError, VerificationError
 from zexport.options import ExportDType, ExportOptions, NameLayout
 
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -126,6 +127,19 @@ def test_a_checkpoint_without_the_tag_of_an_export_is_none_it_was_made_from(tmp_
     for other in (tmp_path / "run4", tmp_path / "run4" / "global_step4"):
         with pytest.raises(CheckpointError, match="'global_step2', which the export was made from"):
             zexport.verify_export(tmp_path / "out", against=other)
+
+
+def test_names_that_came_from_a_base_are_not_compared_without_it(tmp_path: Path) -> None:
+    """As after Lightning: the module has a name of its own before all, and no config beside it."""
+    config = tiny_config()
+    root = write_checkpoint(tiny_model("LlamaForCausalLM", config), tmp_path / "run", wrap="model.")
+    write_config(tmp_path / "base", config, architectures=["LlamaForCausalLM"])
+    options = ExportOptions(base=tmp_path / "base")
+    report = zexport.consolidate(root, tmp_path / "out", options)
+    assert "the prefix 'model.' of every name was left out" in report.notes
+    with pytest.raises(UsageError, match="--base MODEL"):
+        zexport.verify_export(tmp_path / "out", against=root)
+    assert zexport.verify_export(tmp_path / "out", against=root, base=tmp_path / "base").ok
 
 
 @pytest.mark.parametrize(
