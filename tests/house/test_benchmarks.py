@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import accuracy
 from benchmarks.cases import Case, masters_start
 from benchmarks.llama import fit
 from benchmarks.measure import CommandFailedError, Sample, copy, run
@@ -287,3 +288,16 @@ def test_a_server_that_leaves_tensors_or_parameters_out_is_told(tmp_path: Path) 
     assert server("1.weight") == Loaded("Sequential", "", ["0.weight"], ["0.weight"])
     assert str(server("1.weight")).endswith("1 unset: 0.weight; 1 skipped: 0.weight")
     assert server("no.weight").error.startswith("KeyError")
+
+
+@pytest.mark.deepspeed
+def test_accuracy_tells_right_weights_from_wrong_ones_and_from_errors(tmp_path: Path) -> None:
+    case = accuracy.FIXTURES / "z2_w2_bf16_groups"
+    flipped = accuracy.damaged(case, tmp_path)
+    convert = accuracy.CONVERTERS
+    ended = {
+        name: [accuracy.outcome(convert[name], root, case) for root in (case / "ckpt", flipped)]
+        for name in convert
+    }
+    right, wrong, error = accuracy.Outcome
+    assert ended == {"zexport": [right, error], "zero_to_fp32": [right, wrong]}
