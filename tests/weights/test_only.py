@@ -52,6 +52,12 @@ def test_one_part_is_exported_under_its_own_names_and_the_rest_is_counted(
     assert zexport.verify_export(out, against=root).ok
 
 
+def test_a_part_that_is_all_there_is_leaves_nothing_to_warn_of(tmp_path: Path) -> None:
+    root = save(Model([_under("model", _LIVE)]), Run(), tmp_path / "ckpt")
+    report = zexport.consolidate(root, tmp_path / "out", ExportOptions(only="model"))
+    assert not [warning for warning in report.warnings if "left out" in warning]
+
+
 def test_a_part_that_no_name_begins_with_is_refused_with_those_that_there_are(
     tmp_path: Path,
 ) -> None:

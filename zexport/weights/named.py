@@ -92,7 +92,7 @@ class Weights(Struct, frozen=True):
             f"of the part {start!r} alone: {len(rest):,} tensors beside it, of {count:,} elements, "
             "are left out"
         )
-        return part.without(start), (told,)
+        return part.without(start), (told,) if rest else ()
 
     def without(self, prefix: str) -> Weights:
         """The same under names without a prefix that all of them have."""
