@@ -8,13 +8,16 @@ an object of every record, of which there is one for every parameter and rank un
 
 from __future__ import annotations
 
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
+from itertools import repeat
+from operator import le
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,13 +43,16 @@ _ZIP_ERRORS = (
     zlib.error,
 )
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
-_RECORD = struct.Struct("<4s2xHHH4xLLLHHH8xL")
+_RECORD = struct.Struct("<6xHHH4xLLLHHH8xL")
+_ROW = re.compile(rb"(PK\x01\x02.{42})([ -~]+)(?=PK\x01\x02|\Z)", re.DOTALL)
+"""What the directory says of a record that has neither an extra field nor a comment: ``_RECORD``
+and the name, which ends where the next begins."""
 _END = struct.Struct("<4s8xLLH")  # signature, the directory's size and offset, comment
 _END64 = struct.Struct("<4s36xQQ")
 _LOCATOR_NBYTES = 20
 _VERSION_MAX = 63
-_FLAGS_KNOWN = 0x808
-"""The name is in UTF-8; the record's own header has neither size nor CRC."""
+_FLAGS_KNOWN = frozenset({0, 0x8, 0x800, 0x808})
+"""The name is in UTF-8; the record's own header has neither size nor CRC; or both."""
 _IN_ZIP64 = 0xFFFFFFFF
 DIRECTORY_NBYTES_MAX = 12 << 20
 """Room for 120,000 records with the long names of rank files. Read, a directory takes ten times as
@@ -304,21 +310,22 @@ def _plain_entries(file: FileIO, nbytes_max: int) -> tuple[str, dict[str, Entry]
     if place is None or place[1] > nbytes_max:
         return None
     start, nbytes = place
-    rows = _rows(read_at(file, start, nbytes), nbytes)
-    names = {name for name, *_ in rows}
-    root = rows[0][0].partition(b"/")[0] if rows else b""
-    if not root or len(names) < len(rows) or not all(n.startswith(root + b"/") for n in names):
+    found = _ROW.findall(read_at(file, start, nbytes))
+    heads, names = b"".join([head for head, _ in found]), [name for _, name in found]
+    columns = _columns(heads, names, start) if found else None
+    if columns is None or len(heads) + sum(map(len, names)) != nbytes:
         return None
-    limits = [*(offset for _, offset, *_ in rows[1:]), start]
-    entries = {}
-    for (raw, offset, size, crc), limit in zip(rows, limits, strict=True):
-        if offset + _LOCAL_HEADER.size + len(raw) + size > limit:
-            return None
-        if size or not raw.startswith(root + b"/data/"):
+    root = names[0].partition(b"/")[0] + b"/"
+    edges = (min(names), max(names))  # what lies between them begins as they do
+    if root == b"/" or not all(n.startswith(root) for n in edges) or len({*names}) < len(names):
+        return None
+    entries, data = {}, root + b"data/"
+    for raw, offset, size, crc, limit in zip(names, *columns, strict=True):
+        if size or not raw.startswith(data):
             name = raw.decode("ascii")
             entry = Entry(name, name, "ascii", offset, size, size, crc, True, limit)
-            entries[name[len(root) + 1 :]] = entry
-    return root.decode("ascii"), entries
+            entries[name[len(root) :]] = entry
+    return root[:-1].decode("ascii"), entries
 
 
 def _read_entry(file: FileIO, entry: Entry) -> bytes | None:
@@ -347,20 +354,23 @@ def _place(file: FileIO) -> tuple[int, int] | None:
     return (begin, count) if begin + count == end else None
 
 
-def _rows(directory: bytes, nbytes: int) -> list[tuple[bytes, int, int, int]]:
-    """Name, offset of its header, size and CRC-32 of each record; nothing if one is uncommon."""
-    rows = []
-    at = 0
-    while at + _RECORD.size <= nbytes == len(directory):
-        signature, version, flags, method, crc, stored, size, n, extra, comment, offset = (
-            _RECORD.unpack_from(directory, at)
-        )
-        raw = directory[at + _RECORD.size : at + _RECORD.size + n]
-        at += _RECORD.size + n
-        is_plain = signature == b"PK\x01\x02" and version <= _VERSION_MAX and stored == size
-        if not is_plain or flags & ~_FLAGS_KNOWN or method or extra or comment:
-            return []
-        if _IN_ZIP64 in (size, offset) or b"\0" in raw or not raw.isascii():
-            return []
-        rows.append((raw, offset, size, crc))
-    return rows if at == nbytes else []
+def _columns(heads: bytes, names: Sequence[bytes], end: int) -> Sequence[Sequence[int]] | None:
+    """Of each record its header's offset, its size and CRC-32, and where the next begins.
+
+    ``None`` where one is uncommon, or reaches into the next.
+    """
+    versions, flags, methods, crcs, stored, sizes, lengths, extras, comments, offsets = zip(
+        *_RECORD.iter_unpack(heads), strict=True
+    )
+    limits = (*offsets[1:], end)
+    ends = map(sum, zip(offsets, repeat(_LOCAL_HEADER.size), lengths, sizes, strict=False))
+    is_plain = (
+        lengths == tuple(map(len, names))
+        and stored == sizes
+        and max(versions) <= _VERSION_MAX
+        and {*flags} <= _FLAGS_KNOWN
+        and not {*methods, *extras, *comments} - {0}
+        and max(*sizes, *offsets) < _IN_ZIP64
+        and all(map(le, ends, limits))
+    )
+    return (offsets, sizes, crcs, limits) if is_plain else None
