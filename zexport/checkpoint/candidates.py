@@ -19,7 +19,7 @@ from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
-from zexport.store.folders import children, is_folder, matching
+from zexport.store.folders import child_folders, children, is_folder, matching
 
 READ_MAX = 16
 """So many checkpoints are looked into for their step; among the others, names decide."""
@@ -97,7 +97,7 @@ def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str
         except PermissionError:  # such as lost+found, where a disk holds the checkpoints
             return False
 
-    names = (child.name for child in children(folder) if is_readable_and_wanted(child))
+    names = (child.name for child, _ in child_folders(folder) if is_readable_and_wanted(child))
     return tuple(sorted(names, key=_by_number))
 
 

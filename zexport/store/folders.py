@@ -62,7 +62,7 @@ def exists(path: Path) -> bool:
 
 def children(folder: Path) -> list[Path]:
     """What lies in a folder, by name."""
-    return sorted(folder.iterdir())
+    return sorted(folder.iterdir(), key=lambda path: path.name)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
