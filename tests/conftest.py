@@ -13,7 +13,9 @@ import pytest
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 from tests.support.published import check_all_printed
+from tests.support.warm_names import WarmSubprocess
 from zexport.checkpoint import problems
+from zexport.model import names
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()
@@ -43,6 +45,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     update = session.config.stash.get(_UPDATE, None)
     if update is not None:
         update.write()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no process is left with one when the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -87,6 +95,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Keep names that are learnt from transformers for this session, not in the user's cache."""
     cache = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture(scope="session")
+def warm_subprocess() -> WarmSubprocess:
+    """Starts names processes by forks of one that has imported transformers."""
+    return WarmSubprocess()
+
+
+@pytest.fixture(autouse=True)
+def _warm_names(warm_subprocess: WarmSubprocess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask transformers without importing it anew for every question."""
+    monkeypatch.setattr(names, "subprocess", warm_subprocess)
 
 
 @pytest.fixture(autouse=True)
