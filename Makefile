@@ -9,24 +9,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check fix docs bench torture fixtures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it, load it, generate
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(PYTEST)
 
 check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not deepspeed and not slow"
+	$(PYTEST) -q -m "not deepspeed and not slow"
 
 .PHONY: lint
 lint: $(STAMP)
