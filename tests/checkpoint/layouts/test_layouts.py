@@ -105,3 +105,44 @@ def test_padding_after_each_parameter_needs_its_room_in_the_partitions() -> None
     zero12.check_partitions(shapes, [4, 4], paddings=[1, 1])
     with pytest.raises(LayoutError, match="wrong length"):
         zero12.check_partitions(shapes, [4, 3], paddings=[1, 1])
+
+
+@given(numel=st.integers(0, 60), world_size=st.integers(1, 7))
+def test_partitions_for_other_ranks_are_those_that_deepspeed_saves(
+    numel: int, world_size: int
+) -> None:
+    padded = [*range(numel), *[None] * (-numel % (2 * world_size))]
+    share = len(padded) // world_size
+    cut = [padded[rank * share : (rank + 1) * share] for rank in range(world_size)]
+    assert zero12.partition_numel(numel, world_size) == share
+    paddings = [zero12.padding_in(numel, world_size, rank) for rank in range(world_size)]
+    assert paddings == [part.count(None) for part in cut]
+    zero12.check_partitions({"a": (numel,)}, [share - padding for padding in paddings])
+
+
+def test_a_group_smaller_than_the_world_is_padding_on_several_ranks() -> None:
+    assert [zero12.padding_in(7, 3, rank) for rank in range(3)] == [0, 1, 4]
+
+
+def test_round_robin_deals_parameters_out_to_the_ranks() -> None:
+    assert zero12.dealt_out(7, 3) == [0, 3, 6, 1, 4, 2, 5]
+    assert zero12.dealt_out(2, 4) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "ends"),
+    [
+        (100, [5]),  # all of it is less than one
+        (10, [5]),
+        (9, [4, 5]),  # the stripes are 4, 1, 3, 1, 1
+        (4, [1, 3, 5]),
+        (1, [1, 2, 3, 4, 5]),
+        (None, [5]),
+    ],
+)
+def test_a_sub_group_is_full_when_its_stripes_reach_the_size(
+    size: int | None, ends: list[int]
+) -> None:
+    found = zero3.sub_groups([7, 2, 6, 1, 2], world_size=2, size=size)
+    assert [own.stop for own in found] == ends
+    assert [index for own in found for index in own] == [*range(5)]

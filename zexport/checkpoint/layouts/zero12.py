@@ -3,7 +3,8 @@
 Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/stage_1_and_2.py`` (``flatten_dense_tensors_aligned``
 and ``_get_groups_without_padding``) and ``runtime/bf16_optimizer.py``: a group is padded at its end
 to a multiple of ``2 * world_size`` elements and cut into equal partitions; ZeRO-1/2 saves a
-partition without the padding that falls into it, BF16_Optimizer saves it whole.
+partition without the padding that falls into it, BF16_Optimizer saves it whole. With
+``round_robin_gradients`` the parameters are dealt out first (``_round_robin_reorder``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from msgspec import Struct
 
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
+
+_ALIGNMENT = 2
+"""Elements of a rank's partition are a multiple of these (``nccl_start_alignment_factor``)."""
 
 
 class FlatParameter(Struct, frozen=True):
@@ -49,6 +53,22 @@ def _check_paddings(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> Non
             list(paddings),
             f"{len(shapes)} numbers, 0 or more",
         )
+
+
+def partition_numel(numel: int, world_size: int) -> int:
+    """Elements of each partition of a group of ``numel`` elements, padding included."""
+    return -(-numel // (_ALIGNMENT * world_size)) * _ALIGNMENT
+
+
+def padding_in(numel: int, world_size: int, partition: int) -> int:
+    """Elements of one partition that lie behind the group's ``numel``; a small group's are many."""
+    full = partition_numel(numel, world_size)
+    return min(full, max(0, (partition + 1) * full - numel))
+
+
+def dealt_out(count: int, world_size: int) -> list[int]:
+    """The order of ``count`` parameters under round robin, by their places in the group."""
+    return [index for rank in range(world_size) for index in range(rank, count, world_size)]
 
 
 def padding_numel(parameters: Iterable[FlatParameter], numel: int) -> int:
@@ -114,7 +134,7 @@ def check_partitions(
     world_size = len(partition_numels)
     full = partition_numels[0]
     used = sum(prod(shape) for shape in shapes.values()) + sum(paddings)
-    alignment = 2 * world_size
+    alignment = _ALIGNMENT * world_size
     if not used <= full * world_size <= -(-used // alignment) * alignment:
         raise LayoutError(
             "the partitions do not add up to the parameters",

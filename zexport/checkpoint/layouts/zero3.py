@@ -3,7 +3,8 @@
 Source: DeepSpeed 0.10 to 0.19, ``runtime/zero/partition_parameters.py`` (``_partition_param``) and
 ``runtime/zero/stage3.py`` (``_set_fp32_optimizer_param_groups``): stripe ``d`` of a parameter of
 ``n`` elements holds elements ``d * k`` to ``(d + 1) * k``, ``k = ceil(n / world_size)``; a rank's
-flat data is the stripes of all parameters in the order of ``param_shapes``, end to end.
+flat data is the stripes of all parameters in the order of ``param_shapes``, end to end. A group's
+data is cut between parameters into sub-groups (``_create_fp16_sub_groups``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,23 @@ def stripe_parameters(
             stripe = stripe_numel(numel, world_size)
             yield StripedParameter(name, shape, numel, offset, stripe)
             offset += stripe
+
+
+def sub_groups(numels: Sequence[int], world_size: int, size: int | None) -> list[range]:
+    """Which parameters of a group, of so many elements each, are a sub-group together.
+
+    One is full when its stripes reach ``size`` elements, and the last takes what is left.
+    """
+    stripes = [stripe_numel(numel, world_size) for numel in numels]
+    if size is None or size >= sum(stripes):
+        return [range(len(numels))]
+    found, begin, held = [], 0, 0
+    for index, stripe in enumerate(stripes):
+        held += stripe
+        if held >= size or index == len(stripes) - 1:
+            found.append(range(begin, index + 1))
+            begin, held = index + 1, 0
+    return found
 
 
 def padding_numel(parameters: Iterable[StripedParameter], world_size: int) -> int:
