@@ -61,7 +61,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     try:
         inventory = assemble(location.tag_dir, files, cells, structure)
     except ZexportError as error:
-        problems.append(_swapped_out(location.tag_dir) or error)
+        problems.append(swapped_out(location.tag_dir) or error)
     problems += inventory.problems
     problems += _missing_frozen(location.tag_dir, cells, inventory)
     told = tuple(unless_unfinished(problems, files))
@@ -298,7 +298,7 @@ def _missing_frozen(
             )
 
 
-def _swapped_out(tag_dir: Path) -> UnsupportedError | None:
+def swapped_out(tag_dir: Path) -> UnsupportedError | None:
     """Lengths do not add up where the optimizer was swapped to NVMe: its tensors lie elsewhere.
 
     Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``offloaded_tensors`` in the tag folder).

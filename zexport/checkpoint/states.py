@@ -176,6 +176,13 @@ class GroupState(Struct, frozen=True):
     settings: Mapping[str, object]
 
 
+class ParameterGroup(Struct, frozen=True):
+    """One parameter group: its flat groups, and its settings; ``None`` where none are recorded."""
+
+    flat_groups: tuple[int, ...]
+    settings: Mapping[str, object] | None
+
+
 class SharedGroup(Struct, frozen=True):
     """The ranks that share a flat group of ZeRO-3 under AutoEP, in order, and whose part it is."""
 
@@ -208,6 +215,31 @@ class OptimizerStates(Struct, frozen=True):
     step: int | TensorRef | None
     ds_version: str | None
     stripes_experts: bool
+
+    @property
+    def inner(self) -> Value:
+        """The state of the optimizer that ZeRO wraps; of ``elastic_checkpoint`` it is a list."""
+        top = Value(self.file.path, "optimizer states", self.file.value)
+        root = top.need("optimizer_state_dict")
+        return root.get(_inner_key(root))
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """Every parameter group, of which ZeRO-3 may cut several flat ones; they make up all."""
+        count = len(self.flat_groups)
+        if not self.inner.has("param_groups"):
+            return tuple(ParameterGroup((index,), None) for index in range(count))
+        groups = self.inner.get("param_groups")
+        found = []
+        for group in groups.items():
+            numbers = tuple(item.number() for item in group.need("params").items())
+            settings = {
+                key: one for key, one in group.mapping_or_empty().items() if key != "params"
+            }
+            found.append(ParameterGroup(numbers, settings))
+        if [number for group in found for number in group.flat_groups] != [*range(count)]:
+            groups.fail("do not number the flat groups", f"{count} flat groups")
+        return tuple(found)
 
     @property
     def shared_groups(self) -> tuple[SharedGroup, ...]:
@@ -300,14 +332,14 @@ def _optimizer_states(file: TorchFile, root: Value, version: Value) -> Optimizer
     if stage is not None and (stage == ZERO3) != (key == "fp32_flat_groups"):
         root.fail(f"holds {key!r}, which ZeRO-{stage} does not write")
     counts = root.need("partition_count")
-    base = root.get("optimizer_state_dict" if key == "fp32_flat_groups" else "base_optimizer_state")
+    base = root.get(_inner_key(root))
     flat_groups = tuple(_flat_group(item) for item in root.need(key).items())
     return OptimizerStates(
         file=file,
         stage=stage,
         partition_counts=tuple(item.number() for item in counts.items_or_self()),
         flat_groups=flat_groups,
-        group_states=tuple(_group_state(base.value, index) for index in range(len(flat_groups))),
+        group_states=tuple(group_state(base.value, index) for index in range(len(flat_groups))),
         alignment_paddings=tuple(
             tuple(padding.number() for padding in group.items())
             for group in root.get("param_alignment_paddings").items()
@@ -317,6 +349,10 @@ def _optimizer_states(file: TorchFile, root: Value, version: Value) -> Optimizer
         ds_version=version.text_or_none() or root.get("ds_version").text_or_none(),
         stripes_experts=root.has("ds_zero_partition_groups"),
     )
+
+
+def _inner_key(root: Value) -> str:
+    return "optimizer_state_dict" if root.has("fp32_flat_groups") else "base_optimizer_state"
 
 
 def _flat_group(item: Value) -> TensorRef:
@@ -331,7 +367,7 @@ def _flat_group(item: Value) -> TensorRef:
     return group
 
 
-def _group_state(base: object, index: int) -> GroupState:
+def group_state(base: object, index: int) -> GroupState:
     """What the optimizer keeps of one flat group; nothing where it is in a form that none writes.
 
     A flat group is one parameter of the inner optimizer, under its number. With

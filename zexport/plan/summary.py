@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from zexport.errors import MemoryLimitError
 from zexport.findings import Finding
-from zexport.options import ExportOptions
+from zexport.options import ExportOptions, ReshardOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin
 from zexport.ranges.calculator import held_nbytes
 from zexport.ranges.computed import updates_in
@@ -38,7 +38,9 @@ def _calculation_nbytes(shards: Iterable[FilePlan], jobs: int) -> int:
     return 0 if largest is None else held_nbytes(largest, jobs)
 
 
-def share_memory(options: ExportOptions, shards: Iterable[FilePlan] = ()) -> tuple[int, int]:
+def share_memory(
+    options: ExportOptions | ReshardOptions, shards: Iterable[FilePlan] = ()
+) -> tuple[int, int]:
     """Worker threads and bytes of a chunk that stay within ``--max-memory``."""
     jobs = max(1, options.jobs)
     if options.max_memory_nbytes is None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any
 
 from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.formats.torch_file import TorchFile
+from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import DType, Shape
 
-Scalar: TypeAlias = object
-"""An inert value, or a ``StoredTensor`` where it is a tensor, mostly without a dimension."""
+
+class Recorded(Struct, frozen=True):
+    """What a file's dictionary records; tensors in it are the file's."""
+
+    file: TorchFile
+    values: Mapping[Any, object]
 
 
 class Parameter(Struct, frozen=True):
@@ -37,8 +42,8 @@ class Group(Struct, frozen=True):
     """
 
     parameters: tuple[Parameter, ...]
-    settings: Mapping[str, Scalar] | None
-    scalars: Mapping[str, Scalar]
+    settings: Recorded | None
+    scalars: Recorded
 
 
 class ModuleEntry(Struct, frozen=True):
@@ -57,13 +62,6 @@ class ModuleEntry(Struct, frozen=True):
     dtype: DType
     value: StoredTensor | None
     is_parameter: bool
-
-
-class Recorded(Struct, frozen=True):
-    """What a file's dictionary records; tensors in it are the file's."""
-
-    file: TorchFile
-    values: Mapping[str, object]
 
 
 class CellState(Struct, frozen=True):
@@ -100,7 +98,11 @@ class TrainingState(Struct, frozen=True):
     Attributes:
         cells: by model-parallel index; the degree of data parallelism alone can change.
         carried: files of no rank that go along unchanged, such as a pipeline's layers.
+        replicas: second copies of states, which must be equal.
+        files: files that states lie in and that are no rank's.
     """
 
     cells: tuple[CellState, ...]
     carried: tuple[TorchFile, ...] = ()
+    replicas: tuple[Replica, ...] = ()
+    files: tuple[TorchFile, ...] = ()

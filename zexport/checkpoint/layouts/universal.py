@@ -38,7 +38,7 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Window
 from zexport.store.folders import child_folders, exists, is_file
 
-_FOLDER = "zero"
+FOLDER = "zero"
 _FROZEN_LOST = (
     "frozen weights, if there were any, are in no file: a pipeline keeps them in layer files, "
     "which the conversion to universal leaves behind"
@@ -62,7 +62,7 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
         _refuse_spoiled(model)
     parts = [_take_cell(tag_dir, cells[cell], models[cell]) for cell in sorted(cells)]
     names = {tensor.name for part in parts for tensor in part.tensors}
-    folders = _folders(tag_dir / _FOLDER)
+    folders = _folders(tag_dir / FOLDER)
     known = names.union(
         *(m.module for m in models.values()),
         *map(names_in_state_dict, models.values()),  # --inject_missing_state has weights made of it
@@ -183,7 +183,7 @@ def _check_no_surplus(tag_dir: Path, folders: Mapping[str, Path], known: set[str
     if surplus:
         raise DamagedCheckpointError(
             f"holds weights that no model file names, such as {surplus[0]!r}",
-            path=tag_dir / _FOLDER,
+            path=tag_dir / FOLDER,
             found=f"{len(surplus)} such folders",
             expected="the weights of one conversion",
             hint=_COPY_AGAIN,
@@ -205,7 +205,7 @@ def _check_all_trained_are_named(
     if unnamed:
         raise DamagedCheckpointError(
             f"holds trained weights that no model file names as such, for one {unnamed[0]!r}",
-            path=tag_dir / _FOLDER,
+            path=tag_dir / FOLDER,
             found=f"moments of {len(unnamed)} weights that are not in param_shapes",
             expected="the model files of the run that was converted",
             hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it "
@@ -229,7 +229,7 @@ def _read_weight(
     if name not in folders or not is_file(folders[name] / "fp32.pt"):
         raise DamagedCheckpointError(
             f"lacks the file of the weight {name!r}",
-            path=tag_dir / _FOLDER,
+            path=tag_dir / FOLDER,
             expected=f"{name}/fp32.pt",
             hint=_COPY_AGAIN,
         )

@@ -52,7 +52,7 @@ def bind_trained(
 ) -> list[Bound]:
     """The trained tensors of all flat groups, out of the masters or another state."""
     found = []
-    for run in _runs(owners, shapes or model.param_shapes, others, is_zero3=is_zero3):
+    for run in flat_runs(owners, shapes or model.param_shapes, others, is_zero3=is_zero3):
         found.append(bind(run, owners, is_zero3=is_zero3, state=state, module=model.module))
         if not is_zero3 and not model.is_round_robin:
             _check_records(run, owners)
@@ -61,7 +61,7 @@ def bind_trained(
     return found
 
 
-def _runs(
+def flat_runs(
     owners: Sequence[OptimizerStates | None],
     shapes: Sequence[Mapping[str, Shape]],
     others: Collection[int],
@@ -110,7 +110,7 @@ def with_untrained(
     tensors = [tensor for bound in trained for tensor in bound.tensors]
     masters = tensors[0].dtype if tensors else DType.F32
     by_name = {tensor.name: tensor for tensor in tensors}
-    frozen = [*_frozen(ranks, model, world_size or 0)]
+    frozen = [*listed_frozen(ranks, model, world_size or 0)]
     copies = [*_frozen_late(by_name, frozen)]
     tensors += [tensor for tensor in frozen if tensor.name not in by_name]
     tensors += stored_buffers(model)
@@ -199,7 +199,7 @@ def _rounded(master: StoredTensor, copy: StoredTensor) -> Iterator[CastReplica]:
         )
 
 
-def _frozen(ranks: RankStates, model: ModelStates, world_size: int) -> Iterator[StoredTensor]:
+def listed_frozen(ranks: RankStates, model: ModelStates, world_size: int) -> Iterator[StoredTensor]:
     """Frozen parameters that are recorded as such: whole (ZeRO-2) or in stripes (ZeRO-3)."""
     for name, shape in (model.frozen_shapes or {}).items():
         if name not in model.frozen_fragments:

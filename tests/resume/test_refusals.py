@@ -1,0 +1,239 @@
+"""What cannot go on elsewhere: refused in one sentence with the exit code for its kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.real_cases import FIXTURES, copied
+from zexport import open_checkpoint
+from zexport.errors import UnsafeError, UsageError, ZexportError
+from zexport.options import ReshardOptions
+from zexport.resume.plan import plan_reshard
+
+
+def _plan(root: Path, **options: Any) -> Any:
+    chosen = ReshardOptions(**{"world_size": 3, **options})
+    return plan_reshard(open_checkpoint(root), root.parent / "out", chosen)
+
+
+def _edit(root: Path, pattern: str, change: Callable[[Any], None]) -> None:
+    for path in root.glob(f"*/{pattern}"):
+        value = torch.load(path, weights_only=False)
+        change(value)
+        torch.save(value, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "words"),
+    [
+        ("z2_w2_bf16_groups", {"world_size": 0}, 2, "no number of ranks"),
+        ("z2_w2_bf16_groups", {"world_size": None}, 2, "no number of ranks"),
+        ("z2_w2_bf16_groups", {"stage": 0}, 2, "no files to reshard to"),
+        ("z0_w2_bf16", {}, 2, "no files to reshard to"),
+        ("z2_w2_bf16_groups", {"format": "universal"}, 2, "universal"),
+        ("pp2_z1_w4_bf16_tied", {"stage": 2}, 2, "pipeline cannot train with ZeRO-2"),
+        ("z1_w3_bf16_elastic", {}, 3, "does not record the settings"),
+        ("pp2_z0_w4_fp16", {"stage": 1}, 3, "lacks the optimizer files"),
+        ("pp2_z0_w4_bf16_tied", {"stage": 1}, 4, "in which order"),
+        ("moe_z2_w2_ep2_frozen", {}, 4, "experts lie on some"),
+    ],
+)
+def test_what_has_no_state_for_other_ranks_is_refused(
+    name: str, options: dict[str, Any], code: int, words: str
+) -> None:
+    with pytest.raises(ZexportError, match=words) as refused:
+        _plan(FIXTURES / name / "ckpt", **options)
+    assert refused.value.exit_code == code
+
+
+def _no_moments(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+
+
+def _no_optimizer(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"] = None
+
+
+def _blocks(value: Any) -> None:
+    states = value["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    states[0]["__bnb_optimizer_quant_state__"] = {"absmax1": torch.ones(3)}
+
+
+def _odd_length(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["memory"] = torch.ones(3)
+
+
+def _odd_scaler(value: Any) -> None:
+    value["optimizer_state_dict"]["loss_scaler"].hook = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (_no_moments, 3, "lacks the states of the optimizer"),
+        (_no_optimizer, 3, "lacks the states of the optimizer"),
+        (_blocks, 4, "__bnb_optimizer_quant_state__.absmax1"),
+        (_odd_length, 4, "'memory' is not one element for each"),
+        (_odd_scaler, 5, "loss scaler"),
+    ],
+)
+def test_an_optimizer_whose_states_cannot_be_cut_is_refused_by_the_state(
+    change: Callable[[Any], None], code: int, words: str, tmp_path: Path
+) -> None:
+    root = copied("z2_w2_bf16_groups", tmp_path)
+    _edit(root, "*_optim_states.pt", change)
+    with pytest.raises(ZexportError, match=words) as refused:
+        _plan(root)
+    assert refused.value.exit_code == code
+
+
+def _inner(value: Any) -> Any:
+    states = value["optimizer_state_dict"]
+    return states.get("base_optimizer_state") or states["optimizer_state_dict"]
+
+
+def _less_in_one_sub_group(value: Any) -> None:
+    del _inner(value)["state"][1]["exp_avg"]
+
+
+def _rounded_in_one_sub_group(value: Any) -> None:
+    state = _inner(value)["state"][1]
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+def _momentum_of_others(value: Any) -> None:
+    _inner(value)["param_groups"][0]["use_muon"] = True
+    _inner(value)["state"][0] = {"momentum_buffer": torch.ones(3)}
+
+
+def _cut_once_more(value: Any) -> None:
+    states = value["optimizer_state_dict"]
+    states["fp32_flat_groups"] = list(states["fp32_flat_groups"][0].detach().split(400))
+
+
+def _ghost(value: Any) -> None:
+    value["module"]["ghost"] = torch.empty(0)
+
+
+def _deep(value: Any) -> None:
+    nested: list[Any] = [torch.ones(1)]
+    for _ in range(200):
+        nested = [nested]
+    value["seen"] = nested
+
+
+def _no_groups(value: Any) -> None:
+    del value["optimizer"]["optimizer_state_dict"]["param_groups"]
+
+
+def _no_masters(value: Any) -> None:
+    del value["optimizer"]["fp32_groups"]
+
+
+def _short_state(value: Any) -> None:
+    value["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg"] = torch.ones(3)
+
+
+def _steps_apart(value: Any) -> None:
+    for number, state in value["optimizer"]["optimizer_state_dict"]["state"].items():
+        state["step"] = number
+
+
+def _nothing_kept(value: Any) -> None:
+    value["optimizer"]["state"] = {}
+
+
+_MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "change", "code", "words"),
+    [
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _less_in_one_sub_group, 4, "keeps other states"),
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several element types"),
+        ("z2_w2_bf16_groups", _OPTIMIZER, _momentum_of_others, 3, "is not of the parameters"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _no_moments, 3, "other optimizer states"),
+        ("z3_w2_bf16", _OPTIMIZER, _cut_once_more, 4, "cuts its flat data otherwise"),
+        ("z3_w2_bf16", _MODEL, _ghost, 3, "no value of 'ghost'"),
+        ("z3_w2_bf16", _MODEL, _deep, 5, "nested|made by code"),
+        ("z0_w2_bf16_groups", _MODEL, _no_groups, 3, "no state of each parameter"),
+        ("z0_w2_bf16_groups", _MODEL, _no_masters, 3, "no fp32 masters"),
+        ("z0_w2_bf16_groups", _MODEL, _short_state, 4, "'exp_avg' of"),
+        ("z0_w2_bf16_groups", _MODEL, _steps_apart, 4, "another 'step'"),
+        ("z0_w1_fp32_odd", _MODEL, _nothing_kept, 4, "nothing is kept of parameter 0"),
+    ],
+)
+def test_files_that_do_not_hold_the_whole_state_are_refused(  # noqa: PLR0917 - a case each
+    name: str,
+    pattern: str,
+    change: Callable[[Any], None],
+    code: int,
+    words: str,
+    tmp_path: Path,
+) -> None:
+    root = copied(name, tmp_path)
+    _edit(root, pattern, change)
+    with pytest.raises(ZexportError, match=words) as refused:
+        _plan(root, stage=2, world_size=2)
+    assert refused.value.exit_code == code
+
+
+def test_a_universal_checkpoint_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:
+    root = copied("uni_z2_w2_bf16_odd", tmp_path)
+    (folder,) = root.glob("*/zero")
+    path = folder / "optimizer_state.pt"
+    saved = torch.load(path, weights_only=False)
+    torch.save(saved | {"param_groups": [{**saved["param_groups"][0], "params": [5]}]}, path)
+    with pytest.raises(ZexportError, match="other parameter groups"):
+        _plan(root)
+    torch.save(saved, path)
+    state = next(folder.glob("*/exp_avg.pt"))
+    torch.save({"param": torch.ones(2, 3, 4)}, state)
+    with pytest.raises(ZexportError, match=r"'exp_avg' of .* has another shape"):
+        _plan(root)
+    model = root / folder.parent.name / "mp_rank_00_model_states.pt"
+    value = torch.load(model, weights_only=False)
+    torch.save(value, model.with_name("mp_rank_01_model_states.pt"))
+    with pytest.raises(ZexportError, match="several model-parallel ranks"):
+        _plan(root)
+
+
+def test_states_in_swap_files_are_not_read(tmp_path: Path) -> None:
+    root = copied("z3_w2_bf16", tmp_path)
+    next(root.glob("global_step*")).joinpath("offloaded_tensors").mkdir()
+    with pytest.raises(ZexportError, match="NVMe swap files") as refused:
+        _plan(root)
+    assert refused.value.exit_code == 4
+
+
+class _Foreign:
+    """What a client may have put into its state."""
+
+    def __init__(self) -> None:
+        self.place = 3
+
+
+def test_client_state_that_code_makes_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    root = copied("z3_w2_bf16", tmp_path)
+    _edit(root, "*_model_states.pt", lambda value: value.update(sampler=_Foreign(), seen=[1]))
+    with pytest.raises(UnsafeError, match=r"'sampler'.*--drop-client-state"):
+        _plan(root)
+    plan = _plan(root, drop_client_state=True)
+    assert "client state sampler" in " ".join(plan.warnings)
+    assert plan.provenance["dropped"] == ["sampler"]
+
+
+def test_two_stages_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
+    with pytest.raises(UsageError, match="different stages"):
+        _plan(FIXTURES / "z2_w2_bf16_groups" / "ckpt", stage=2, ds_config=config)
+    config.write_text("[]", encoding="utf-8")
+    with pytest.raises(UsageError, match="cannot be read"):
+        _plan(FIXTURES / "z2_w2_bf16_groups" / "ckpt", ds_config=config)

@@ -1,0 +1,146 @@
+"""What the model files of a target hold: the module, its tables of shapes, and what is carried."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from zexport.checkpoint.contents import StoredTensor, source_of
+from zexport.checkpoint.layouts import zero3
+from zexport.checkpoint.states import ZERO3
+from zexport.errors import FrozenLeftOutError
+from zexport.formats.inert import Ordered, Size, TensorRef
+from zexport.formats.leaves import TensorLeaf
+from zexport.ranges.computed import Zeros
+from zexport.ranges.dtypes import DType
+from zexport.ranges.stripes import Stripe, Stripes
+from zexport.resume.cuts import GroupCuts
+from zexport.resume.settings import TargetSettings
+from zexport.resume.state import CellState, ModuleEntry
+from zexport.resume.values import with_leaves
+
+
+class ModelFiles:
+    """The model files of one model-parallel index: one a rank under ZeRO-3, else one in all.
+
+    Args:
+        cell: the state.
+        groups: its flat groups for the target.
+        settings: what the target's layout depends on.
+        dropped: keys of the client's state that are left out.
+    """
+
+    def __init__(
+        self,
+        cell: CellState,
+        groups: Sequence[GroupCuts],
+        settings: TargetSettings,
+        dropped: Collection[str] = (),
+    ) -> None:
+        self._cell = cell
+        self._settings = settings
+        self._shapes = [
+            Ordered((one.name, Size(one.shape)) for one in cut.parameters)
+            for group in groups
+            for cut in group.cuts
+        ]
+        said = cell.model
+        self._carried = {
+            key: with_leaves(one, said.file)
+            for key, one in said.values.items()
+            if key not in _MADE and key not in dropped
+        }
+        config = with_leaves(said.values.get("ds_config"), said.file)
+        self._config = settings.put_into(config)
+        self._stripes = {
+            name: _stripes(tensor, settings.world_size)
+            for name, tensor in (cell.frozen or {}).items()
+        }
+
+    def value(self, rank: int) -> dict[object, object]:
+        """All of one rank's model file."""
+        leaves: dict[tuple[str, DType], TensorLeaf] = {}
+        made = {
+            "module": self._module(leaves),
+            "optimizer": None,
+            "param_shapes": self._shapes,
+            "frozen_param_shapes": self._frozen_shapes(),
+            "frozen_param_fragments": self._fragments(rank, leaves),
+            "shared_params": self._ties() if rank == 0 else Ordered(),
+            "dp_world_size": self._settings.world_size,
+            "ds_config": self._config,
+        }
+        order = dict.fromkeys((*self._cell.model.values, *made))
+        known = {**self._carried, **made}
+        return {key: known[key] for key in order if key in known}
+
+    def _module(self, leaves: dict[tuple[str, DType], TensorLeaf]) -> object:
+        """The module's state dict; what is one tensor under several names is one here."""
+        said = self._cell.model
+        module = said.values.get("module")
+        if not isinstance(module, dict):
+            return module
+        entries = {entry.name: entry for entry in self._cell.module}
+        return Ordered(
+            (name, self._entry(entries[name], leaves))
+            if isinstance(one, TensorRef)
+            else (name, with_leaves(one, said.file))
+            for name, one in module.items()
+        )
+
+    def _entry(self, entry: ModuleEntry, leaves: dict[tuple[str, DType], TensorLeaf]) -> TensorLeaf:
+        if entry.value is None:
+            raise FrozenLeftOutError(
+                f"has no value of {entry.name!r}, which the module names",
+                path=self._cell.model.file.path,
+                hint="Save again with all weights, and reshard that",
+            )
+        if self._settings.stage == ZERO3 and entry.is_parameter:
+            return TensorLeaf((0,), entry.dtype, Zeros(0), entry.dtype)
+        key = entry.owner, entry.dtype
+        return leaves.setdefault(key, _whole(entry.value, entry.dtype))
+
+    def _frozen_shapes(self) -> object:
+        if self._cell.frozen is None or self._settings.stage == 1:
+            return None
+        return Ordered((name, Size(one.shape)) for name, one in self._cell.frozen.items())
+
+    def _fragments(self, rank: int, leaves: Mapping[tuple[str, DType], TensorLeaf]) -> object:
+        """The frozen weights: this rank's stripes, or whole, and then the module's own."""
+        if self._cell.frozen is None or self._settings.stage == 1:
+            return None
+        if self._settings.stage == ZERO3:
+            return Ordered(
+                (name, _flat(Stripe(self._stripes[name], rank), one.dtype))
+                for name, one in self._cell.frozen.items()
+            )
+        return Ordered(
+            (name, leaves.get((name, one.dtype)) or _whole(one, one.dtype))
+            for name, one in self._cell.frozen.items()
+        )
+
+    def _ties(self) -> Ordered:
+        """The recorded ties, and those that the source's module shows otherwise."""
+        recorded = self._cell.model.values.get("shared_params")
+        return Ordered({**(recorded if isinstance(recorded, dict) else {}), **self._cell.aliases})
+
+
+_MADE = frozenset(
+    {
+        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "dp_world_size", "ds_config"),
+    }
+)
+"""What is not carried but made anew."""
+
+
+def _stripes(tensor: StoredTensor, world_size: int) -> Stripes:
+    stripe = zero3.stripe_numel(tensor.numel, world_size) * tensor.dtype.itemsize
+    return Stripes((source_of(tensor),), (stripe,))
+
+
+def _whole(tensor: StoredTensor, dtype: DType) -> TensorLeaf:
+    return TensorLeaf(tensor.shape, dtype, source_of(tensor), tensor.dtype)
+
+
+def _flat(source: Stripe, dtype: DType) -> TensorLeaf:
+    return TensorLeaf((source.nbytes // dtype.itemsize,), dtype, source, dtype)

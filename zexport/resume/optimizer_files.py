@@ -1,0 +1,175 @@
+"""What the optimizer files of a target hold: masters and states, cut for each of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zexport.checkpoint.contents import source_of
+from zexport.checkpoint.layouts import zero12
+from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError
+from zexport.formats.leaves import TensorLeaf
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.stripes import Stripe, Stripes
+from zexport.resume.cuts import Cut, GroupCuts
+from zexport.resume.groups import is_by_parameter
+from zexport.resume.settings import TargetSettings
+from zexport.resume.state import CellState, Group, Recorded
+from zexport.resume.values import loss_scaler, static_loss_scaler, with_leaves
+
+_INNER = "optimizer_state_dict"
+
+
+def optimizer_value(
+    cell: CellState, groups: Sequence[GroupCuts], settings: TargetSettings, rank: int
+) -> dict[object, object]:
+    """All of one rank's optimizer file."""
+    said = cell.optimizer
+    rest = {key: with_leaves(one, said.file) for key, one in said.values.items() if key != _INNER}
+    inner = Value(said.file.path, "optimizer states", said.values).need(_INNER).mapping()
+    if "ds_config" in rest:
+        rest["ds_config"] = settings.put_into(rest["ds_config"])
+    inner = {"ds_version": said.values.get("ds_version"), **inner}
+    own = _Partition(groups, settings, rank, Recorded(said.file, inner))
+    return {_INNER: own.zero3() if settings.stage == ZERO3 else own.zero12()} | rest
+
+
+class _Partition:
+    """One rank's part of every flat group, as its optimizer saves it.
+
+    Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``_rigid_load_state_dict``),
+    ``runtime/zero/stage_1_and_2.py`` and ``runtime/bf16_optimizer.py``
+    (``_load_legacy_checkpoint``): what these read, and no more.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupCuts], settings: TargetSettings, rank: int, said: Recorded
+    ) -> None:
+        self._groups = groups
+        self._settings = settings
+        self._rank = rank
+        self._said = said
+        self._flat = [(one.group, cut) for one in groups for cut in one.cuts]
+
+    def zero3(self) -> dict[object, object]:
+        """Stripes of every sub-group; a loss scaler must be there."""
+        return {
+            "zero_stage": ZERO3,
+            "loss_scaler": loss_scaler(self._said) or static_loss_scaler(),
+            "dynamic_loss_scale": self._number("dynamic_loss_scale"),
+            "overflow": self._number("overflow"),
+            "partition_count": self._settings.world_size,
+            "optimizer_state_dict": self._optimizer(),
+            "fp32_flat_groups": [self._leaf(cut, MASTERS) for _, cut in self._flat],
+        }
+
+    def zero12(self) -> dict[object, object]:
+        """Partitions of every group; clipping is left to the run where the source is silent."""
+        count = self._settings.world_size
+        return {
+            **self._kept(),
+            "base_optimizer_state": self._optimizer(),
+            "single_partition_of_fp32_groups": [self._masters(cut) for _, cut in self._flat],
+            "group_paddings": [
+                zero12.padding_in(c.numel, count, self._rank) for _, c in self._flat
+            ],
+            "partition_count": [count] * len(self._flat),
+            "ds_version": self._version(),
+        }
+
+    def _kept(self) -> dict[object, object]:
+        """What is kept of the run beside tensors; BF16_Optimizer has neither stage nor scaler."""
+        kept: dict[object, object] = {}
+        scaler = loss_scaler(self._said)
+        if not self._settings.is_bf16_optimizer:
+            kept["zero_stage"] = self._settings.stage
+            if scaler is not None:
+                kept["loss_scaler"] = scaler
+                kept |= {key: self._number(key) for key in ("dynamic_loss_scale", "overflow")}
+        if "clip_grad" in self._said.values:
+            kept["clip_grad"] = self._number("clip_grad")
+        if info := self._said.values.get("universal_checkpoint_info"):
+            kept["universal_checkpoint_info"] = with_leaves(info, self._said.file)
+        return kept
+
+    def _number(self, key: str) -> object:
+        """A switch or a number that the source states; off where it does not."""
+        value = self._said.values.get(key, False)
+        if not isinstance(value, bool | int | float):
+            where = f"optimizer states[{key!r}]"
+            Value(self._said.file.path, where, value).fail("is no number")
+        return value
+
+    def _version(self) -> str:
+        """The version that wrote the source, without which stages 1 and 2 load nothing."""
+        said = Value(self._said.file.path, "optimizer states", self._said.values)
+        return said.get("ds_version").text()
+
+    def _optimizer(self) -> dict[object, object]:
+        """The state of the optimizer that ZeRO wraps; it numbers flat groups."""
+        states = [self._state(group, cut) for group, cut in self._flat]
+        numbers = iter(range(len(self._flat)))
+        return {
+            "state": {number: state for number, state in enumerate(states) if state},
+            "param_groups": [
+                {**self._settings_of(one.group), "params": [next(numbers) for _ in one.cuts]}
+                for one in self._groups
+            ],
+        }
+
+    def _settings_of(self, group: Group) -> dict[object, object]:
+        said = group.settings
+        if said is None:
+            raise DamagedCheckpointError(
+                "does not record the settings of the parameter groups",
+                path=self._said.file.path,
+                expected="param_groups",
+                hint="Save again without elastic_checkpoint, or begin anew from an export",
+            )
+        return {key: with_leaves(one, said.file) for key, one in said.values.items()}
+
+    def _state(self, group: Group, cut: Cut) -> dict[object, object]:
+        """What the optimizer keeps of one flat group; each has scalars of its own."""
+        said = group.scalars
+        scalars = {name: with_leaves(one, said.file) for name, one in said.values.items()}
+        names = [name for name in cut.whole if name != MASTERS]
+        if self._settings.stage == ZERO3:
+            return scalars | {name: self._leaf(cut, name) for name in names}
+        return scalars | {
+            name: self._touching(cut, name)
+            if is_by_parameter(group.settings, name)
+            else self._leaf(cut, name)
+            for name in names
+        }
+
+    def _masters(self, cut: Cut) -> TensorLeaf:
+        """The masters of one partition, without its padding unless BF16_Optimizer loads them."""
+        if self._settings.is_bf16_optimizer:
+            return self._leaf(cut, MASTERS)
+        padding = zero12.padding_in(cut.numel, self._settings.world_size, self._rank)
+        return self._leaf(cut, MASTERS, lacking=padding)
+
+    def _leaf(self, cut: Cut, state: str, lacking: int = 0) -> TensorLeaf:
+        """This rank's part of one state of a flat group, ``lacking`` elements at its end."""
+        dtype, whole = cut.dtypes[state], cut.whole[state]
+        if isinstance(whole, Stripes):
+            return _flat(Stripe(whole, self._rank), dtype)
+        full = zero12.partition_numel(cut.numel, self._settings.world_size)
+        begin, numel = self._rank * full, full - lacking
+        return _flat(Window(whole, begin * dtype.itemsize, numel * dtype.itemsize), dtype)
+
+    def _touching(self, cut: Cut, state: str) -> TensorLeaf:
+        """The whole of every parameter that lies in the partition, in its order."""
+        shapes = {one.name: one.shape for one in cut.parameters}
+        full = zero12.partition_numel(cut.numel, self._settings.world_size)
+        places = zero12.place_parameters(shapes)
+        held = zero12.fragments(places, full, self._rank)
+        whole = [source_of(one.tensors[state]) for one in cut.parameters if one.name in held]
+        return _flat(Chain(tuple(whole)), cut.dtypes[state])
+
+
+def _flat(source: ByteSource, dtype: DType) -> TensorLeaf:
+    return TensorLeaf((source.nbytes // dtype.itemsize,), dtype, source, dtype)

@@ -1,0 +1,176 @@
+"""What the layout of a target depends on, from its own configuration or from the source's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.checkpoint.contents import Structure, ZeroCheckpoint
+from zexport.checkpoint.ranks import WORLD_SIZE_MAX, models_of
+from zexport.checkpoint.states import ZERO3
+from zexport.errors import UsageError, ZexportError
+from zexport.options import ReshardOptions
+from zexport.store.json import read_json_object
+
+_AUTO = "auto"
+_SUB_GROUP_SIZE = 1_000_000_000
+"""DeepSpeed's own (0.10 to 0.19, ``runtime/zero/config.py``)."""
+
+_STAGES = (1, 2, ZERO3)
+
+
+class TargetSettings(Struct, frozen=True):
+    """What decides which element lies where in files for another world size or stage.
+
+    Attributes:
+        world_size: data-parallel ranks.
+        stage: 1 to 3.
+        sub_group_size: elements of a rank at which ZeRO-3 begins another sub-group.
+        is_dealt_out: whether ZeRO-1/2 deals parameters out (``round_robin_gradients``).
+        is_bf16: whether optimizer files are named after bf16.
+        is_bf16_optimizer: whether BF16_Optimizer is what loads them, as a form of ZeRO-1.
+    """
+
+    world_size: int
+    stage: int
+    sub_group_size: int = _SUB_GROUP_SIZE
+    is_dealt_out: bool = False
+    is_bf16: bool = False
+    is_bf16_optimizer: bool = False
+
+    def put_into(self, config: object) -> dict[object, object]:
+        """The source's configuration, with what these say put right in it."""
+        config = config if isinstance(config, dict) else {}
+        zero = config.get("zero_optimization")
+        found = dict(zero) if isinstance(zero, dict) else {}
+        found |= {"stage": self.stage, "round_robin_gradients": self.is_dealt_out}
+        if self.stage == ZERO3:
+            found["sub_group_size"] = self.sub_group_size
+        return {**config, "zero_optimization": found}
+
+
+class _Config:
+    """A configuration whose ``auto`` and, if it is the source's own, missing values are known."""
+
+    def __init__(self, own: Mapping[str, object], source: Mapping[str, object]) -> None:
+        self._own = own
+        self._source = source
+
+    def get(self, *keys: str) -> object:
+        """The value at nested keys; the source's where it is left to it."""
+        value = _at(self._own, keys)
+        value = _at(self._source, keys) if value == _AUTO else value
+        return None if value == _AUTO else value
+
+    def is_on(self, *keys: str) -> bool:
+        return self.get(*keys) is True
+
+
+def _at(config: object, keys: tuple[str, ...]) -> object:
+    for key in keys:
+        if config == _AUTO:
+            return _AUTO
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
+def settle(
+    checkpoint: ZeroCheckpoint, options: ReshardOptions
+) -> tuple[TargetSettings, tuple[str, ...]]:
+    """The settings of the target, and what should be known of them.
+
+    Raises:
+        UsageError: the world size or stage is none, or the configuration cannot be read.
+    """
+    source = _source_config(checkpoint)
+    config = _Config(_read(options.ds_config) if options.ds_config else source, source)
+    stage = _stage(checkpoint, options, config, source)
+    is_bf16 = any(config.is_on(key, "enabled") for key in ("bf16", "bfloat16"))
+    offload = config.get("zero_optimization", "offload_optimizer", "device") == "cpu"
+    offload = offload or config.is_on("zero_optimization", "cpu_offload")
+    in_fp32 = config.get("data_types", "grad_accum_dtype") in ("fp32", "float32", "float")
+    size = config.get("zero_optimization", "sub_group_size")
+    is_bf16_optimizer = stage == 1 and is_bf16 and in_fp32 and not offload
+    settings = TargetSettings(
+        world_size=_world_size(options),
+        stage=stage,
+        sub_group_size=int(size) if isinstance(size, int | float) and size > 0 else _SUB_GROUP_SIZE,
+        is_dealt_out=stage < ZERO3
+        and not is_bf16_optimizer
+        and config.is_on("zero_optimization", "round_robin_gradients"),
+        is_bf16=is_bf16,
+        is_bf16_optimizer=is_bf16_optimizer,
+    )
+    return settings, tuple(_told(config, settings))
+
+
+def _source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
+    model = next(iter(models_of(checkpoint.cells).values()), None)
+    return {} if model is None else model.ds_config
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        return read_json_object(path)
+    except ZexportError as cause:
+        raise UsageError(
+            f"--ds-config cannot be read: {cause.problem}", path=path, found=cause.found
+        ) from cause
+
+
+def _world_size(options: ReshardOptions) -> int:
+    if options.world_size is None or not 0 < options.world_size <= WORLD_SIZE_MAX:
+        raise UsageError(
+            "--world-size is no number of ranks",
+            found=options.world_size,
+            expected=f"1 to {WORLD_SIZE_MAX}",
+        )
+    return options.world_size
+
+
+def _stage(
+    checkpoint: ZeroCheckpoint,
+    options: ReshardOptions,
+    config: _Config,
+    source: Mapping[str, object],
+) -> int:
+    """The target's stage; options go before the configuration, and may not contradict it."""
+    stated = config.get("zero_optimization", "stage") if options.ds_config else None
+    if None not in (stated, options.stage) and stated != options.stage:
+        raise UsageError(
+            "--stage and --ds-config mean different stages",
+            path=options.ds_config,
+            found=f"stage {stated}",
+            expected=f"{options.stage}",
+        )
+    told = (options.stage, stated, checkpoint.stage, _at(source, ("zero_optimization", "stage")))
+    chosen = next((one for one in told if one is not None), 0)
+    if chosen not in _STAGES or type(chosen) is not int:
+        raise UsageError(
+            f"ZeRO-{chosen} has no files to reshard to",
+            path=checkpoint.location.tag_dir,
+            found=f"stage {chosen}",
+            expected="1, 2 or 3",
+            hint="Name one with --stage",
+        )
+    if checkpoint.structure is Structure.PIPELINE and chosen != 1:
+        raise UsageError(
+            f"a pipeline cannot train with ZeRO-{chosen}",
+            path=checkpoint.location.tag_dir,
+            expected="stage 1",
+            hint="Name it with --stage",
+        )
+    return chosen
+
+
+def _told(config: _Config, settings: TargetSettings) -> Iterator[str]:
+    """Settings of the target by which it does not take all that the files hold."""
+    if config.get("zero_optimization", "load_from_fp32_weights") is False:
+        yield (
+            "load_from_fp32_weights is false: the run will take its masters from the 16-bit "
+            "weights, whatever these files hold"
+        )
+    if settings.stage == ZERO3 and config.is_on("zero_optimization", "elastic_checkpoint"):
+        yield "elastic_checkpoint is on, with which ZeRO-3 loads nothing"

@@ -1,0 +1,151 @@
+"""A universal checkpoint as a state: every parameter's states whole, in files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.layouts.universal import FOLDER, shape_of_flat
+from zexport.checkpoint.module_names import with_parameter_names
+from zexport.checkpoint.ranks import no_first_model
+from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.formats.inert import TensorRef
+from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.ranges.copies import Replica
+from zexport.ranges.dtypes import Shape
+from zexport.ranges.extents import Window
+from zexport.resume.cells import frozen_table, module_entries
+from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
+from zexport.store.folders import children, is_file
+
+_STEP = "step"
+
+
+def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
+    """The state of a conversion from data parallelism alone.
+
+    Source: DeepSpeed 0.15 to 0.19, ``checkpoint/ds_to_universal.py``.
+    """
+    tag_dir = checkpoint.location.tag_dir
+    if len(checkpoint.cells) != 1:
+        raise UnsupportedError(
+            "joins what several model-parallel ranks had, which this version does not part again",
+            path=tag_dir,
+            found=f"{len(checkpoint.cells)} model-parallel ranks",
+            hint="Reshard the checkpoint that it was converted from",
+        )
+    ((index, ranks),) = checkpoint.cells.items()
+    model = ranks.first_model
+    if model is None:
+        raise no_first_model(tag_dir, index)
+    named = with_parameter_names(model)
+    inventory = Inventory(checkpoint.tensors, checkpoint.aliases, ())
+    reader = _Reader(tag_dir / FOLDER, named, {t.name: t for t in checkpoint.tensors})
+    cell = CellState(
+        index=index,
+        groups=tuple(reader.groups()),
+        frozen=frozen_table(ranks, named, inventory, model.dp_world_size or 1),
+        module=tuple(module_entries(model, named, inventory, is_zero3=ranks.is_zero3)),
+        aliases=checkpoint.aliases,
+        model=Recorded(model.file, Value(model.file.path, "", model.file.value).mapping()),
+        optimizer=reader.optimizer_file(),
+    )
+    return TrainingState((cell,), files=tuple(reader.files), replicas=tuple(reader.replicas))
+
+
+class _Reader:
+    """The files below ``zero``; all that were opened, and steps that must be equal."""
+
+    def __init__(self, folder: Path, model: ModelStates, known: Mapping[str, StoredTensor]) -> None:
+        self._folder = folder
+        self._model = model
+        self._known = known
+        self._global = read_torch_file(folder / "optimizer_state.pt")
+        self._said = Value(self._global.path, "optimizer state", self._global.value)
+        self.files: list[TorchFile] = [self._global]
+        self.replicas: list[Replica] = []
+
+    def optimizer_file(self) -> Recorded:
+        """What an optimizer file would say beside groups and masters."""
+        inner = dict(self._said.mapping())
+        config, version = self._model.ds_config, self._model.ds_version
+        states = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": version}
+        return Recorded(self._global, states)
+
+    def groups(self) -> Iterator[Group]:
+        """Every parameter group; it numbers the dictionaries of ``param_shapes``."""
+        shapes = self._model.param_shapes
+        seen = []
+        for said in self._said.need("param_groups").items():
+            numbers = [item.number() for item in said.need("params").items()]
+            seen += numbers
+            if not all(0 <= number < len(shapes) for number in numbers):
+                break
+            settings = {k: one for k, one in said.mapping_or_empty().items() if k != "params"}
+            own = [item for number in numbers for item in shapes[number].items()]
+            yield Group(
+                parameters=tuple(self._parameter(name, shape) for name, shape in own),
+                settings=Recorded(self._global, settings),
+                scalars=self._scalars([name for name, _ in own]),
+            )
+        if seen != [*range(len(shapes))]:
+            raise DamagedCheckpointError(
+                "has other parameter groups than the model files",
+                path=self._global.path,
+                found=f"params {seen}",
+                expected=f"the {len(shapes)} dictionaries of param_shapes, in order",
+                hint="Convert the checkpoint again, or reshard its source",
+            )
+
+    def _parameter(self, name: str, shape: Shape) -> Parameter:
+        """A parameter with all states that lie in its folder."""
+        tensors = {MASTERS: self._known[name]}
+        for path in sorted(children(self._folder / name)):
+            if path.suffix == ".pt" and path.stem not in (MASTERS, _STEP):
+                tensors[path.stem] = self._state(path, name, shape)
+        return Parameter(name, shape, tensors)
+
+    def _state(self, path: Path, name: str, shape: Shape) -> StoredTensor:
+        file = read_torch_file(path)
+        self.files.append(file)
+        content = Value(path, "the file", file.value)
+        is_flat = isinstance(file.value, TensorRef)
+        tensor = content.tensor() if is_flat else content.need("param").tensor()
+        if is_flat:
+            shape_of_flat(name, tensor.numel, [shape], self._model.dp_world_size)
+        elif tensor.shape != shape:
+            raise LayoutError(
+                f"the state {path.stem!r} of {name!r} has another shape than it",
+                list(tensor.shape),
+                list(shape),
+            )
+        source = Window(file.source(tensor), 0, prod(shape) * tensor.dtype.itemsize)
+        return StoredTensor(name, shape, tensor.dtype, Role.TRAINABLE, source)
+
+    def _scalars(self, names: list[str]) -> Recorded:
+        """The step, of each parameter (ZeRO-1/2) or of the first flat group (ZeRO-3)."""
+        first: Recorded | None = None
+        for name in names:
+            path = self._folder / name / f"{_STEP}.pt"
+            if not is_file(path):
+                continue
+            file = read_torch_file(path)
+            self.files.append(file)
+            if first is None:
+                first = Recorded(file, {_STEP: file.value})
+            elif isinstance(file.value, TensorRef):
+                kept = first.values[_STEP]
+                one = first.file.source(Value(first.file.path, _STEP, kept).tensor())
+                self.replicas.append(Replica(f"the step of {name}", one, file.source(file.value)))
+        return first or self._step_of_all()
+
+    def _step_of_all(self) -> Recorded:
+        states = self._said.get("optimizer_state_dict").mapping_or_empty().get("state")
+        state = states.get(0) if isinstance(states, dict) else None
+        found = state.get(_STEP) if isinstance(state, dict) else None
+        return Recorded(self._global, {} if found is None else {_STEP: found})

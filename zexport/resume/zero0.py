@@ -1,0 +1,248 @@
+"""A run without ZeRO as a state: whole weights in one file, the optimizer's numbered, not named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from zexport.checkpoint.contents import Role, StoredTensor, whole_tensor
+from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.layouts.master_matching import match_in_order
+from zexport.checkpoint.layouts.unnamed_masters import FUSED, NAMED, UNFUSED, form_of
+from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
+from zexport.checkpoint.states import GroupState, ModelStates, group_state
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
+from zexport.formats.inert import TensorRef
+from zexport.ranges.copies import Replica
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Extent, Window
+from zexport.resume.cells import module_entries
+from zexport.resume.state import CellState, Group, Parameter, Recorded
+from zexport.resume.values import dynamic_loss_scaler, static_loss_scaler
+
+_HINT = "Resume the run with ZeRO stage 1, save, and reshard that"
+
+
+def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica, ...]]:
+    """The state of one index, and copies that must be equal."""
+    inventory = take_zero0_inventory(model)
+    known = {tensor.name: tensor for tensor in inventory.tensors}
+    reader = _Groups(model, known)
+    groups = tuple(reader.read())
+    trained = {one.name for group in groups for one in group.parameters}
+    frozen = {
+        name: tensor
+        for name, tensor in known.items()
+        if tensor.role is not Role.BUFFER and name not in trained
+    }
+    said = Value(model.file.path, "model states", model.file.value).mapping()
+    state = CellState(
+        index=index,
+        groups=groups,
+        frozen=frozen,
+        module=tuple(module_entries(model, model, inventory, is_zero3=False)),
+        aliases=inventory.aliases,
+        model=Recorded(model.file, said),
+        optimizer=Recorded(model.file, _optimizer_file(model)),
+    )
+    return state, tuple(reader.replicas)
+
+
+class _Groups:
+    """The parameter groups of an optimizer that numbers parameters throughout."""
+
+    def __init__(self, model: ModelStates, known: Mapping[str, StoredTensor]) -> None:
+        self.replicas: list[Replica] = []
+        self._model = model
+        self._known = known
+        optimizer = model.optimizer
+        self._form = form_of(optimizer)
+        self._inner = optimizer
+        if optimizer.has("optimizer_state_dict"):
+            self._inner = optimizer.get("optimizer_state_dict")
+        if self._form == NAMED or not self._inner.has("param_groups"):
+            raise IncompleteCheckpointError(
+                "has no state of each parameter's to go on from",
+                path=model.file.path,
+                found=self._form or "no param_groups",
+                expected="an optimizer with its groups and, in 16 bits, fp32 masters",
+                hint=_HINT,
+            )
+
+    def read(self) -> Iterator[Group]:
+        """Every group, its parameters in the order that the optimizer was given them in."""
+        groups = [group.mapping_or_empty() for group in self._inner.get("param_groups").items()]
+        numbers = [
+            [item.number() for item in group.need("params").items()]
+            for group in self._inner.get("param_groups").items()
+        ]
+        is_fused = self._form == FUSED
+        names = {} if is_fused else self._names(numbers)
+        flats = self._model.optimizer.get(FUSED).items() if is_fused else [None] * len(groups)
+        for said, own, flat in zip(groups, numbers, flats, strict=True):
+            settings = {key: one for key, one in said.items() if key != "params"}
+            states = [group_state(self._inner.value, number) for number in own]
+            parameters = (
+                self._laid_end_to_end(flat.tensor(), states)
+                if flat is not None
+                else map(self._parameter, (names[number] for number in own), states)
+            )
+            yield Group(
+                parameters=tuple(parameters),
+                settings=Recorded(self._model.file, settings),
+                scalars=Recorded(self._model.file, self._scalars(states)),
+            )
+
+    def _names(self, numbers: Sequence[Sequence[int]]) -> dict[int, str]:
+        """The name of every numbered parameter: its master's, or what order and shape leave."""
+        if self._form == UNFUSED:
+            return self._by_masters(numbers)
+        shapes = [[self._shape(number) for number in own] for own in numbers]
+        floating = [
+            tensor
+            for tensor in self._known.values()
+            if tensor.role is not Role.BUFFER and tensor.dtype.is_floating and tensor.numel
+        ]
+        if rounded := [one for one in floating if one.dtype.itemsize < DType.F32.itemsize]:
+            raise IncompleteCheckpointError(
+                "holds no fp32 masters, which a training with ZeRO goes on from",
+                path=self._model.file.path,
+                found=f"weights in {rounded[0].dtype.torch_name} alone",
+                hint="Begin anew from an export's weights, with a new optimizer",
+            )
+        try:
+            spans = match_in_order([one.shape for one in floating], shapes)
+        except LayoutError as cause:
+            raise self._unnamed(cause.problem) from cause
+        flat = [number for own in numbers for number in own]
+        for span in spans:
+            if not span.is_certain:
+                one, other = (floating[at].name for at in (span.first, span.last))
+                raise self._unnamed(f"{one!r} and {other!r} are of one shape")
+        pairs = zip(flat, spans, strict=True)
+        return {number: floating[span.first].name for number, span in pairs}
+
+    def _by_masters(self, numbers: Sequence[Sequence[int]]) -> dict[int, str]:
+        """The master of a number is that of the weight which was found to have it."""
+        names = {_place(tensor.source): name for name, tensor in self._known.items()}
+        names.pop(None, None)
+        found: dict[int, str] = {}
+        masters = self._model.optimizer.get(UNFUSED).items()
+        for own, group in zip(numbers, masters, strict=True):
+            for number, item in zip(own, group.items(), strict=True):
+                name = names.get(_place(self._model.file.source(item.tensor())))
+                if name is None:
+                    raise self._unnamed(f"master {number} is no weight's beyond doubt")
+                found[number] = name
+        return found
+
+    def _shape(self, number: int) -> tuple[int, ...]:
+        """The shape of a numbered parameter, which its states have."""
+        tensors = group_state(self._inner.value, number).tensors.values()
+        first = next(iter(tensors), None)
+        if first is None:
+            raise self._unnamed(f"nothing is kept of parameter {number}")
+        return first.shape
+
+    def _unnamed(self, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"numbers the optimizer's states, and no name of a weight fits beyond doubt: {why}",
+            path=self._model.file.path,
+            hint=_HINT,
+        )
+
+    def _laid_end_to_end(
+        self, flat: TensorRef, states: Sequence[GroupState]
+    ) -> Iterator[Parameter]:
+        """The parameters of a fused group, whose masters and states are one run each."""
+        whole = self._model.file.source(flat)
+        begin = next(iter(whole.extents(0, whole.nbytes))).offset if flat.numel else 0
+        own = [
+            (first.offset - begin, tensor)
+            for tensor in self._known.values()
+            if (first := _first(tensor)) is not None
+            and tensor.role is Role.TRAINABLE
+            and begin <= first.offset < begin + whole.nbytes
+        ]
+        offset = 0
+        for place, tensor in sorted(own, key=lambda pair: pair[0]):
+            if place != offset * flat.dtype.itemsize:
+                raise self._unnamed(f"what lies before {tensor.name!r} is no weight's")
+            tensors = {MASTERS: tensor}
+            for key, ref in (item for state in states for item in state.tensors.items()):
+                self._check_shape(key, tensor.name, ref, flat.shape)
+                size = ref.dtype.itemsize
+                part = Window(self._model.file.source(ref), offset * size, tensor.numel * size)
+                tensors[key] = StoredTensor(
+                    tensor.name, tensor.shape, ref.dtype, Role.TRAINABLE, part
+                )
+            yield Parameter(tensor.name, tensor.shape, tensors)
+            offset += tensor.numel
+        if offset != flat.numel:
+            raise self._unnamed(f"{flat.numel - offset} elements of a group are no weight's")
+
+    def _check_shape(self, key: str, name: str, ref: TensorRef, shape: tuple[int, ...]) -> None:
+        """Refuse a state that is not one element for each of the masters'."""
+        if ref.shape != shape or "." in key:
+            raise UnsupportedError(
+                f"the optimizer's state {key!r} of {name!r} is not one element for each of the "
+                "weight's, and cannot be cut for ranks",
+                path=self._model.file.path,
+                found=f"shape {list(ref.shape)}",
+                expected=f"{list(shape)}",
+                hint="Begin anew from an export's weights, with a new optimizer",
+            )
+
+    def _parameter(self, name: str, state: GroupState) -> Parameter:
+        whole = self._known[name]
+        tensors = {MASTERS: whole}
+        for key, ref in state.tensors.items():
+            self._check_shape(key, name, ref, whole.shape)
+            tensors[key] = whole_tensor(self._model.file, name, ref, Role.TRAINABLE)
+        return Parameter(name, whole.shape, tensors)
+
+    def _scalars(self, states: Sequence[GroupState]) -> dict[str, object]:
+        """What is kept of single parameters; a group of ZeRO's has it once, so all are alike."""
+        first = dict(states[0].scalars) if states else {}
+        for state in states[1:]:
+            for name, value in {**first, **state.scalars}.items():
+                one, other = first.get(name), state.scalars.get(name)
+                if isinstance(one, TensorRef) and isinstance(other, TensorRef):
+                    kept, copy = map(self._model.file.source, (one, other))
+                    self.replicas.append(Replica(f"the optimizer's {name}", kept, copy))
+                elif one != other:
+                    raise UnsupportedError(
+                        f"the optimizer keeps another {name!r} of some weights than of the rest",
+                        path=self._model.file.path,
+                        found=value,
+                        expected="the same of all weights of a group, as ZeRO has one for them",
+                    )
+        return first
+
+
+def _place(source: ByteSource | None) -> object:
+    """Where a source begins, and how long it is; ``None`` without a byte."""
+    if source is None or not source.nbytes:
+        return None
+    return next(iter(source.extents(0, 1))), source.nbytes
+
+
+def _first(tensor: StoredTensor) -> Extent | None:
+    """The first byte of a tensor; ``None`` where it has none."""
+    source = tensor.source
+    return None if source is None else next(iter(source.extents(0, min(1, source.nbytes))), None)
+
+
+def _optimizer_file(model: ModelStates) -> dict[str, object]:
+    """What an optimizer file would say of the run, in place of the one that there is not."""
+    said = model.optimizer
+    is_dynamic = said.get("dynamic_loss_scale").value is True
+    scaler = dynamic_loss_scaler(said, model.ds_config) if is_dynamic else static_loss_scaler(said)
+    states: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic}
+    if said.has("clip_grad"):
+        states["clip_grad"] = said.get("clip_grad").value
+    return {
+        "optimizer_state_dict": states,
+        "ds_config": model.ds_config,
+        "ds_version": model.ds_version,
+    }
