@@ -11,13 +11,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Hundreds of short processes import what the first one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check fix docs bench torture fixtures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
 demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it, load it, generate
