@@ -9,7 +9,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from tests.support.plans import export_plan, save
+from tests.support.plans import export_plan, save, saved
+from tests.support.stopping import files, files_of, stopped_after
 from zexport.errors import VerificationError
 from zexport.formats.inert import Ordered
 from zexport.formats.leaves import TensorLeaf
@@ -18,6 +19,7 @@ from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain
 from zexport.run.execute import run_plan
+from zexport.run.verify import verify_export
 from zexport.run.written import read_written
 
 
@@ -76,3 +78,53 @@ def test_a_tensor_that_is_no_record_of_its_own_is_none_of_zexports(tmp_path: Pat
     torch.save({"a": torch.zeros(4, 4).T[:, 1:]}, tmp_path / "a.pt")
     with pytest.raises(VerificationError, match="a tensor that is no record of its own"):
         read_written(tmp_path / "a.pt", "a.pt")
+
+
+def test_a_rerun_takes_files_in_folders_over_and_gives_the_same_bytes(plan: ExportPlan) -> None:
+    whole = files_of(plan)
+    with stopped_after(1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        run_plan(plan)
+    stale = plan.out_dir.with_name("out.partial") / "old" / "deep" / "c.pt"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"of another plan")
+    report = run_plan(plan)
+    assert report.resumed == ("step3/a.pt",)
+    assert files(plan.out_dir) == whole
+    assert not (plan.out_dir / "old").exists()
+
+
+def _problems(plan: ExportPlan, *, against: bool = False) -> set[tuple[str, str, str]]:
+    report = verify_export(plan.out_dir, plan=plan if against else None)
+    assert report.ok == (not report.problems)
+    return {(one.file, one.tensor, one.problem) for one in report.problems}
+
+
+def test_verify_holds_every_byte_against_manifest_and_sources(plan: ExportPlan) -> None:
+    run_plan(plan)
+    assert _problems(plan) == _problems(plan, against=True) == set()
+    path = plan.out_dir / "step3/a.pt"
+    content, tensor = path.read_bytes(), plan.shards[0].tensors[1]
+    values = ("step3/a.pt", "step3/a.pt/flat/0", "does not hold the values that were written")
+    other = ("step3/a.pt", "", "does not hold the bytes that were written")
+    for at, told in (
+        (tensor.offset + 5, {values, other}),
+        (tensor.offset - 1, {other}),  # what pads a record's own header
+    ):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert _problems(plan) == told
+    path.write_bytes(content[:-1] + b"x")  # the end of the zip's directory
+    ((file, _, problem),) = _problems(plan)
+    assert (file, "not a whole zip archive" in problem) == ("step3/a.pt", True)
+    path.write_bytes(content)
+    (plan.out_dir / "step3/c.pt").write_bytes(content)
+    assert _problems(plan) == {("step3/c.pt", "", "is not listed in the manifest")}
+
+
+def test_verify_against_another_state_names_the_tensors(plan: ExportPlan, tmp_path: Path) -> None:
+    run_plan(plan)
+    save(tmp_path / "ckpt" / "a.pt", [torch.arange(1000.0) + 1, torch.arange(333.0)])
+    source, _ = saved(tmp_path / "ckpt" / "a.pt")
+    found = _problems(replace(plan, sources=(source,)), against=True)
+    told = "has other values in the checkpoint"
+    names = "step3/a.pt/module/a.w", "step3/a.pt/flat/0"
+    assert found == {("step3/a.pt", name, told) for name in names}

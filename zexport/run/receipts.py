@@ -8,7 +8,7 @@ completes the folder need not be who wrote the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -25,8 +25,8 @@ from zexport.store.folders import (
     children,
     is_file,
     is_folder,
+    leaves,
     make_folder,
-    matching,
     real,
     remove,
 )
@@ -143,11 +143,9 @@ class Receipts:
     def keep_only(self, filenames: Collection[str]) -> None:
         """Clear everything out of the folder but these files and their receipts."""
         folder = self._folder.parent
+        entries = {f"{RECEIPTS_NAME}/{name}{_ENTRY}" for name in filenames}
         with writing(folder):
-            for path in (*children(folder), *children(self._folder)):
-                name = path.name.removesuffix(_ENTRY) if path.parent == self._folder else path.name
-                if path != self._folder and name not in filenames:
-                    remove(path)
+            _clear(folder, lambda name: name in filenames or name in entries)
 
     def _entry(self, file: FilePlan) -> Path:
         return self._folder / f"{file.filename}{_ENTRY}"
@@ -167,17 +165,30 @@ def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
 
 def finished_files(folder: Path) -> tuple[str, ...]:
     """Names of the files that a folder has receipts for, whatever plan they are of."""
-    found = matching(folder / RECEIPTS_NAME, f"*{_ENTRY}")
-    names = (path.name.removesuffix(_ENTRY) for path in found)
+    receipts = folder / RECEIPTS_NAME
+    found = leaves(receipts) if is_folder(receipts) else ()
+    entries = (path.relative_to(receipts).as_posix() for path in found)
+    names = (name.removesuffix(_ENTRY) for name in entries if name.endswith(_ENTRY))
     return tuple(sorted(name for name in names if is_file(folder / name)))
 
 
 def drop_unfinished(folder: Path) -> None:
     """Remove everything but finished files and their receipts."""
-    finished = finished_files(folder)
-    for path in children(folder):
-        if not finished or path.name not in (*finished, RECEIPTS_NAME):
-            remove(path)
+    finished = {*finished_files(folder)}
+    receipts = f"{RECEIPTS_NAME}/"
+    _clear(folder, lambda name: bool(finished) and (name in finished or name.startswith(receipts)))
+
+
+def _clear(folder: Path, is_kept: Callable[[str], bool]) -> None:
+    """Remove all below a folder that is not kept, and the folders that this leaves empty."""
+    for path in list(leaves(folder)):
+        if is_kept(path.relative_to(folder).as_posix()):
+            continue
+        remove(path)
+        for above in path.parents:
+            if above == folder or children(above):
+                break
+            remove(above)
 
 
 def drop_receipts(folder: Path) -> None:

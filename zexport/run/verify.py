@@ -11,11 +11,9 @@ from queue import SimpleQueue
 
 from blake3 import blake3
 from msgspec import Struct
-from msgspec.structs import replace
 
 from zexport.errors import VerificationError, ZexportError
-from zexport.formats.safetensors_file import SafetensorsHeader, read_header
-from zexport.plan.plan import ExportPlan, Origin, TensorPlan, qualified
+from zexport.plan.plan import ExportPlan, Origin, TensorPlan
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.ranges.ledger import Ledger
@@ -23,7 +21,6 @@ from zexport.run.added import added_files
 from zexport.run.finish import source_entries
 from zexport.run.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
     SourceEntry,
     TensorEntry,
@@ -32,6 +29,7 @@ from zexport.run.manifest import (
 )
 from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Phase, Progress
+from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.store.files import read_regular, version
 from zexport.store.folders import exists, is_file, matching
 from zexport.store.json import JsonObject, Natural, form_of
@@ -123,15 +121,21 @@ def verify_export(
             out_dir, 0, 0, plan is not None, (Problem(MANIFEST_NAME, "", error.problem),)
         )
     told = _Teller(progress, _nbytes_to_read(manifest, plan))
-    headers, problems = _headers(out_dir, manifest)
+    headers, problems = _written(out_dir, manifest)
     if not is_as_written(out_dir):
         problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
-    in_index = {name: header for name, header in headers.items() if name not in FILES_APART}
+    in_index = {
+        name: header
+        for name, header in headers.items()
+        if is_safetensors(name) and name not in FILES_APART
+    }
     problems += _index_problems(out_dir, in_index)
-    for name, entry in manifest.files.items():
-        problems += _byte_problems(out_dir / name, entry, headers.get(name), manifest, told.add)
+    unread = {*_holding_tensors(manifest)} - headers.keys()
+    for name in manifest.files:
+        there, is_unread = headers.get(name), name in unread
+        problems += _byte_problems(out_dir, name, there, manifest, told.add, is_unread=is_unread)
     if plan is not None:
         problems += source_problems(plan, manifest, told.add)
     return VerifyReport(
@@ -148,8 +152,8 @@ def verify_export(
 
 def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str, ...]:
     """The files that were held against nothing but the manifest."""
-    names = sorted(manifest.files)
-    return tuple(n for n in names if plan is None or not Path(n).match(_SHARD_PATTERN))
+    made_again = set() if plan is None else {shard.filename for shard in plan.shards}
+    return tuple(sorted(manifest.files.keys() - made_again))
 
 
 class _Teller:
@@ -171,36 +175,40 @@ def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
     return sum(entry.nbytes for entry in manifest.files.values()) + again
 
 
-def _headers(
-    out_dir: Path, manifest: Manifest
-) -> tuple[dict[str, SafetensorsHeader], list[Problem]]:
-    """The headers of all shards there are, and what is wrong with those that cannot be read.
-
-    Their tensors go by the names that the manifest has for them.
-    """
-    headers = {}
+def _written(out_dir: Path, manifest: Manifest) -> tuple[dict[str, WrittenFile], list[Problem]]:
+    """The files of tensors that there are, and what is wrong with those that cannot be read."""
+    found = {}
     problems = []
-    for name in manifest.files:
+    for name in _holding_tensors(manifest):
         path = out_dir / name
-        if path.match(_SHARD_PATTERN) and is_file(path):
+        if is_file(path):
             try:
-                header = read_header(path, error=VerificationError)
-                tensors = {qualified(name, n): one for n, one in header.tensors.items()}
-                headers[name] = replace(header, tensors=tensors)
+                found[name] = read_written(path, name)
             except ZexportError as error:
                 problems.append(Problem(name, "", error.problem))
-    return headers, problems
+    return found, problems
+
+
+def _holding_tensors(manifest: Manifest) -> list[str]:
+    """The files that hold tensors, as the manifest has it or their form does."""
+    told = {entry.shard for entry in manifest.tensors.values()}
+    return [n for n in manifest.files if is_of_tensors(n) and (n in told or is_safetensors(n))]
 
 
 def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
+    """Files that would be loaded beside those that the manifest lists."""
+    places = {(out_dir, _SHARD_PATTERN)}
+    for name in _holding_tensors(manifest):
+        if not is_safetensors(name):
+            places.add(((out_dir / name).parent, f"*{Path(name).suffix}"))
+    found = {path.relative_to(out_dir).as_posix() for at in places for path in matching(*at)}
     return [
-        Problem(path.name, "", "is not listed in the manifest")
-        for path in matching(out_dir, _SHARD_PATTERN)
-        if path.name not in manifest.files
+        Problem(name, "", "is not listed in the manifest")
+        for name in sorted(found - manifest.files.keys())
     ]
 
 
-def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+def _header_problems(manifest: Manifest, headers: dict[str, WrittenFile]) -> list[Problem]:
     """Where the headers and the manifest differ about a tensor."""
     problems = []
     if not manifest.tensors:
@@ -216,12 +224,12 @@ def _header_problems(manifest: Manifest, headers: dict[str, SafetensorsHeader]) 
         there = headers.get(entry.shard)
         if there is not None and name not in there.tensors:
             problems.append(Problem(entry.shard, name, "is listed but not in the file"))
-        elif entry.shard not in manifest.files or not Path(entry.shard).match(_SHARD_PATTERN):
+        elif entry.shard not in manifest.files or not is_of_tensors(entry.shard):
             problems.append(Problem(entry.shard, name, "is listed in a file that is not"))
     return problems
 
 
-def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> list[Problem]:
+def _index_problems(out_dir: Path, headers: dict[str, WrittenFile]) -> list[Problem]:
     """Where the index and the headers differ; one shard of the plain name needs no index."""
     path = out_dir / INDEX_NAME
     if not exists(path):
@@ -249,48 +257,48 @@ def _index_problems(out_dir: Path, headers: dict[str, SafetensorsHeader]) -> lis
 
 
 def _byte_problems(
-    path: Path,
-    entry: FileEntry,
-    header: SafetensorsHeader | None,
+    out_dir: Path,
+    name: str,
+    there: WrittenFile | None,
     manifest: Manifest,
     on_bytes: Callable[[int], None],
+    *,
+    is_unread: bool,
 ) -> list[Problem]:
-    """Where a file's bytes, and its tensors' bytes, are not those that were written."""
+    """Where a file's bytes, and its tensors' bytes, are not those that were written.
+
+    Of a file of tensors that cannot be read that is told already.
+    """
+    path, entry = out_dir / name, manifest.files[name]
     try:
         found = version(path).nbytes
         if found != entry.nbytes:
-            return [Problem(path.name, "", f"has {found} bytes, {entry.nbytes} were written")]
-        if header is not None:
-            return _shard_problems(header, entry, manifest, on_bytes)
+            return [Problem(name, "", f"has {found} bytes, {entry.nbytes} were written")]
+        if there is not None:
+            return _tensor_problems(name, there, manifest, on_bytes)
         on_bytes(found)
-        is_whole = path.match(_SHARD_PATTERN) or digest_file(path) == entry.blake3
+        is_whole = is_unread or digest_file(path) == entry.blake3
     except OSError as error:
-        return [Problem(path.name, "", f"cannot be read: {error.strerror}")]
-    return [] if is_whole else [Problem(path.name, "", _OTHER_BYTES)]
+        return [Problem(name, "", f"cannot be read: {error.strerror}")]
+    return [] if is_whole else [Problem(name, "", _OTHER_BYTES)]
 
 
-def _shard_problems(
-    header: SafetensorsHeader,
-    entry: FileEntry,
-    manifest: Manifest,
-    on_bytes: Callable[[int], None],
+def _tensor_problems(
+    name: str, file: WrittenFile, manifest: Manifest, on_bytes: Callable[[int], None]
 ) -> list[Problem]:
-    """Where a shard's tensors, and so the shard, are not those that were written."""
-    tensors = tuple(header.tensors.values())
-    ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
-    digests = digest_ranges(header.path, ranges, on_bytes=on_bytes)
-    nbytes = version(header.path).nbytes
-    whole = digest_of_parts(header.path, nbytes, ranges, digests)
-    on_bytes(nbytes - sum(tensor.nbytes for tensor in tensors))
+    """Where a file's tensors, and so the file, are not those that were written."""
+    ranges = [(tensor.offset, tensor.nbytes) for tensor in file.tensors.values()]
+    digests = digest_ranges(file.path, ranges, on_bytes=on_bytes)
+    nbytes = manifest.files[name].nbytes
+    whole = digest_of_parts(file.path, nbytes, ranges, digests)
+    on_bytes(nbytes - sum(count for _, count in ranges))
     problems = []
-    if whole != entry.blake3:
-        problems.append(Problem(header.path.name, "", _OTHER_BYTES))
-    for name, digest in zip(header.tensors, digests, strict=True):
-        listed = manifest.tensors.get(name)
+    if whole != manifest.files[name].blake3:
+        problems.append(Problem(name, "", _OTHER_BYTES))
+    for tensor, digest in zip(file.tensors, digests, strict=True):
+        listed = manifest.tensors.get(tensor)
         if listed is not None and listed.blake3 != digest:
-            problems.append(
-                Problem(header.path.name, name, "does not hold the values that were written")
-            )
+            problems.append(Problem(name, tensor, "does not hold the values that were written"))
     return problems
 
 

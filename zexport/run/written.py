@@ -16,7 +16,17 @@ from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import FilePlan, qualified, qualified_by_file
 from zexport.ranges.extents import Extent
 
-SAFETENSORS, TORCH = ".safetensors", ".pt"
+_SAFETENSORS, _TORCH = ".safetensors", ".pt"
+
+
+def is_safetensors(filename: str) -> bool:
+    """Whether a file is of safetensors, by its name."""
+    return filename.endswith(_SAFETENSORS)
+
+
+def is_of_tensors(filename: str) -> bool:
+    """Whether a file is of a form that tensors are written in, by its name."""
+    return filename.endswith((_SAFETENSORS, _TORCH))
 
 
 class WrittenFile(Struct, frozen=True):
@@ -37,7 +47,7 @@ def read_written(path: Path, filename: str) -> WrittenFile:
     Raises:
         VerificationError: it cannot be read, or breaks the rules of its form.
     """
-    if path.suffix == SAFETENSORS:
+    if is_safetensors(filename):
         header = read_header(path, error=VerificationError)
         tensors = {qualified(filename, name): one for name, one in header.tensors.items()}
         return WrittenFile(path, tensors)
@@ -70,7 +80,7 @@ def check_opens(path: Path, file: FilePlan) -> None:
     Raises:
         VerificationError: it does not.
     """
-    if path.suffix == SAFETENSORS:
+    if is_safetensors(file.filename):
         found = _names_by_library(path, file.filename)
         holds = found == {tensor.name for tensor in file.tensors}
     else:

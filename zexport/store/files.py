@@ -240,7 +240,7 @@ class OutputFile(_OpenFile):
     def __init__(self, path: Path, *, is_new: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else 0)
         with writing(path):
-            path.parent.mkdir(exist_ok=True)  # such as additional_chat_templates
+            path.parent.mkdir(parents=True, exist_ok=True)  # such as a checkpoint's tag
             descriptor = steadily(lambda: os.open(path, flags, 0o666))
         super().__init__(path, descriptor, os.O_WRONLY)
 
@@ -283,7 +283,7 @@ def sync_path(path: Path) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before."""
     fresh = path.with_name(f".{path.name}.new")
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         fresh.write_bytes(content)
         sync_path(fresh)
