@@ -16,7 +16,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TypeAlias
 
-from zexport.errors import UnsafeError, UnsupportedError
+from zexport.errors import UnsafeError
 from zexport.formats.carried_globals import is_carried, is_carried_call
 from zexport.formats.inert import Global, Made, Opaque, OpaqueKey, Ordered, Size
 from zexport.formats.known_globals import REBUILD_TENSOR, REBUILD_TENSOR_V3, STORAGES
@@ -33,6 +33,7 @@ _UNTYPED = Global("torch.storage", "UntypedStorage")
 _STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items()) if name != _UNTYPED}
 
 _BYTE, _SHORT, _INT = 1 << 8, 1 << 16, 1 << 31
+_KEY_PARTS_MAX = 1000
 _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 _Task: TypeAlias = tuple[Callable[..., None], object]
@@ -46,8 +47,8 @@ def dump(value: object, keys: Mapping[int, str]) -> bytes:
     ids. What is one object in ``value`` is one when the pickle is loaded.
 
     Raises:
-        UnsafeError: it has a global, or a call, that is not on the list of those carried.
-        UnsupportedError: it has a tensor of an element type that ``DType`` does not name.
+        UnsafeError: it has a global, or a call, that is not on the list of those carried, or
+            anything else that is not written, such as a tensor of a foreign element type.
     """
     writer = _Writer(keys)
     writer.run(value)
@@ -88,7 +89,7 @@ class _Writer:
         if kind in _PLAIN:
             _PLAIN[kind](self, value)
         elif kind not in _SHARED:
-            raise TypeError(f"a pickle of inert values has no {kind.__name__}")
+            raise _unsafe(kind.__name__)
         elif not self._recalled(id(value)):
             _SHARED[kind](self, value)
 
@@ -198,6 +199,8 @@ class _Writer:
             self._each(parts)
 
     def _key(self, value: OpaqueKey) -> None:
+        if not _is_fit_as_key(value.value):
+            raise _unsafe("a key that may take without end to hash")
         self._value(value.value)
 
     def _size(self, value: Size) -> None:
@@ -213,6 +216,8 @@ class _Writer:
         self._call(value, _BUILTINS[complex], (value.real, value.imag))
 
     def _set(self, value: set[object] | frozenset[object]) -> None:
+        if any(isinstance(one, OpaqueKey) for one in value):
+            raise _unsafe("a set of what is not plain")
         # In an order that does not change from run to run.
         members = sorted(value, key=lambda one: (type(one).__name__, repr(one)))
         self._call(value, _BUILTINS[type(value)], (members,))
@@ -278,13 +283,26 @@ def _dense(shape: Shape) -> Shape:
     return tuple(steps)[::-1] if shape else ()
 
 
-def _unsafe(value: Global | Opaque) -> UnsafeError | UnsupportedError:
-    if isinstance(value, Opaque) and value.callee == REBUILD_TENSOR:
-        return UnsupportedError("holds a tensor of an element type that zexport does not know")
-    name = value.callee if isinstance(value, Opaque) else value
+def _is_fit_as_key(value: object) -> bool:
+    """Whether hashing it when it is loaded is cheap: tuples may share their parts many times."""
+    waiting, count = [value], 0
+    while waiting and count < _KEY_PARTS_MAX:
+        one = waiting.pop()
+        count += 1
+        if isinstance(one, tuple):
+            waiting += one
+    return not waiting
+
+
+def _unsafe(found: Global | Opaque | str) -> UnsafeError:
+    """The refusal of a value, by the name of what would be called, or by its kind."""
+    if isinstance(found, Opaque):
+        callee = found.callee
+        found = callee if isinstance(callee, Global) else "a call of what another call gives"
+    foreign = found in (REBUILD_TENSOR, REBUILD_TENSOR_V3)
     return UnsafeError(
-        "holds a value that is made by code, and is not written again",
-        found=name if isinstance(name, Global) else "a call of what another call gives",
+        "holds what zexport does not write again",
+        found="a tensor of a foreign element type" if foreign else found,
         expected="plain values, tensors, and globals of a closed list",
     )
 

@@ -89,8 +89,7 @@ def lay_out(value: object, root: str) -> tuple[TorchFrame, tuple[PlacedLeaf, ...
     Empty ones of one element type share an empty record, as they share nothing else.
 
     Raises:
-        UnsafeError: ``value`` has a global, or a call, that is not on the list of those carried.
-        UnsupportedError: it has a tensor of an element type that ``DType`` does not name.
+        UnsafeError: ``value`` holds what is not written again (``pickle_writer.dump``).
     """
     layout = _Layout(value, root)
     placed = layout.placed

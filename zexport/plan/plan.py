@@ -303,8 +303,7 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
     are named by the file and by where they stand in ``value``, and lie in that order.
 
     Raises:
-        UnsafeError: ``value`` has a global, or a call, that is not on the list of those carried.
-        UnsupportedError: it has a tensor of an element type that ``DType`` does not name.
+        UnsafeError: ``value`` holds what is not written again (``pickle_writer.dump``).
     """
     frame, placed = lay_out(value, PurePosixPath(filename).stem)
     tensors = tuple(
