@@ -23,7 +23,7 @@ from zexport.errors import (
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats import pickles
+from zexport.formats import pickle_machine, pickles
 from zexport.formats.inert import FragmentAddress, Global, Opaque, OpaqueKey, StorageRef, TensorRef
 from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_file import read_torch_file
@@ -472,7 +472,7 @@ def test_marks_and_calls_to_any_depth_are_read_without_recursion() -> None:
 
 
 def test_work_and_size_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "MAX_OPCODES", 10)
+    monkeypatch.setattr(pickle_machine, "MAX_OPCODES", 10)
     assert read(b"N0" * 4 + b"N.").value is None
     with pytest.raises(DamagedCheckpointError, match="goes on after 10 opcodes"):
         read(b"N0" * 5 + b"N.")
@@ -511,7 +511,7 @@ def test_no_pickle_takes_more_memory_than_it_may(
 ) -> None:
     """With a bound of a few megabytes: all costs are proportional, and tracing is slow."""
     bound = 10 << 20
-    monkeypatch.setattr(pickles, "MAX_NBYTES", bound)
+    monkeypatch.setattr(pickle_machine, "MAX_NBYTES", bound)
     tracemalloc.start()
     with pytest.raises((UnsupportedError, DamagedCheckpointError)) as caught:
         read(flood + b".")

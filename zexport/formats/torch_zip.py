@@ -35,7 +35,7 @@ _UTF8 = 0x800
 # What zipfile raises on input that is not a zip archive, or one beyond its means.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
-    NotImplementedError,
+    NotImplementedError,  # a later version of the format, or encryption
     EOFError,
     OverflowError,
     ValueError,
