@@ -61,7 +61,7 @@ def staged_folder(
             with writing(partial):
                 drop_receipts(partial)
                 publish(partial, target, overwrite=overwrite, warn=warn)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: then finished shards stay
             _clear_up(partial, error)
             raise
 

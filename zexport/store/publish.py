@@ -44,7 +44,7 @@ def parents(parent: Path) -> Iterator[None]:
     try:
         _check_permission(parent)
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, leaves no empty folders behind
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()  # only where it is empty
@@ -121,7 +121,7 @@ def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str
     target.rename(replaced)
     try:
         _rename_for_good(partial, target)
-    except BaseException:
+    except BaseException:  # whatever it was, Ctrl-C too: the old folder has its name again
         replaced.rename(target)
         raise
     _discard(replaced, warn)
@@ -150,7 +150,7 @@ def _rename_for_good(folder: Path, name: Path) -> None:
     folder.rename(name)
     try:
         sync_path(name.parent)
-    except BaseException:
+    except BaseException:  # Ctrl-C while it syncs, too: a name that may not last is none
         name.rename(folder)
         raise
 
