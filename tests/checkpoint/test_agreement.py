@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,13 @@ def _config(section: str, **settings: object) -> Change:
 @pytest.mark.parametrize(
     ("name", "pattern", "change", "said"),
     [
-        pytest.param(
-            "z2_w2_fp16",
-            _RANK1,
-            lambda s: _group(s, lr=0.1),
-            "the optimizer's settings differs (found 0.lr 0.004375 on rank 0; 0.1 on rank 1",
-            id="learning rate",
-        ),
-        pytest.param(
-            "z3_w2_bf16",
-            _RANK1,
-            lambda s: _group(s, betas=(0.9, 0.999)),
-            "0.betas (0.9, 0.95) on rank 0; (0.9, 0.999) on rank 1",
-            id="betas",
-        ),
-        pytest.param(
-            "z1_w2_bf16opt",
-            _RANK1,
-            lambda s: _group(s, weight_decay=0.25),
-            "0.weight_decay 0.0 on rank 0; 0.25 on rank 1",
-            id="weight decay",
+        *(
+            pytest.param(name, _RANK1, partial(_group, **settings), said, id=next(iter(settings)))
+            for name, settings, said in (
+                ("z2_w2_fp16", {"lr": 0.1}, "settings differs (found 0.lr 0.004375 on rank 0; 0.1"),
+                ("z3_w2_bf16", {"betas": (0.9, 0.999)}, "0.betas (0.9, 0.95) on rank 0; (0.9, 0.9"),
+                ("z1_w2_bf16opt", {"weight_decay": 0.25}, "0.weight_decay 0.0 on rank 0; 0.25"),
+            )
         ),
         pytest.param(
             "z2_w2_fp16",

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from tests.support.plans import Wanted, export_plan
 from zexport.formats.safetensors_file import SafetensorsFrame
 from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import (
-    ExportPlan,
-    FilePlan,
-    Form,
-    Origin,
-    SideFile,
-    SourceFile,
-    TensorPlan,
-)
+from zexport.plan.plan import ExportPlan, Reference, SideFile, SourceFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Extent, Member, Striped, Window
 from zexport.store.files import Version
@@ -30,26 +23,15 @@ def _ranks(folder: str) -> tuple[ByteSource, ...]:
 
 
 def _plan(folder: str = "here", tensors: int = 2) -> ExportPlan:
-    ranks = _ranks(folder)
-    planned = [
-        TensorPlan(f"x{n}", (4,), DType.F32, "y", DType.F32, Striped(ranks, 8, 8, 16), 6 + 16 * n)
-        for n in range(tensors)
-    ]
+    """A plan over two files that need not be there."""
+    source = Striped(_ranks(folder), 8, 8, 16)
+    wanted = [Wanted(f"x{n}", (4,), DType.F32, DType.F32, source) for n in range(tensors)]
     members = (Member("data/0", 0, 40, 7),)
-    return ExportPlan(
-        out_dir=Path(folder, "out"),
-        origin=Origin("run/global_step3", 3, "ZeRO-2", 2),
-        form=Form(("float32",), "hub", weights_only=False),
-        shards=(FilePlan("model.safetensors", SafetensorsFrame(b"header"), tuple(planned)),),
+    return export_plan(
+        Path(folder, "out"),
+        {"model.safetensors": wanted},
+        [SourceFile(Path(folder, f"{name}.pt"), Version(40, 1), members) for name in "ab"],
         side_files=(SideFile("config.json", b"{}"),),
-        sources=tuple(
-            SourceFile(Path(folder, f"{name}.pt"), Version(40, 1), members) for name in "ab"
-        ),
-        provenance={"tag": "global_step1"},
-        warnings=(),
-        overwrite=False,
-        jobs=1,
-        chunk_nbytes=1 << 20,
     )
 
 
@@ -95,12 +77,16 @@ def _with_source(plan: ExportPlan, **changes: object) -> ExportPlan:
         lambda plan: _with_tensor(plan, name="z"),
         lambda plan: _with_tensor(plan, dtype=DType.BF16),
         lambda plan: _with_tensor(plan, shape=(2, 2)),
+        lambda plan: _with_tensor(plan, offset=0),
+        lambda plan: _with_tensor(plan, stored_name="z"),
+        lambda plan: _with_tensor(plan, stored_dtype=DType.BF16),
         lambda plan: _with_tensor(plan, source=Striped(_ranks("here"), 12, 8, 16)),
         lambda plan: _with_tensor(plan, source=Striped(_ranks("here")[::-1], 8, 8, 16)),
         lambda plan: _with_tensor(plan, source=Window(_ranks("here")[0], 8, 16)),
         lambda plan: _with_source(plan, version=Version(40, 2)),
         lambda plan: _with_source(plan, members=(Member("data/0", 0, 40, 8),)),
         lambda plan: replace(plan, sources=plan.sources[::-1]),
+        lambda plan: replace(plan, reference=Reference(Path("here"), "global_step3", ())),
     ],
 )
 def test_any_difference_shows(change: Callable[[ExportPlan], ExportPlan]) -> None:
