@@ -583,15 +583,14 @@ def test_progress_ends_at_the_bytes_of_both(base: Tensors, tmp_path: Path) -> No
     assert told[-1].nbytes_done == told[-1].nbytes_total == report.nbytes_read == 8 * numel
 
 
-@pytest.mark.slow
-def test_memory_stays_bounded_on_files_of_four_gigabytes(tmp_path: Path) -> None:
-    """Sparse files: 1 G elements in bf16 (2 GB) and fp32 (4 GB), without torch."""
+def test_memory_stays_bounded_on_tensors_that_are_larger(tmp_path: Path) -> None:
+    """Sparse files: 64 M elements in bf16 (128 MB) and fp32 (256 MB), without torch."""
     for name, dtype in (("a", DType.F32), ("b", DType.BF16)):
-        header, _ = build_header([HeaderEntry("x", dtype, (1 << 10, 1 << 20))])
+        header, _ = build_header([HeaderEntry("x", dtype, (1 << 6, 1 << 20))])
         (tmp_path / name).mkdir()
         with (tmp_path / name / "model.safetensors").open("wb") as file:
             file.write(header)
-            file.truncate(len(header) + (dtype.itemsize << 30))
+            file.truncate(len(header) + (dtype.itemsize << 26))
     script = (
         "import re, sys\n"
         "from pathlib import Path\n"
