@@ -316,11 +316,13 @@ def test_the_type_of_the_base_can_be_said(tmp_path: Path) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_real_run_gives_the_adapter_back_both_ways(tmp_path: Path, stage: int) -> None:
-    """Against peft, which loads what was kept, and merges what was loaded."""
+def test_a_real_run_gives_the_adapter_back_both_ways(tmp_path: Path) -> None:
+    """Against peft, which loads what was kept, and merges what was loaded; by ZeRO-3.
+
+    A real run by ZeRO-2 is among the fixtures.
+    """
     run = tmp_path / "run"
-    trained_by_command(run, "--steps", 4, "--stage", stage, "--lora")
+    trained_by_command(run, "--steps", 4, "--stage", 3, "--lora")
     consolidate(run, tmp_path / "kept", ExportOptions(adapter=AdapterMode.KEEP))
     consolidate(run, tmp_path / "merged", ExportOptions(base=run / "base"))
     base = AutoModelForCausalLM.from_pretrained(run / "base", dtype=torch.float32)

@@ -95,7 +95,7 @@ class TestARankThatFails:
     def test_by_an_error_is_quoted(self, tmp_path: Path) -> None:
         config = tmp_path / "ds.json"
         config.write_text('{"optimizer": {"type": "Adamant"}}')
-        done = run(tmp_path / "run", "--ds-config", config)
+        done = run(tmp_path / "run", "--ds-config", config, "--world-size", 1)
         assert done.status == TrainingError.exit_code
         last = done.stderr.splitlines()[-1]
         assert last.startswith("Error: rank ")
@@ -110,7 +110,7 @@ class TestARankThatFails:
         assert not (tmp_path / "run").exists()
 
     def test_by_the_users_mistake_says_which(self, tmp_path: Path) -> None:
-        done = run(tmp_path / "run", "--freeze", "no such parameter")
+        done = run(tmp_path / "run", "--freeze", "no such parameter", "--world-size", 1)
         assert done.status == UsageError.exit_code
         assert "--freeze no such parameter matches no parameter" in done.stderr
 

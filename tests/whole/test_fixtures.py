@@ -78,8 +78,8 @@ def test_deepspeeds_own_converter_reads_the_truth(name: str) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["z3_w2_bf16_frozen", "z2_w3_bf16_odd"])
-def test_a_case_made_anew_is_the_same_case(name: str, tmp_path: Path) -> None:
+def test_a_case_made_anew_is_the_same_case(tmp_path: Path) -> None:
+    name = "z3_w2_bf16_frozen"
     make = [sys.executable, str(FIXTURES / "make.py"), name, "--out", str(tmp_path)]
     subprocess.run(make, check=True, timeout=LIMIT_S, capture_output=True)
     fresh = load_file(tmp_path / name / "truth.safetensors")
