@@ -44,6 +44,7 @@ class WarmSubprocess:
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self._lock = Lock()
         self._socket: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
 
     def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **more: Any) -> Any:  # noqa: N802
         is_usual = _surroundings(os.environ) == self._begun_in
@@ -62,7 +63,7 @@ class WarmSubprocess:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
-            _POPEN(
+            self._server = _POPEN(  # it ends with us, when our end of the socket is closed
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
