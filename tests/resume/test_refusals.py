@@ -227,6 +227,10 @@ def test_client_state_that_code_makes_is_refused_by_name_or_left_out(tmp_path: P
     plan = _plan(root, drop_client_state=True)
     assert "client state sampler" in " ".join(plan.warnings)
     assert plan.provenance["dropped"] == ["sampler"]
+    _edit(root, "*_optim_states.pt", lambda value: value.update(note=_Foreign()))
+    with pytest.raises(UnsafeError, match=r"'sampler'|'note'"):
+        _plan(root)
+    assert _plan(root, drop_client_state=True).provenance["dropped"] == ["sampler", "note"]
 
 
 def test_two_stages_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

@@ -38,4 +38,6 @@ def native_files(
             yield plan_torch_file(f"{tag}/{name}", models.value(rank))
         for rank in ranks:
             name = rank_file_name(RankFileKind.OPTIMIZER, rank, cell.index, prefix=prefix)
-            yield plan_torch_file(f"{tag}/{name}", optimizer_value(cell, groups, settings, rank))
+            yield plan_torch_file(
+                f"{tag}/{name}", optimizer_value(cell, groups, settings, rank, dropped)
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts import zero12
@@ -24,11 +24,16 @@ _INNER = "optimizer_state_dict"
 
 
 def optimizer_value(
-    cell: CellState, groups: Sequence[GroupCuts], settings: TargetSettings, rank: int
+    cell: CellState,
+    groups: Sequence[GroupCuts],
+    settings: TargetSettings,
+    rank: int,
+    dropped: Collection[str] = (),
 ) -> dict[object, object]:
-    """All of one rank's optimizer file."""
+    """All of one rank's optimizer file, without the keys that are ``dropped``."""
     said = cell.optimizer
-    rest = {key: with_leaves(one, said.file) for key, one in said.values.items() if key != _INNER}
+    kept = {key: one for key, one in said.values.items() if key not in (_INNER, *dropped)}
+    rest = {key: with_leaves(one, said.file) for key, one in kept.items()}
     inner = Value(said.file.path, "optimizer states", said.values).need(_INNER).mapping()
     if "ds_config" in rest:
         rest["ds_config"] = settings.put_into(rest["ds_config"])

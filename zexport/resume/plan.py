@@ -54,7 +54,8 @@ def plan_reshard(
     """
     if options.format is not ResumeFormat.NATIVE:
         raise UsageError("--format cannot be universal yet", expected="native")
-    settings, told = settle(checkpoint, options)
+    settled = settle(checkpoint, options)
+    settings = settled.settings
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
@@ -72,8 +73,13 @@ def plan_reshard(
         allow=options.allow,
         findings=findings,
         provenance=_provenance(checkpoint, settings, dropped),
-        warnings=(*checkpoint.newer, *checkpoint.warnings, *told, *_told(state, dropped)),
-        notes=checkpoint.notes,
+        warnings=(
+            *checkpoint.newer,
+            *checkpoint.warnings,
+            *settled.warnings,
+            *_told(state, dropped),
+        ),
+        notes=(settled.note, *checkpoint.notes),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -82,12 +88,13 @@ def plan_reshard(
 
 def _dropped(state: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
     """The client's keys that cannot be written, where they may be left out."""
-    found = {key: error for cell in state.cells for key, error in unwritable(cell.model).items()}
+    files = [said for cell in state.cells for said in (cell.model, cell.optimizer)]
+    found = {key: (said, error) for said in files for key, error in unwritable(said).items()}
     if found and not options.drop_client_state:
-        key, error = next(iter(found.items()))
+        key, (said, error) = next(iter(found.items()))
         raise UnsafeError(
             f"holds client state {key!r} that is made by code, and is not written again",
-            path=state.cells[0].model.file.path,
+            path=said.file.path,
             found=error.found,
             expected=error.expected,
             hint="Leave such out with --drop-client-state",

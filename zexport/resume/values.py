@@ -35,10 +35,10 @@ OWN_KEYS = frozenset(
         *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
         *("sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples"),
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
-        *("ds_version", "universal_checkpoint_info", "num_experts"),
+        *("ds_version", "universal_checkpoint_info", "num_experts", "optimizer_state_dict"),
     }
 )
-"""What DeepSpeed itself writes into a model file; the rest is the client's."""
+"""What DeepSpeed itself writes into a model or optimizer file; the rest is the client's."""
 
 
 def with_leaves(value: object, file: TorchFile) -> object:
@@ -119,7 +119,7 @@ _COPIES: Mapping[type, Callable[..., object]] = {
 
 
 def client_keys(said: Recorded) -> list[str]:
-    """The keys of a model file that the client's own state has."""
+    """The keys of a file that DeepSpeed does not write itself."""
     return [key for key in said.values if isinstance(key, str) and key not in OWN_KEYS]
 
 
