@@ -15,6 +15,7 @@ from zexport.report.failure import Failure
 from zexport.run.execute import ExportReport
 from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest
+from zexport.run.parts import PartReport
 from zexport.run.verify import VerifyReport
 from zexport.store.json import SCHEMA
 from zexport.train.options import TrainSummary
@@ -24,6 +25,12 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
     "error": ("What every command prints with `--json` when it fails", SCHEMA, (Failure,)),
     "export": ("What `zexport consolidate --json` prints", SCHEMA, (ExportReport, Provenance)),
     "manifest": ("`zexport_manifest.json`", MANIFEST_SCHEMA, (Manifest, Provenance)),
+    "finish": ("What `zexport finish --json` prints", SCHEMA, (ExportReport,)),
+    "part": (
+        "What `zexport consolidate --part --json` prints while other parts are to come",
+        SCHEMA,
+        (PartReport,),
+    ),
     "plan": (
         "What `zexport consolidate --dry-run --json` prints",
         SCHEMA,
@@ -58,7 +65,7 @@ def schemas() -> dict[str, dict[str, Any]]:
     manifest = made["manifest"]["properties"]
     manifest["blake3"] = {"description": _DIGEST, "type": "string"}
     del manifest["provenance"]  # the keys of which stand beside the others
-    for name in ("diff", "export", "plan", "verify"):
+    for name in ("diff", "export", "finish", "part", "plan", "verify"):
         made[name]["properties"]["environment"] = ENVIRONMENT
     for schema in made.values():
         schema["required"] = [key for key in schema["properties"] if key not in _SOMETIMES]

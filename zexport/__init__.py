@@ -21,7 +21,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zexport.api import consolidate, diff_models, plan_export, run_export, verify_export
+    from zexport.api import (
+        consolidate,
+        consolidate_part,
+        diff_models,
+        finish_export,
+        plan_export,
+        run_export,
+        verify_export,
+    )
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
@@ -31,6 +39,8 @@ if TYPE_CHECKING:
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, Progress, VerifyMode
+    from zexport.run.parts import PartReport
+    from zexport.run.shares import Share
     from zexport.run.verify import VerifyReport
 
 __all__ = [
@@ -43,8 +53,10 @@ __all__ = [
     "ExportReport",
     "NameLayout",
     "Outcome",
+    "PartReport",
     "Progress",
     "Role",
+    "Share",
     "StoredTensor",
     "TensorDiff",
     "VerifyMode",
@@ -53,7 +65,9 @@ __all__ = [
     "ZexportError",
     "__version__",
     "consolidate",
+    "consolidate_part",
     "diff_models",
+    "finish_export",
     "open_checkpoint",
     "plan_export",
     "run_export",
@@ -64,7 +78,15 @@ __version__ = "0.1.0"
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api": ("consolidate", "diff_models", "plan_export", "run_export", "verify_export"),
+    "api": (
+        "consolidate",
+        "consolidate_part",
+        "diff_models",
+        "finish_export",
+        "plan_export",
+        "run_export",
+        "verify_export",
+    ),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),
@@ -73,6 +95,8 @@ _HOMES = {
     "errors": ("ZexportError",),
     "run.execute": ("ExportReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),
+    "run.parts": ("PartReport",),
+    "run.shares": ("Share",),
     "run.verify": ("VerifyReport",),
     "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
 }

@@ -1,25 +1,34 @@
-"""An export in parts, each knowing the plan and the begun folder alone."""
+"""An export by several workers, each knowing the plan and the unfinished folder alone."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from os import utime
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from tests.support.stopping import SHARDS, files, files_of, four_shards
-from zexport.errors import DamagedCheckpointError, OutputError
+from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
+from zexport.api import consolidate_part
+from zexport.errors import DamagedCheckpointError, OutputError, UsageError
+from zexport.options import Engine, ExportOptions
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
-from zexport.run.begin import Begun, Workplace, begin
-from zexport.run.finish import Finished, finish
+from zexport.run.begin import Workplace
+from zexport.run.execute import ExportReport, run_plan
 from zexport.run.part import write_part
+from zexport.run.parts import PartReport, finish_parts, run_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
 from zexport.run.receipts import RECEIPTS_NAME
+from zexport.run.shares import Share, divide, whole
+from zexport.store.publish import locked_part
 from zexport.weights.proof import WeightReader
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 
 
 @pytest.fixture
@@ -28,78 +37,188 @@ def plan(tmp_path: Path) -> ExportPlan:
     return four_shards(tmp_path / "ckpt", tmp_path / "out")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the parts meet."""
-    (tmp_path / "parts").mkdir()
-    return tmp_path / "parts"
+def _again(tmp_path: Path) -> ExportPlan:
+    """The same plan, as another machine makes it."""
+    return four_shards(tmp_path / "ckpt", tmp_path / "out")
 
 
-def _work(plan: ExportPlan, folder: Path) -> Workplace:
-    return Workplace.of(plan, folder, VerifyMode.READBACK, Meter(None, reads_again=True))
+def _parts(tmp_path: Path, count: int, *numbers: int) -> list[ExportReport | PartReport]:
+    return [run_part(_again(tmp_path), Share(number, count)) for number in numbers]
 
 
-def _part(plan: ExportPlan, folder: Path, *numbers: int) -> None:
-    with WeightReader.of_plan(plan) as sources:
-        chosen = [plan.shards[number] for number in numbers]
-        write_part(_work(plan, folder), chosen, FileReader(sources))
-
-
-def _finish(plan: ExportPlan, folder: Path, begun: Begun) -> Finished:
-    with WeightReader.of_plan(plan) as sources:
-        return finish(_work(plan, folder), begun, FileReader(sources), sources.compare())
-
-
-def test_parts_give_the_same_bytes_as_the_whole(
-    plan: ExportPlan, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 40])
+def test_parts_in_any_order_give_the_same_bytes_as_one_process(
+    plan: ExportPlan, tmp_path: Path, count: int
 ) -> None:
-    """Each makes the plan anew, as another machine would."""
-    whole = files_of(plan)
-    begun = begin(_work(plan, folder))
-    again = four_shards(tmp_path / "ckpt", tmp_path / "elsewhere")
-    _part(again, folder, 2, 0)
-    _part(four_shards(tmp_path / "ckpt", tmp_path / "out"), folder, 3, 1)
-    finished = _finish(plan, folder, begun)
-    found = {name: data for name, data in files(folder).items() if RECEIPTS_NAME not in name}
-    assert found == whole
-    assert finished.files.keys() == whole.keys()
+    """With 3 and more, shards are cut within tensors; 40 are shorter than a chunk."""
+    expected = files_of(plan)
+    order = [*range(2, count + 1, 2), *range(1, count + 1, 2)]
+    *before, last = _parts(tmp_path, count, *order)
+    assert files(plan.out_dir) == expected
+    assert isinstance(last, ExportReport)
+    assert all(isinstance(report, PartReport) for report in before)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out.")] == []
 
 
-def test_a_folder_lacks_what_no_part_has_written(plan: ExportPlan, folder: Path) -> None:
-    begun = begin(_work(plan, folder))
-    _part(plan, folder, 0, 1, 3)
-    with pytest.raises(OutputError, match=f"has no receipt for {SHARDS[2]}"):
-        _finish(plan, folder, begun)
+def test_parts_side_by_side_give_the_same_bytes(plan: ExportPlan, tmp_path: Path) -> None:
+    expected = files_of(plan)
+    with ThreadPoolExecutor(6) as workers:
+        reports = [*workers.map(lambda n: _parts(tmp_path, 6, n)[0], range(1, 7))]
+    assert sum(isinstance(report, ExportReport) for report in reports) == 1
+    assert files(plan.out_dir) == expected
 
 
-def test_parts_of_two_plans_do_not_meet(plan: ExportPlan, folder: Path, tmp_path: Path) -> None:
-    begin(_work(plan, folder))
+def test_shares_cut_tensors_where_no_border_is_near(plan: ExportPlan) -> None:
+    names = [one.name for share in divide(plan.shards, 7) for one in share]
+    assert any("@" in name for name in names)
+    assert len(set(names)) == len(names)
+
+
+def test_a_worker_that_was_stopped_goes_on_from_its_receipts(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    expected = files_of(plan)
+    with stopped_after(1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        _parts(tmp_path, 2, 1)
+    first, last = _parts(tmp_path, 2, 1, 2)
+    assert isinstance(first, PartReport)
+    assert first.nbytes_written < sum(file.data_nbytes for file in plan.shards[:2])
+    assert isinstance(last, ExportReport)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_part_tells_which_are_still_to_come(tmp_path: Path, plan: ExportPlan) -> None:
+    (report,) = _parts(tmp_path, 4, 2)
+    assert isinstance(report, PartReport)
+    assert report.missing == (1, 3, 4)
+    assert not plan.out_dir.exists()
+
+
+def test_nothing_is_published_while_a_part_is_missing(plan: ExportPlan, tmp_path: Path) -> None:
+    _parts(tmp_path, 3, 1, 3)
+    with pytest.raises(OutputError, match=r"lacks parts \(found 2 of 3, expected also 2/3\)"):
+        finish_parts(plan)
+    assert not plan.out_dir.exists()
+
+
+def test_a_set_whose_last_worker_died_before_publishing_is_finished_by_hand(
+    plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("zexport.run.parts._published", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _parts(tmp_path, 2, 2)
+    finish_parts(_again(tmp_path))
+    assert files(plan.out_dir) == expected
+
+
+def _interrupted(*_: object) -> ExportReport:
+    raise KeyboardInterrupt
+
+
+def test_finishing_where_no_part_was_is_refused(plan: ExportPlan) -> None:
+    with pytest.raises(OutputError, match="is no folder that parts of an export were written for"):
+        finish_parts(plan)
+
+
+def test_nothing_is_written_where_the_folder_was_not_begun(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    work = Workplace.of(plan, tmp_path, VerifyMode.NONE, Meter(None, reads_again=False))
+    with (
+        WeightReader.of_plan(plan) as sources,
+        pytest.raises(OutputError, match="was not begun for this plan"),
+    ):
+        write_part(work, [*map(whole, plan.shards)], FileReader(sources))
+
+
+def test_the_reference_engine_has_no_parts(tmp_path: Path) -> None:
+    options = ExportOptions(engine=Engine.DEEPSPEED)
+    with pytest.raises(UsageError, match="parts are written by the native engine alone"):
+        consolidate_part(FIXTURE, tmp_path / "model", Share(1, 2), options)
+
+
+def test_parts_of_two_plans_do_not_meet(tmp_path: Path) -> None:
+    _parts(tmp_path, 2, 1)
     other = four_shards(tmp_path / "ckpt", tmp_path / "out", DType.BF16)
     with pytest.raises(OutputError, match="was begun for another plan"):
-        _part(other, folder, 0)
+        run_part(other, Share(2, 2))
 
 
-def test_what_two_parts_read_is_proved_as_a_whole(
-    plan: ExportPlan, folder: Path, tmp_path: Path
+def test_workers_that_count_differently_do_not_meet(tmp_path: Path) -> None:
+    _parts(tmp_path, 2, 1)
+    with pytest.raises(OutputError, match=r"another number of workers \(found 2, expected 3\)"):
+        _parts(tmp_path, 3, 2)
+
+
+def test_two_workers_of_one_number_do_not_meet(plan: ExportPlan, tmp_path: Path) -> None:
+    with (
+        locked_part(plan.out_dir, 1),
+        pytest.raises(OutputError, match="another process writes part 1 of this folder"),
+    ):
+        _parts(tmp_path, 2, 1)
+
+
+def test_one_process_alone_does_not_disturb_parts_at_work(plan: ExportPlan, tmp_path: Path) -> None:
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    with (
+        locked_part(plan.out_dir, 2),
+        pytest.raises(OutputError, match="parts of an export are being written to this folder"),
+    ):
+        run_plan(plan)
+    report = run_plan(plan)
+    assert report.resumed == SHARDS[:2]
+    assert files(plan.out_dir) == expected
+
+
+def test_parts_begin_anew_where_one_process_alone_has_stopped(
+    plan: ExportPlan, tmp_path: Path
 ) -> None:
+    expected = files_of(plan)
+    with stopped_after(2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        run_plan(plan)
+    _parts(tmp_path, 3, 1, 2, 3)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_part_that_was_changed_since_is_written_again(plan: ExportPlan, tmp_path: Path) -> None:
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    shard = tmp_path / "out.partial" / SHARDS[0]
+    _flip(shard, 900)
+    _parts(tmp_path, 2, 1, 2)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_receipt_that_was_cut_short_counts_for_nothing(plan: ExportPlan, tmp_path: Path) -> None:
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    receipt = tmp_path / "out.partial" / RECEIPTS_NAME / f"{SHARDS[0]}.json"
+    receipt.write_bytes(receipt.read_bytes()[:-1])
+    with pytest.raises(OutputError, match=f"has no receipt for {SHARDS[0]}"):
+        _parts(tmp_path, 2, 2)
+    _parts(tmp_path, 2, 1)
+    assert files(plan.out_dir) == expected
+
+
+def test_what_two_parts_read_is_proved_as_a_whole(plan: ExportPlan, tmp_path: Path) -> None:
     """One of them read a byte that is no more what was saved; the other did not."""
-    begun = begin(_work(plan, folder))
-    _part(plan, folder, 0, 1)
+    _parts(tmp_path, 2, 1)
     source = plan.sources[0]
     wrong = structs.replace(source.members[0], crc32=1)
     others = (structs.replace(source, members=(wrong, *source.members[1:])), *plan.sources[1:])
-    spoilt = replace(plan, sources=others)
     with pytest.raises(OutputError, match="was begun for another plan"):
-        _part(spoilt, folder, 2, 3)
+        run_part(replace(plan, sources=others), Share(2, 2))
     _flip(source.path, source.members[0].offset + source.members[0].nbytes - 40)
-    _part(replaced := four_shards(tmp_path / "ckpt", tmp_path / "out"), folder, 2, 3)
     with pytest.raises(DamagedCheckpointError, match="does not hold the bytes that were saved"):
-        _finish(replaced, folder, begun)
+        _parts(tmp_path, 2, 2)
+    assert not plan.out_dir.exists()
 
 
 def _flip(path: Path, at: int) -> None:
-    from os import utime
-
     status = path.stat()
     data = bytearray(path.read_bytes())
     data[at] ^= 1

@@ -62,7 +62,8 @@ def check_printed(words: Sequence[object], stdout: str | bytes | None) -> None:
     if "error" in told:
         check("error", told)
     elif command == "consolidate":
-        check("plan" if "--dry-run" in words else "export", told)
+        made = "part" if "missing" in told else "export"
+        check("plan" if "--dry-run" in words else made, told)
     else:
         check(command, told)
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.support.plans import Wanted, export_plan, save, saved
-from zexport.plan.plan import ExportPlan, FilePlan, SideFile
+from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.run.execute import run_plan
 from zexport.run.receipts import Receipt, Receipts, finished_files
+from zexport.run.shares import Stretch
 
 SHARDS = tuple(f"model-0000{n}-of-00004.safetensors" for n in range(1, 5))
 
@@ -56,10 +57,10 @@ def stopped_after(count: int, error: BaseException) -> Iterator[None]:
     """A block in which an export ends with ``error`` once ``count`` shards are noted."""
     whole = Receipts.add
 
-    def add(self: Receipts, file: FilePlan, receipt: Receipt) -> None:
+    def add(self: Receipts, stretch: Stretch, receipt: Receipt) -> None:
         if len(finished_files(self._folder.parent)) == count:
             raise error
-        whole(self, file, receipt)
+        whole(self, stretch, receipt)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Receipts, "add", add)

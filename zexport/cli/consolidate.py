@@ -22,6 +22,7 @@ from zexport.cli.options import (
     progress_options,
     tag_option,
 )
+from zexport.cli.part import Part
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
@@ -30,6 +31,7 @@ from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
+    from zexport.run.shares import Share
 
 _DEFAULTS = ExportOptions()
 _SHARD_NBYTES_MIN = 10**6
@@ -113,6 +115,12 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 )
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
+@click.option(
+    "--part",
+    type=Part(),
+    help="Write a share alone: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says; the "
+    "last of all publishes OUT.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option(
     "--overwrite",
@@ -129,6 +137,7 @@ def consolidate(
     follow_symlinks: bool,
     verify: str,
     no_verify: bool,
+    part: Share | None,
     dry_run: bool,
     json: bool,
     progress: str,
@@ -142,33 +151,40 @@ def consolidate(
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
-    from zexport.api import plan_export, run_export
+    from zexport.api import Request, plan_export, run_export, run_part
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
-    from zexport.report.export import print_export, print_warnings
+    from zexport.report.export import print_export, print_part, print_warnings
     from zexport.report.text import PlainConsole
-    from zexport.run.execute import VerifyMode
+    from zexport.run.execute import ExportReport, VerifyMode
+    from zexport.run.parts import PartReport
     from zexport.store.json import form_of
 
     ckpts, out = _split(paths, output)
     mode = VerifyMode("none" if no_verify else verify)
+    options = _options(**chosen)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
         checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
-        plan = plan_export(checkpoint, out, _options(**chosen))
-        done = None if dry_run else run_export(plan, verify=mode, progress=on_progress)
-    if done is None:
-        _show(plan, as_json=json, quiet=quiet)
-        return
+        plan = plan_export(checkpoint, out, options)
+        if dry_run:
+            _show(plan, as_json=json, quiet=quiet)
+            return
+        done: ExportReport | PartReport
+        if part is None:
+            done = run_export(plan, verify=mode, progress=on_progress)
+        else:
+            request = Request.of(ckpts, options, tag, follow=follow_symlinks)
+            done = run_part(plan, part, request, verify=mode, progress=on_progress)
     done = replace(done, seconds=time.monotonic() - began)
     if quiet and not json:
         print_warnings(PlainConsole(sys.stderr), done)
         return
-    put_out(
-        lambda: form_of(done, plan.provenance),
-        lambda console: print_export(console, done),
-        as_json=json,
-    )
+    if isinstance(done, PartReport):
+        put_out(done.to_json, lambda console: print_part(console, done), as_json=json)
+        return
+    told = form_of(done, plan.provenance)
+    put_out(lambda: told, lambda console: print_export(console, done), as_json=json)
 
 
 def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:

@@ -24,7 +24,7 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
-_COMMANDS = ("consolidate", "inspect", "verify", "diff", "train")
+_COMMANDS = ("consolidate", "finish", "inspect", "verify", "diff", "train")
 _MEANT = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
     **dict.fromkeys(("info", "show", "list", "ls"), "inspect"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zexport.plan.plan import Form
     from zexport.plan.summary import PlanSummary
     from zexport.run.execute import ExportReport
+    from zexport.run.parts import PartReport
     from zexport.run.verify import VerifyReport
 
 _SHARDS_SHOWN = 20
@@ -115,7 +116,23 @@ def print_export(console: Console, report: ExportReport) -> None:
     print_list(console, "Notes", report.notes)
 
 
-def print_warnings(console: Console, report: ExportReport) -> None:
+def print_part(console: Console, report: PartReport) -> None:
+    """What one of several workers did."""
+    told = f"Part {report.part}/{report.parts} of {report.out_dir} is written from {report.origin}"
+    print_line(console, told, "bold green")
+    missing = [f"{number}/{report.parts}" for number in report.missing]
+    print_facts(
+        console,
+        (
+            ("Written", size(report.nbytes_written)),
+            ("Time", duration(report.seconds)),
+            ("To come", f"{some(missing, 8)}; the last one publishes the folder"),
+        ),
+    )
+    print_warnings(console, report)
+
+
+def print_warnings(console: Console, report: ExportReport | PartReport) -> None:
     """What is to be known before the export is used, which nothing silences."""
     print_findings(console, "Findings (exported as it is)", report.findings)
     print_list(console, "Warnings", report.warnings, "bold yellow")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
 
-from zexport.errors import CheckpointError
+from zexport.errors import CheckpointError, OutputError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
-from zexport.run.receipts import Receipts
+from zexport.run.receipts import Begun, Receipts
+from zexport.run.shares import Stretch, whole
 from zexport.store.files import (
     OutputFile,
     blocks,
@@ -25,6 +26,7 @@ from zexport.store.files import (
     version,
     writing,
 )
+from zexport.store.json import JsonObject
 from zexport.store.retries import steadily
 
 
@@ -56,23 +58,37 @@ _SOURCE_NBYTES = 400
 _FIXED_NBYTES = 1 << 16
 
 
-class Begun(Struct, frozen=True):
-    """A folder in which the plan's files can be written.
+def begin(work: Workplace) -> list[Stretch]:
+    """Make a folder ready, so that all that is left to do can go well: what that is.
 
-    Those that a stopped export had finished hold what they should, and the small files are there.
+    What a stopped export had finished and holds what it should is left as it is.
     """
+    files = [whole(file) for file in work.plan.shards]
+    rest = without_written(work, files)
+    work.receipts.keep_only({one.name for one in files} - {one.name for one in rest})
+    _make_ready(work, [one.file for one in rest], 1, {})
+    return rest
 
-    resumed: tuple[str, ...]
-    side_files: Mapping[str, FileEntry]
+
+def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
+    """Make a folder ready for several workers, unless another of them has done so."""
+    begun = work.receipts.begun()
+    if begun is None or begun.parts == 1:  # one process alone has stopped
+        work.receipts.keep_only(())
+        _make_ready(work, work.plan.shards, parts, request)
+    elif begun.parts != parts:
+        raise OutputError(
+            "was begun by another number of workers",
+            path=work.folder,
+            found=begun.parts,
+            expected=parts,
+            hint="Give every worker the same n in --part i/n, or remove the folder to begin anew",
+        )
 
 
-def begin(work: Workplace) -> Begun:
-    """Make a folder ready: then all that is left to do can go well."""
+def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: JsonObject) -> None:
+    """Take all the room, write the small files, and say what the folder was begun for."""
     plan, folder = work.plan, work.folder
-    resumed = _take_over(work)
-    work.receipts.keep_only(resumed)
-    work.receipts.begin()
-    rest = [file for file in plan.shards if file.filename not in resumed]
     sides = sum(map(_side_nbytes, plan.side_files))
     check_space(folder, sum(file.nbytes for file in rest) + sides + _notes_nbytes(plan))
     entries = {
@@ -82,24 +98,24 @@ def begin(work: Workplace) -> Begun:
     _reserve(rest, folder)
     with writing(folder):
         sync_path(folder)
-    work.meter.expect(to_write=sum(file.data_nbytes for file in rest))
-    return Begun(resumed, entries)
+    work.receipts.begin(Begun(entries, parts, request))
 
 
-def _take_over(work: Workplace) -> tuple[str, ...]:
-    """The files that have receipts, and hold what was noted when they are read again."""
-    files, meter = work.plan.shards, work.meter
-    noted = {file.filename for file in files if work.receipts.find(file) is not None}
-    left = sum(file.data_nbytes for file in files if file.filename in noted)
-    meter.expect(to_write=sum(file.data_nbytes for file in files) - left, left=left)
-    resumed = []
+def without_written(work: Workplace, stretches: Iterable[Stretch]) -> list[Stretch]:
+    """Those that have no receipt, or hold something else than noted when they are read again."""
+    found = [(stretch, work.receipts.find(stretch)) for stretch in stretches]
+    left = sum(stretch.nbytes for stretch, receipt in found if receipt is not None)
+    whole_nbytes = sum(stretch.nbytes for stretch, _ in found)
+    work.meter.expect(to_write=whole_nbytes - left, left=left)
+    rest = []
     with work.checks() as checks:
-        for file in files:
-            receipt = work.receipts.find(file)
-            if receipt is not None and checks.holds(file, receipt):
-                resumed.append(file.filename)
-                meter.resumed(file.data_nbytes)
-    return tuple(resumed)
+        for stretch, receipt in found:
+            if receipt is not None and checks.holds(stretch, receipt):
+                work.meter.resumed(stretch.nbytes)
+            else:
+                rest.append(stretch)
+    work.meter.expect(to_write=sum(stretch.nbytes for stretch in rest))
+    return rest
 
 
 def _reserve(files: Sequence[FilePlan], folder: Path) -> None:

@@ -14,7 +14,7 @@ from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.printable import brief
 from zexport.run.begin import Workplace, begin
-from zexport.run.finish import finish
+from zexport.run.finish import Finished, finish
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
@@ -70,6 +70,35 @@ class ExportReport:
 
     __repr__ = brief
 
+    @classmethod
+    def of(
+        cls,
+        work: Workplace,
+        finished: Finished,
+        *,
+        nbytes_read: int,
+        seconds: float,
+        warnings: tuple[str, ...],
+        resumed: tuple[str, ...] = (),
+    ) -> ExportReport:
+        """The report of a folder that was completed."""
+        plan = work.plan
+        return cls(
+            out_dir=plan.out_dir,
+            origin=plan.origin,
+            form=plan.form,
+            files=tuple(sorted(finished.files)),
+            tensors=sum(len(file.tensors) for file in plan.shards),
+            nbytes_read=nbytes_read,
+            nbytes_written=sum(entry.nbytes for entry in finished.files.values()),
+            seconds=seconds,
+            findings=finished.findings,
+            warnings=warnings,
+            notes=plan.notes,
+            verified=work.verify,
+            resumed=resumed,
+        )
+
     def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""
         return form_of(self)
@@ -101,31 +130,24 @@ def run_plan(
             )
         )
         work = Workplace.of(plan, folder, verify, meter)
-        begun = begin(work)
-        findings = plan.findings + _compare(plan, sources)
-        rest = [file for file in plan.shards if file.filename not in begun.resumed]
+        rest = begin(work)
+        findings = plan.findings + compare_copies(plan, sources)
         write_part(work, rest, reader)
-        finished = finish(work, begun, reader, findings)
-    return ExportReport(
-        out_dir=plan.out_dir,
-        origin=plan.origin,
-        form=plan.form,
-        files=tuple(sorted(finished.files)),
-        tensors=sum(len(file.tensors) for file in plan.shards),
+        finished = finish(work, reader, findings)
+    written = {stretch.file.filename for stretch in rest}
+    return ExportReport.of(
+        work,
+        finished,
         nbytes_read=reader.nbytes_read,
-        nbytes_written=sum(entry.nbytes for entry in finished.files.values()),
         seconds=time.monotonic() - began,
-        findings=finished.findings,
         warnings=tuple(warnings),
-        notes=plan.notes,
-        verified=verify,
-        resumed=begun.resumed,
+        resumed=tuple(f.filename for f in plan.shards if f.filename not in written),
     )
 
 
-def _compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
-    """Hold second copies in the checkpoint against what is exported."""
+def compare_copies(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
+    """Hold second copies in the checkpoint against what is exported; what is found, sorted."""
     if not (found := sources.compare()):
         return ()
     names = {tensor.stored_name: tensor.name for file in plan.shards for tensor in file.tensors}
-    return tuple(replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found)
+    return tuple(sorted({replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found}))

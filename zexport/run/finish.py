@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import groupby
 from pathlib import Path
 
+from isal.isal_zlib import crc32_combine
 from msgspec import Struct
 
 from zexport.findings import Finding, FindingKind
-from zexport.plan.plan import ExportPlan, TensorPlan
+from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
+from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
-from zexport.run.begin import Begun, Workplace, write_file
+from zexport.ranges.ledger import Range
+from zexport.run.begin import Workplace, write_file
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -20,12 +24,17 @@ from zexport.run.manifest import (
     new_manifest,
 )
 from zexport.run.pieces import TensorReader
+from zexport.run.receipts import Receipt, written_frame
+from zexport.run.shares import Stretch, divide, whole
+from zexport.store.files import OutputFile, writing
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
     DType.F16: FindingKind.FP16_OVERFLOW,
     DType.BF16: FindingKind.BF16_OVERFLOW,
 }
+
+_ORDINARY = Statistics(all_zero=False)
 
 
 class Finished(Struct, frozen=True):
@@ -35,24 +44,23 @@ class Finished(Struct, frozen=True):
     findings: tuple[Finding, ...]
 
 
-def finish(
-    work: Workplace, begun: Begun, reader: TensorReader, findings: tuple[Finding, ...]
-) -> Finished:
+def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...]) -> Finished:
     """Complete a folder, whoever wrote its parts.
 
-    Every file has its receipt, what was read for them was what was saved, and ``findings`` go on
+    Every stretch has its receipt, what was read for them was what was saved, and ``findings`` go on
     from those before.
     """
     plan, folder = work.plan, work.folder
-    work.receipts.check_plan()
+    begun = work.receipts.need_begun()
     files = dict(begun.side_files)
     tensors: dict[str, TensorEntry] = {}
-    for file in plan.shards:
-        receipt = work.receipts.of(file)
+    stretches = [one for share in divide(plan.shards, begun.parts) for one in share]
+    for filename, own in groupby(stretches, lambda one: one.file.filename):
+        file, receipt = _whole_file(work, [*own])
         reader.take(receipt.ranges)
-        files[file.filename] = FileEntry(receipt.nbytes, receipt.blake3)
+        files[filename] = FileEntry(file.nbytes, receipt.blake3)
         tensors |= {
-            tensor.name: TensorEntry(tensor.dtype, tensor.shape, file.filename, digest)
+            tensor.name: TensorEntry(tensor.dtype, tensor.shape, filename, digest)
             for tensor, digest in zip(file.tensors, receipt.tensor_digests(), strict=True)
         }
         for tensor in file.tensors if receipt.remarkable else ():
@@ -71,6 +79,65 @@ def finish(
             checks.add_file(filename, files[filename])
         checks.wait()
     return Finished(files, findings)
+
+
+def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan, Receipt]:
+    """A file and its receipt; one that several workers wrote is completed here.
+
+    Tensors that two of them wrote parts of are read, since no digest of a whole follows from those
+    of its parts.
+    """
+    file = stretches[0].file
+    receipts = [work.receipts.of(stretch) for stretch in stretches]
+    if stretches[0].is_whole:
+        return file, receipts[0]
+    path = work.folder / file.filename
+    joined = _joined(stretches, receipts, path)
+    with OutputFile(path, is_new=False) as output:
+        joined = written_frame(output, file, joined)
+        output.sync()
+    with work.checks() as checks:
+        checks.add_frame(whole(file), joined)
+        checks.wait()
+    return file, joined
+
+
+def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Path) -> Receipt:
+    """What the receipts of a file's stretches say of the file."""
+    digests: dict[str, bytes] = {}
+    crc32s: dict[str, int] = {}
+    remarkable: dict[str, Statistics] = {}
+    cut: dict[str, None] = {}
+    for stretch, receipt in zip(stretches, receipts, strict=True):
+        told = zip(stretch.tensors, receipt.tensor_digests(), receipt.crc32s, strict=True)
+        for tensor, digest, crc32 in told:
+            name, seen = tensor.name, receipt.remarkable.get(tensor.name, _ORDINARY)
+            if name in digests:
+                cut[name] = None
+                crc32s[name] = crc32_combine(crc32s[name], crc32, tensor.nbytes)
+                remarkable[name] += seen
+            else:
+                digests[name], crc32s[name] = bytes.fromhex(digest), crc32
+                remarkable[name] = seen
+    tensors = stretches[0].file.tensors
+    with writing(path):
+        read = digest_ranges(path, [(t.offset, t.nbytes) for t in tensors if t.name in cut])
+    digests |= zip(cut, map(bytes.fromhex, read), strict=True)  # both in file order
+    return Receipt(
+        b"".join(digests[tensor.name] for tensor in tensors),
+        tuple(crc32s[tensor.name] for tensor in tensors),
+        {name: seen for name, seen in remarkable.items() if seen.is_remarkable},
+        _ranges(receipts),
+    )
+
+
+def _ranges(receipts: Iterable[Receipt]) -> dict[Path, list[Range]]:
+    """What was read for all of them."""
+    found: dict[Path, list[Range]] = {}
+    for receipt in receipts:
+        for path, ranges in receipt.ranges.items():
+            found.setdefault(path, []).extend(ranges)
+    return found
 
 
 def source_entries(plan: ExportPlan, digests: Mapping[Path, str]) -> list[SourceEntry]:

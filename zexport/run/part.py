@@ -1,4 +1,4 @@
-"""A part of an export: some of its files, written and proved, each with a receipt.
+"""A part of an export: stretches of its files, written and proved, each with a receipt.
 
 It works from the plan and the folder that was begun alone, so parts may run one after another, or
 side by side.
@@ -17,47 +17,47 @@ from threading import Event
 from blake3 import blake3
 from isal import isal_zlib
 
-from zexport.plan.plan import FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.run.begin import Workplace
 from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
-from zexport.run.receipts import Receipt
+from zexport.run.receipts import Receipt, written_frame
+from zexport.run.shares import Stretch
 from zexport.store.files import OutputFile
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
 
 
-def write_part(work: Workplace, files: Sequence[FilePlan], reader: TensorReader) -> None:
-    """Write some files of a plan: on return each is on the disk, read again, and has a receipt."""
-    work.receipts.check_plan()
+def write_part(work: Workplace, stretches: Sequence[Stretch], reader: TensorReader) -> None:
+    """Write some of a plan: on return each is on the disk, read again, and has a receipt."""
+    work.receipts.need_begun()
     notes: list[Future[None]] = []
     # The clerk stops before the checks do: what is finished when the rest fails is noted.
     with work.checks() as checks, ThreadPoolExecutor(1) as clerk:
 
-        def on_written(file: FilePlan, receipt: Receipt) -> Callable[[], None]:
-            proofs = checks.add(file, receipt)
+        def on_written(stretch: Stretch, receipt: Receipt) -> Callable[[], None]:
+            proofs = checks.add(stretch, receipt)
 
             def note() -> None:
                 for proof in proofs:
                     proof.result()
-                work.receipts.add(file, receipt)
+                work.receipts.add(stretch, receipt)
 
             return lambda: notes.append(clerk.submit(note))
 
-        _write_files(work, files, reader, on_written)
+        _write_stretches(work, stretches, reader, on_written)
         checks.wait()
         for noted in notes:
             noted.result()
 
 
-def _write_files(
+def _write_stretches(
     work: Workplace,
-    files: Sequence[FilePlan],
+    stretches: Sequence[Stretch],
     reader: TensorReader,
-    on_written: Callable[[FilePlan, Receipt], Callable[[], None]],
+    on_written: Callable[[Stretch, Receipt], Callable[[], None]],
 ) -> None:
-    """Write files, each of which is there with its room taken; on return all are on the disk.
+    """Write into files that are there with their room taken; on return all is on the disk.
 
     The workers each hold one chunk. Chunks begin and are digested in file order, but are read, cast
     and written whenever they are ready. ``on_written`` says what to do once a file is on the disk.
@@ -71,18 +71,18 @@ def _write_files(
         buffers: SimpleQueue[Buffers] = SimpleQueue()
         for _ in range(jobs):
             buffers.put(Buffers(chunk_nbytes))
-        in_flight: deque[tuple[Future[None], _FileWriter, Chunk]] = deque()
+        in_flight: deque[tuple[Future[None], _StretchWriter, Chunk]] = deque()
 
         def land() -> None:
             future, writer, chunk = in_flight.popleft()
             future.result()
             work.meter.written(chunk.nbytes)
             if chunk.is_last:
-                flusher.finish(writer, on_written(writer.file, writer.complete()))
+                flusher.finish(writer, on_written(writer.stretch, writer.complete()))
             else:
                 flusher.written(writer, chunk.nbytes)
 
-        for writer, chunk, turn in _schedule(work, files, reader, closing):
+        for writer, chunk, turn in _schedule(work, stretches, reader, closing):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
@@ -112,14 +112,14 @@ class _Turn:
 
 
 def _schedule(
-    work: Workplace, files: Sequence[FilePlan], reader: TensorReader, closing: ExitStack
-) -> Iterator[tuple[_FileWriter, Chunk, _Turn]]:
-    """Every chunk of every file in order, with its writer and its turn."""
-    for file in files:
-        writer = _FileWriter(work.folder / file.filename, file, reader)
+    work: Workplace, stretches: Sequence[Stretch], reader: TensorReader, closing: ExitStack
+) -> Iterator[tuple[_StretchWriter, Chunk, _Turn]]:
+    """Every chunk in order, with its writer and its turn."""
+    for stretch in stretches:
+        writer = _StretchWriter(work.folder / stretch.file.filename, stretch, reader)
         closing.callback(writer.close)
         turn = _Turn()
-        for chunk in chunks(file, work.plan.chunk_nbytes):
+        for chunk in chunks(stretch.tensors, work.plan.chunk_nbytes):
             yield writer, chunk, turn
             turn = _Turn(turn)
 
@@ -146,11 +146,11 @@ class _Passed:
         return self._digest.digest()
 
 
-class _FileWriter:
-    """One file on its way to the disk."""
+class _StretchWriter:
+    """One stretch of a file on its way to the disk."""
 
-    def __init__(self, path: Path, file: FilePlan, reader: TensorReader) -> None:
-        self.file = file
+    def __init__(self, path: Path, stretch: Stretch, reader: TensorReader) -> None:
+        self.stretch = stretch
         self._reader = reader
         self._digests: dict[str, bytes] = {}
         self._crc32s: dict[str, int] = {}
@@ -160,7 +160,7 @@ class _FileWriter:
         self._output = OutputFile(path, is_new=False)
 
     def _passed(self) -> _Passed:
-        return _Passed(with_crc32=self.file.frame.has_crc32)
+        return _Passed(with_crc32=self.stretch.file.frame.has_crc32)
 
     def move(self, chunk: Chunk, turn: _Turn, pool: SimpleQueue[Buffers]) -> None:
         """Everything that happens to one chunk."""
@@ -201,27 +201,22 @@ class _FileWriter:
 
     def _note(self, name: str, passed: _Passed) -> None:
         self._digests[name] = passed.digest()
-        if self.file.frame.has_crc32:
-            self._crc32s[name] = passed.crc32
-        if passed.seen.is_remarkable:
+        self._crc32s[name] = passed.crc32
+        if passed.seen.is_remarkable or name in self.stretch.edges:
             self._remarkable[name] = passed.seen
 
     def complete(self) -> Receipt:
-        """Write what is no tensor's, once all tensors are; what was written."""
-        file = self.file
-        digest = blake3()
-        for offset, data in file.frame.pieces([self._crc32s.get(t.name, 0) for t in file.tensors]):
-            self._output.write(data, offset)
-            digest.update(data)
-        digests = b"".join(self._digests[tensor.name] for tensor in file.tensors)
-        return Receipt(
-            file.filename,
-            file.nbytes,
-            digest.update(digests).hexdigest(),
-            digests,
+        """What was written; of a whole file also what is no tensor's, now that all tensors are."""
+        tensors = self.stretch.tensors
+        receipt = Receipt(
+            b"".join(self._digests[tensor.name] for tensor in tensors),
+            tuple(self._crc32s[tensor.name] for tensor in tensors),
             self._remarkable,
             self._ledger.ranges(),
         )
+        if not self.stretch.is_whole:
+            return receipt
+        return written_frame(self._output, self.stretch.file, receipt)
 
     def flush(self) -> None:
         """Put what is written on the disk."""
@@ -247,7 +242,7 @@ class _Flusher:
         self._finishing: list[Future[None]] = []
         self._unflushed = 0
 
-    def written(self, writer: _FileWriter, nbytes: int) -> None:
+    def written(self, writer: _StretchWriter, nbytes: int) -> None:
         """Note bytes written; once they are many and the disk is idle, have them put there."""
         self._unflushed += nbytes
         if self._unflushed < _FLUSH_NBYTES or not (self._running is None or self._running.done()):
@@ -257,7 +252,7 @@ class _Flusher:
         self._unflushed = 0
         self._running = self._executor.submit(writer.flush)
 
-    def finish(self, writer: _FileWriter, then: Callable[[], None]) -> None:
+    def finish(self, writer: _StretchWriter, then: Callable[[], None]) -> None:
         """Have a whole file put on the disk and closed, and ``then`` done.
 
         A flush before it that failed counts: a disk tells of lost bytes once.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
 
-from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.plan.plan import TensorPlan
 from zexport.ranges.casts import Statistics, cast_into, statistics_of
 from zexport.ranges.ledger import Ledger, Range
 from zexport.weights.proof import WeightReader
@@ -83,15 +83,15 @@ def pieces(tensor: TensorPlan, chunk_nbytes: int) -> Iterator[Piece]:
         yield Piece(tensor, first, min(first + step, tensor.numel))
 
 
-def chunks(file: FilePlan, chunk_nbytes: int) -> Iterator[Chunk]:
-    """A file's data in order, each chunk full or nearly so, however small its tensors are.
+def chunks(tensors: Sequence[TensorPlan], chunk_nbytes: int) -> Iterator[Chunk]:
+    """Tensors in file order, each chunk full or nearly so, however small they are.
 
-    Every tensor has at least one piece, an empty one too; a file has at least one chunk.
+    Every tensor has at least one piece, an empty one too; there is at least one chunk.
     """
     limit = _room(chunk_nbytes)
     gathered: list[Piece] = []
     used = end = 0
-    for tensor in file.tensors:
+    for tensor in tensors:
         each, first = _element_nbytes(tensor), 0
         used += tensor.offset - end if gathered else 0
         while first < tensor.numel or first == 0:

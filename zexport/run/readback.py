@@ -14,6 +14,7 @@ from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
+from zexport.run.shares import Stretch
 from zexport.run.written import check_opens
 from zexport.store.files import InputFile, version, writing
 from zexport.store.folders import is_file, is_link
@@ -53,40 +54,51 @@ class Checks:
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def add(self, file: FilePlan, receipt: Receipt) -> list[Future[None]]:
-        """Have a file opened as its readers do, and read again if the mode says so."""
-        path = self._folder / file.filename
-        running = [self._submit(check_opens, path, file)]
+    def add(self, stretch: Stretch, receipt: Receipt) -> list[Future[None]]:
+        """Have a stretch read again if the mode says so; a whole file is opened in any case."""
+        running = self._opened(stretch)
         if self._verify is not VerifyMode.NONE:
-            running += self._read(path, file, receipt, self._meter.verified)
+            running += self._read(stretch, receipt, self._meter.verified)
         return running
 
-    def holds(self, file: FilePlan, receipt: Receipt) -> bool:
-        """Whether a file that was left is still what was written, read again whatever the mode."""
-        path = self._folder / file.filename
-        if is_link(path) or not is_file(path) or version(path).nbytes != file.nbytes:
+    def holds(self, stretch: Stretch, receipt: Receipt) -> bool:
+        """Whether what was left is still what was written, read again whatever the mode."""
+        path = self._folder / stretch.file.filename
+        if is_link(path) or not is_file(path) or version(path).nbytes != stretch.file.nbytes:
             return False
-        self._submit(check_opens, path, file)
-        self._read(path, file, receipt, self._meter.compared)
+        self._opened(stretch)
+        self._read(stretch, receipt, self._meter.compared)
         try:
             self.wait()
         except VerificationError:
             return False
         return True
 
+    def _opened(self, stretch: Stretch) -> list[Future[None]]:
+        path = self._folder / stretch.file.filename
+        return [self._submit(check_opens, path, stretch.file)] if stretch.is_whole else []
+
     def _read(
-        self, path: Path, file: FilePlan, receipt: Receipt, on_bytes: Callable[[int], None]
+        self, stretch: Stretch, receipt: Receipt, on_bytes: Callable[[int], None]
     ) -> list[Future[None]]:
+        path = self._folder / stretch.file.filename
         if self._verify is VerifyMode.DISK:
             with writing(path), InputFile(path) as written:
                 written.forget()
-        return [
-            self._submit(_check_frame, path, file, receipt),
-            *(
-                self._submit(_check_tensors, path, tensors, digests, on_bytes)
-                for tensors, digests in _batches(file, receipt)
-            ),
+        running = [
+            self._submit(_check_tensors, path, tensors, digests, on_bytes)
+            for tensors, digests in _batches(stretch, receipt)
         ]
+        if stretch.is_whole:
+            running.append(self._submit(_check_frame, path, stretch.file, receipt))
+        return running
+
+    def add_frame(self, stretch: Stretch, receipt: Receipt) -> None:
+        """Have a file opened whose tensors were read again already, and the rest of it read."""
+        self._opened(stretch)
+        if self._verify is not VerifyMode.NONE:
+            path = self._folder / stretch.file.filename
+            self._submit(_check_frame, path, stretch.file, receipt)
 
     def add_file(self, filename: str, entry: FileEntry) -> None:
         """Have a file beside the shards read again, if the mode says so."""
@@ -106,12 +118,12 @@ class Checks:
             future.result()
 
 
-def _batches(file: FilePlan, receipt: Receipt) -> Iterator[tuple[list[TensorPlan], list[str]]]:
-    """The file's tensors and their digests, in runs that are worth a task of their own."""
+def _batches(stretch: Stretch, receipt: Receipt) -> Iterator[tuple[list[TensorPlan], list[str]]]:
+    """The tensors and their digests, in runs that are worth a task of their own."""
     batch: list[TensorPlan] = []
     digests: list[str] = []
     nbytes = 0
-    for tensor, digest in zip(file.tensors, receipt.tensor_digests(), strict=True):
+    for tensor, digest in zip(stretch.tensors, receipt.tensor_digests(), strict=True):
         batch.append(tensor)
         digests.append(digest)
         nbytes += tensor.nbytes

@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
-from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import astuple, replace
 
 from zexport.errors import OutputError
+from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Range
-from zexport.store.files import changed_ns, read_whole, write_durably, writing
+from zexport.run.manifest import FileEntry
+from zexport.run.shares import Stretch
+from zexport.store.files import OutputFile, changed_ns, read_whole, write_durably, writing
 from zexport.store.folders import (
     children,
     is_file,
@@ -30,6 +34,7 @@ from zexport.store.folders import (
     real,
     remove,
 )
+from zexport.store.json import JsonObject
 
 RECEIPTS_NAME = ".zexport_journal"
 """A folder within the unfinished folder; never part of the finished one."""
@@ -37,22 +42,22 @@ RECEIPTS_NAME = ".zexport_journal"
 _DIGEST_NBYTES = 32
 _ENTRY = ".json"
 _PLAN = "plan"
+_PART = "part "
 
 
 class Receipt(Struct, frozen=True):
-    """What was written of one file.
+    """What was written of one stretch of a file, which is all of it or a part.
 
-    The digests of its tensors end to end in file order, what was remarkable of them, and what was
-    read for it. The CRC-32 of each range is part of the proof that the whole record is what was
-    saved.
+    The digests of its tensors end to end in file order, their CRC-32, what was remarkable of them,
+    and what was read for them. The CRC-32 of each range is part of the proof that the whole record
+    is what was saved. ``blake3`` is the file's, where that is whole.
     """
 
-    filename: str
-    nbytes: int
-    blake3: str
     digests: bytes
+    crc32s: tuple[int, ...]
     remarkable: Mapping[str, Statistics]
     ranges: Mapping[Path, list[Range]]
+    blake3: str = ""
 
     def tensor_digests(self) -> Iterator[str]:
         """The digests of the tensors, in file order."""
@@ -60,8 +65,36 @@ class Receipt(Struct, frozen=True):
             yield self.digests[at : at + _DIGEST_NBYTES].hex()
 
 
+def written_frame(output: OutputFile, file: FilePlan, receipt: Receipt) -> Receipt:
+    """The receipt of a file that is whole now: all of it that is no tensor's was written."""
+    digest = blake3()
+    for offset, data in file.frame.pieces(receipt.crc32s):
+        output.write(data, offset)
+        digest.update(data)
+    return replace(receipt, blake3=digest.update(receipt.digests).hexdigest())
+
+
+class Compared(Struct, frozen=True):
+    """What was found where copies in the checkpoint were compared, and what was read for that."""
+
+    findings: tuple[Finding, ...]
+    ranges: Mapping[Path, list[Range]]
+
+
+class Begun(Struct, frozen=True):
+    """What a folder was begun with.
+
+    Its small files, how many workers fill it, and what the plan was made of, so that it can be made
+    again.
+    """
+
+    side_files: Mapping[str, FileEntry]
+    parts: int = 1
+    request: Mapping[str, Any] = {}
+
+
 class Receipts:
-    """The receipts for a plan's files, in the folder that it fills."""
+    """The receipts for a plan, in the folder that it fills."""
 
     def __init__(self, folder: Path, plan: ExportPlan) -> None:
         self._folder = folder / RECEIPTS_NAME
@@ -71,84 +104,120 @@ class Receipts:
         with writing(self._folder):
             make_folder(self._folder)
 
-    def begin(self) -> None:
+    def begin(self, begun: Begun) -> None:
         """Say which plan the folder is being filled for."""
-        with writing(self._folder):
-            write_durably(self._folder / _PLAN, self._whole.encode())
+        table = {"plan": self._digest.whole, "unproven": self._unproven, **to_builtins(begun)}
+        self._write(self._folder / _PLAN, table)
 
-    @property
-    def _whole(self) -> str:
-        return "\n".join([self._digest.whole, json.dumps(self._unproven)])
-
-    def check_plan(self) -> None:
-        """Refuse a folder that was begun for another plan."""
-        try:
-            found = read_whole(self._folder / _PLAN).decode(errors="replace")
-        except OSError:
-            found = ""
-        if found != self._whole:
+    def begun(self) -> Begun | None:
+        """What the folder was begun with, for this very plan; ``None`` where it is not begun."""
+        if (table := _read(self._folder / _PLAN)) is None:
+            return None
+        if (table["plan"], table["unproven"]) != (self._digest.whole, self._unproven):
             raise OutputError(
                 "was begun for another plan",
                 path=self._folder.parent,
+                hint="Run the same command, with the same versions, on the same checkpoint; or "
+                "remove the folder to begin anew",
+            )
+        return convert(table, Begun)
+
+    def need_begun(self) -> Begun:
+        """The same; the folder has to be begun."""
+        if (begun := self.begun()) is None:
+            raise OutputError(
+                "was not begun for this plan",
+                path=self._folder.parent,
                 hint="Run the same command, with the same versions, on the same checkpoint",
             )
+        return begun
 
-    def add(self, file: FilePlan, receipt: Receipt) -> None:
-        """Note a file that is on the disk."""
+    def add(self, stretch: Stretch, receipt: Receipt) -> None:
+        """Note a stretch that is on the disk."""
         table = {
-            "plan": self._digest.of_file(file),
+            "plan": self._digest.of_file(stretch.file),
             "unproven": self._unproven,
-            "nbytes": receipt.nbytes,
             "blake3": receipt.blake3,
             "digests": receipt.digests.hex(),
+            "crc32s": receipt.crc32s,
             "remarkable": {name: astuple(seen) for name, seen in receipt.remarkable.items()},
-            "ranges": [receipt.ranges.get(path, []) for path in self._paths],
+            "ranges": self._listed(receipt.ranges),
         }
-        text = json.dumps(table).encode()
-        seal = blake3(text).hexdigest().encode()
-        with writing(self._entry(file)):
-            write_durably(self._entry(file), seal + b"\n" + text)
+        self._write(self._entry(stretch.name), table)
 
-    def of(self, file: FilePlan) -> Receipt:
-        """What was noted of a file, which has to be there."""
-        if (receipt := self.find(file)) is None:
+    def of(self, stretch: Stretch) -> Receipt:
+        """What was noted of a stretch, which has to be there."""
+        if (receipt := self.find(stretch)) is None:
             raise OutputError(
-                f"has no receipt for {file.filename}",
+                f"has no receipt for {stretch.name}",
                 path=self._folder.parent,
                 hint="Run the same command again: it goes on from what is there",
             )
         return receipt
 
-    def find(self, file: FilePlan) -> Receipt | None:
-        """What was noted of a file; ``None`` where nothing was, or something of another plan."""
-        try:
-            seal, text = read_whole(self._entry(file)).split(b"\n", 1)
-        except (OSError, ValueError):
+    def find(self, stretch: Stretch) -> Receipt | None:
+        """What was noted of a stretch; ``None`` where nothing was, or something of another plan."""
+        table = _read(self._entry(stretch.name))
+        expected = (self._digest.of_file(stretch.file), self._unproven)
+        if table is None or (table["plan"], table["unproven"]) != expected:
             return None
-        if blake3(text).hexdigest().encode() != seal:
-            return None
-        table = json.loads(text)
-        if (table["plan"], table["unproven"]) != (self._digest.of_file(file), self._unproven):
-            return None
-        ranges = zip(self._paths, table["ranges"], strict=True)
         return Receipt(
-            file.filename,
-            table["nbytes"],
-            table["blake3"],
             bytes.fromhex(table["digests"]),
+            tuple(table["crc32s"]),
             {name: Statistics(*seen) for name, seen in table["remarkable"].items()},
-            {path: [(a, b, crc) for a, b, crc in found] for path, found in ranges if found},
+            self._found(table["ranges"]),
+            table["blake3"],
         )
 
-    def keep_only(self, filenames: Collection[str]) -> None:
-        """Clear everything out of the folder but these files and their receipts."""
-        folder = self._folder.parent
-        entries = {f"{RECEIPTS_NAME}/{name}{_ENTRY}" for name in filenames}
-        with writing(folder):
-            _clear(folder, lambda name: name in filenames or name in entries)
+    def add_part(self, number: int, compared: Compared) -> None:
+        """Note a part all of whose stretches are noted, and what it compared."""
+        findings = to_builtins(compared.findings)
+        table = {
+            "plan": self._digest.whole,
+            "unproven": self._unproven,
+            "findings": findings,
+            "ranges": self._listed(compared.ranges),
+        }
+        self._write(self._entry(f"{_PART}{number}"), table)
 
-    def _entry(self, file: FilePlan) -> Path:
-        return self._folder / f"{file.filename}{_ENTRY}"
+    def part(self, number: int) -> Compared | None:
+        """What a part compared; ``None`` where it is not done, or was of another plan."""
+        table = _read(self._entry(f"{_PART}{number}"))
+        expected = (self._digest.whole, self._unproven)
+        if table is None or (table["plan"], table["unproven"]) != expected:
+            return None
+        findings = convert(table["findings"], tuple[Finding, ...])
+        return Compared(findings, self._found(table["ranges"]))
+
+    def keep_only(self, stretches: Collection[str]) -> None:
+        """Clear everything out of the folder but these stretches' files, and their receipts."""
+        folder = self._folder.parent
+        entries = {f"{RECEIPTS_NAME}/{name}{_ENTRY}" for name in stretches}
+        with writing(folder):
+            _clear(folder, lambda name: name in stretches or name in entries)
+
+    def _listed(self, ranges: Mapping[Path, list[Range]]) -> list[list[Range]]:
+        """Ranges by the number of their file."""
+        return [ranges.get(path, []) for path in self._paths]
+
+    def _found(self, listed: list[list[Range]]) -> dict[Path, list[Range]]:
+        numbered = zip(self._paths, listed, strict=True)
+        return {path: [(a, b, crc) for a, b, crc in found] for path, found in numbered if found}
+
+    def _write(self, path: Path, table: Mapping[str, object]) -> None:
+        text = json.dumps(table).encode()
+        seal = blake3(text).hexdigest().encode()
+        with writing(path):
+            write_durably(path, seal + b"\n" + text)
+
+    def _entry(self, name: str) -> Path:
+        return self._folder / f"{name}{_ENTRY}"
+
+
+def read_request(folder: Path) -> JsonObject | None:
+    """What the plan was made of that several workers fill an unfinished folder for."""
+    table = _read(folder / RECEIPTS_NAME / _PLAN)
+    return None if table is None else table["request"] or None
 
 
 def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
@@ -161,6 +230,18 @@ def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
         for source in plan.sources
         if not source.members or any(member.crc32 is None for member in source.members)
     ]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What was noted; ``None`` where nothing was, or it is not whole."""
+    try:
+        seal, text = read_whole(path).split(b"\n", 1)
+    except (OSError, ValueError):
+        return None
+    if blake3(text).hexdigest().encode() != seal:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def finished_files(folder: Path) -> tuple[str, ...]:

@@ -27,7 +27,14 @@ from zexport.store.folders import (
     working_folder,
 )
 from zexport.store.json import read_json_object
-from zexport.store.publish import locked, parents, publish, restore, workplaces
+from zexport.store.publish import (
+    check_no_parts,
+    locked,
+    parents,
+    publish,
+    restore,
+    workplaces,
+)
 
 
 @contextmanager
@@ -50,6 +57,7 @@ def staged_folder(
     for place in workplaces(target):
         check_place(place, sources)
     with parents(target.parent), locked(target):
+        check_no_parts(target)
         restore(target)
         check_content(target, overwrite=overwrite)
         partial, _ = workplaces(target)

@@ -6,6 +6,7 @@ A folder is filled beside its place, under a name of its own, while a lock is he
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -57,18 +58,17 @@ def _check_permission(folder: Path) -> None:
 
 
 @contextmanager
-def locked(target: Path) -> Iterator[None]:
-    """Hold ``<target>.partial.lock`` while the process lives.
+def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+    """Hold ``<target>.partial.lock`` while the process lives; wait for it ``seconds`` at most.
 
     It stays beside unfinished work: without it, a folder of that name is the user's. Where the file
     system knows no locks the work goes on without: a second export into the same folder is the
     user's to avoid.
     """
     path = _beside(target, f"{_PARTIAL}.lock")
-    with writing(path):
-        was_there = path.exists()
-    lock = _taken(path, target)
-    foreign = [] if was_there else [place for place in workplaces(target) if place.exists()]
+    there = [place for place in workplaces(target) if place.exists()]
+    foreign = there if _is_made(path) else []
+    lock = _taken(path, target, "another export is writing this folder", seconds)
     try:
         if foreign:
             raise OutputError(  # no killed export has left it: it is the user's
@@ -84,13 +84,45 @@ def locked(target: Path) -> Iterator[None]:
         lock.release()
 
 
-def _taken(path: Path, target: Path) -> FileLock:
-    lock = FileLock(path, timeout=_LOCK_SECONDS, fallback_to_soft=False)
+@contextmanager
+def locked_part(target: Path, number: int) -> Iterator[None]:
+    """Hold the lock of one of several workers on ``target`` while the process lives."""
+    path = _beside(target, f"{_PARTIAL}.part-{number}.lock")
+    lock = _taken(path, target, f"another process writes part {number} of this folder")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
+
+
+def check_no_parts(target: Path) -> None:
+    """Refuse a folder that several workers are filling; what dead ones have left is removed."""
+    for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "*.lock"):
+        lock = _taken(path, target, "parts of an export are being written to this folder")
+        with suppress(OSError):
+            path.unlink()
+        lock.release()
+
+
+def _is_made(path: Path) -> bool:
+    """Whether the file was not there and is now; only one process is told so."""
+    with writing(path):
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
+            return False
+    return True
+
+
+def _taken(path: Path, target: Path, held: str, seconds: float = _LOCK_SECONDS) -> FileLock:
+    lock = FileLock(path, timeout=seconds, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout as cause:
         raise OutputError(
-            "another export is writing this folder",
+            held,
             path=target,
             hint="Wait for it, or choose another name",
         ) from cause

@@ -6,7 +6,7 @@ all fit. What shows it is that the checkpoint holds most weights twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.ranges.extents import paths_of
-from zexport.ranges.ledger import Ledger
+from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.weights.accounting import account
 
@@ -102,6 +102,17 @@ class WeightReader(SourceReader):
                 for name in dict.fromkeys(one.name for one in unequal)
             ),
         )
+
+    @property
+    def compared(self) -> dict[Path, list[Range]]:
+        """What was read to compare copies whole."""
+        return {} if self._compared is None else self._compared.ranges()
+
+    def take_compared(self, ranges: Iterable[Mapping[Path, list[Range]]]) -> None:
+        """Count the copies as compared: others did, and read this for it."""
+        self._compared = self.new_ledger()
+        for found in ranges:
+            self._compared.add(found)
 
     def finish(self, seen: Ledger | None = None) -> dict[Path, str]:
         """As every ``SourceReader``'s; the copies must have been compared before."""

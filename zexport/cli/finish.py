@@ -1,0 +1,36 @@
+"""``zexport finish``: publish what several parts have written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from zexport.cli.options import PATH, json_option, progress_options
+from zexport.cli.streams import put_out
+
+
+@click.command(short_help="Publish what the parts of an export have written.")
+@click.argument("out", type=PATH)
+@json_option
+@progress_options
+def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
+    """Complete OUT, all of whose parts are written (`consolidate --part`).
+
+    The worker that writes the last part does this by itself; it is for a set whose last worker died
+    before it was done.
+
+    Example: zexport finish model
+    """
+    from zexport.api import finish_export
+    from zexport.cli.progress import progress_printer
+    from zexport.report.export import print_export, print_warnings
+    from zexport.report.text import PlainConsole
+
+    with progress_printer(progress, quiet=quiet) as on_progress:
+        done = finish_export(out, progress=on_progress)
+    if quiet and not json:
+        print_warnings(PlainConsole(sys.stderr), done)
+        return
+    put_out(done.to_json, lambda console: print_export(console, done), as_json=json)

@@ -1,0 +1,236 @@
+"""An export by several workers, on one machine or many: each writes its share of one plan.
+
+None needs another to be there at the same time. They meet in the unfinished folder beside the
+output: who comes first begins it, who leaves last completes it and gives it its name. A worker that
+died is started again and goes on from its receipts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from zexport.errors import OutputError
+from zexport.findings import Finding
+from zexport.plan.plan import ExportPlan, Origin
+from zexport.printable import brief, some
+from zexport.run.begin import Workplace, begin_together, without_written
+from zexport.run.execute import ExportReport, compare_copies
+from zexport.run.finish import finish
+from zexport.run.part import write_part
+from zexport.run.pieces import FileReader
+from zexport.run.progress import Meter, Progress
+from zexport.run.readback import VerifyMode
+from zexport.run.receipts import Compared, drop_receipts, read_request
+from zexport.run.shares import Share, divide
+from zexport.run.staging import check_content, check_place, real_path
+from zexport.store.files import writing
+from zexport.store.folders import exists, make_folder
+from zexport.store.json import JsonObject, Natural, form_of
+from zexport.store.publish import locked, locked_part, parents, publish, restore, workplaces
+from zexport.weights.proof import WeightReader
+
+_TURN_SECONDS = 3600.0
+"""How long a worker waits while another begins or completes the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What one of several workers did, while others are still to come.
+
+    Attributes:
+        out_dir: the folder that will exist when all are done.
+        part: which part it was, from 1.
+        parts: how many there are.
+        missing: those that are not done yet.
+        origin: the checkpoint.
+        nbytes_read: bytes read from the checkpoint's tensors.
+        nbytes_written: bytes of tensors that were written.
+        seconds: how long it took.
+        findings: what was remarkable where copies in the checkpoint were compared.
+        warnings: what should be known of it.
+    """
+
+    out_dir: Path
+    part: Natural
+    parts: Natural
+    missing: tuple[Natural, ...]
+    origin: Origin
+    nbytes_read: Natural
+    nbytes_written: Natural
+    seconds: float
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+
+    __repr__ = brief
+
+    def to_json(self) -> JsonObject:
+        """The report as JSON values, with a ``schema`` number."""
+        return form_of(self)
+
+
+def run_part(
+    plan: ExportPlan,
+    share: Share,
+    *,
+    request: JsonObject | None = None,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: Callable[[Progress], None] | None = None,
+) -> ExportReport | PartReport:
+    """Write one share of a plan; whoever completes the set publishes the folder.
+
+    The folder is byte for byte that of ``run_plan``. What this worker had finished before it was
+    stopped is taken over; nothing is removed when it fails, since others work in the same folder.
+    ``request`` is what the plan was made of, for ``requested``.
+
+    Raises:
+        OutputError: the folder was begun for another plan or another number of workers, another
+            process writes this part, or the system refuses to write.
+    """
+    began = time.monotonic()
+    target = real_path(plan.out_dir)
+    meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
+    with parents(target.parent), locked_part(target, share.number):
+        with _alone(plan, target):
+            work = _workplace(plan, target, verify, meter)
+            begin_together(work, share.count, request or {})
+        nbytes_read, nbytes_written, findings = _write(work, share)
+        with _alone(plan, target):
+            missing = _missing(work, share.count)
+            if not missing:
+                return _published(work, share.count, target, began)
+    return PartReport(
+        out_dir=plan.out_dir,
+        part=share.number,
+        parts=share.count,
+        missing=missing,
+        origin=plan.origin,
+        nbytes_read=nbytes_read,
+        nbytes_written=nbytes_written,
+        seconds=time.monotonic() - began,
+        findings=findings,
+        warnings=plan.warnings,
+    )
+
+
+def finish_parts(
+    plan: ExportPlan,
+    *,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: Callable[[Progress], None] | None = None,
+) -> ExportReport:
+    """Complete the folder that several workers have filled, all of whose parts are done.
+
+    Raises:
+        OutputError: it was begun for another plan, or parts are missing.
+    """
+    began = time.monotonic()
+    target = real_path(plan.out_dir)
+    partial, _ = workplaces(target)
+    meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
+    if not exists(partial):
+        raise _no_parts(target)
+    with _alone(plan, target):
+        work = Workplace.of(plan, partial, verify, meter)
+        parts = work.receipts.need_begun().parts
+        if missing := _missing(work, parts):
+            raise OutputError(
+                "lacks parts",
+                path=target,
+                found=f"{parts - len(missing)} of {parts}",
+                expected=f"also {some([f'{number}/{parts}' for number in missing])}",
+                hint="Run them again with --part",
+            )
+        return _published(work, parts, target, began)
+
+
+def requested(out_dir: Path) -> JsonObject:
+    """What the plan was made of whose parts were written for a folder.
+
+    Raises:
+        OutputError: there are no parts for it.
+    """
+    target = real_path(out_dir)
+    partial, _ = workplaces(target)
+    if (request := read_request(partial)) is None:
+        raise _no_parts(target)
+    return request
+
+
+def _no_parts(target: Path) -> OutputError:
+    return OutputError(
+        "is no folder that parts of an export were written for",
+        path=target,
+        expected="unfinished work beside it",
+        hint="Name the folder that the parts were given as OUT",
+    )
+
+
+@contextmanager
+def _alone(plan: ExportPlan, target: Path) -> Iterator[None]:
+    """One worker at a time, of those that begin or complete the folder."""
+    with locked(target, seconds=_TURN_SECONDS):
+        restore(target)
+        check_content(target, overwrite=plan.overwrite)
+        yield
+
+
+def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter) -> Workplace:
+    """The folder that all workers fill."""
+    paths = [source.path for source in plan.sources]
+    paths += [side.origin for side in plan.side_files if side.origin is not None]
+    for place in (target, *workplaces(target)):
+        check_place(place, paths)
+    partial, _ = workplaces(target)
+    with writing(partial):
+        make_folder(partial)
+    return Workplace.of(plan, partial, verify, meter)
+
+
+def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]]:
+    """Write a share, compare this worker's part of the copies, and note both.
+
+    Bytes read, bytes written, and what was found.
+    """
+    plan = work.plan
+    stretches = divide(plan.shards, share.count)[share.number - 1]
+    rest = without_written(work, stretches)
+    own = replace(
+        plan,
+        replicas=plan.replicas[share.number - 1 :: share.count],
+        gathered=plan.gathered[share.number - 1 :: share.count],
+    )
+    with WeightReader.of_plan(own) as sources:
+        findings = compare_copies(own, sources)
+        write_part(work, rest, FileReader(sources))
+        work.receipts.add_part(share.number, Compared(findings, sources.compared))
+        return sources.nbytes_read, sum(stretch.nbytes for stretch in rest), findings
+
+
+def _missing(work: Workplace, parts: int) -> tuple[int, ...]:
+    numbers = range(1, parts + 1)
+    return tuple(number for number in numbers if work.receipts.part(number) is None)
+
+
+def _published(work: Workplace, parts: int, target: Path, began: float) -> ExportReport:
+    """Complete the folder, and give it its name."""
+    plan, warnings = work.plan, [*work.plan.warnings]
+    compared = [found for n in range(1, parts + 1) if (found := work.receipts.part(n))]
+    findings = sorted({*chain.from_iterable(one.findings for one in compared)})
+    with WeightReader.of_plan(plan) as sources:
+        sources.take_compared(one.ranges for one in compared)
+        finished = finish(work, FileReader(sources), (*plan.findings, *findings))
+    with writing(work.folder):
+        drop_receipts(work.folder)
+        publish(work.folder, target, overwrite=plan.overwrite, warn=warnings.append)
+    return ExportReport.of(
+        work,
+        finished,
+        nbytes_read=sources.nbytes_read,
+        seconds=time.monotonic() - began,
+        warnings=tuple(warnings),
+    )

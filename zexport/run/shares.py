@@ -1,0 +1,138 @@
+"""Dividing a plan among workers: shares of equal bytes, cut where it costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.ranges.extents import Window
+
+_SLACK = 50
+"""A share may end at the border of a tensor that is within this part of a share's size."""
+
+
+class Share(Struct, frozen=True):
+    """Which worker it is: ``number`` of ``count``, from 1; alone, it does everything."""
+
+    number: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+class Stretch(Struct, frozen=True):
+    """What one worker writes of a file: bytes ``start`` to ``stop`` (half-open) of its tensors.
+
+    They are counted through the tensors alone, in file order, whatever lies between them.
+    ``tensors`` are these bytes' own: of one that is cut, the elements within, one after another.
+    """
+
+    file: FilePlan
+    start: int
+    stop: int
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the file, so that who writes it completes the file."""
+        return len(self.tensors) == len(self.file.tensors) and self.nbytes == self.file.data_nbytes
+
+    @property
+    def edges(self) -> frozenset[str]:
+        """The tensors that may go on in another stretch."""
+        if self.is_whole or not self.tensors:
+            return frozenset()
+        return frozenset({self.tensors[0].name, self.tensors[-1].name})
+
+    @property
+    def name(self) -> str:
+        """Its name in the unfinished folder, which no other stretch has."""
+        name = self.file.filename
+        return name if self.is_whole else f"{name}@{self.start}-{self.stop}"
+
+
+def whole(file: FilePlan) -> Stretch:
+    """A file as one stretch."""
+    return Stretch(file, 0, file.data_nbytes, file.tensors)
+
+
+def divide(files: Sequence[FilePlan], count: int) -> list[tuple[Stretch, ...]]:
+    """What each of ``count`` workers writes: everything once, in order, in shares of equal bytes.
+
+    A share ends between two tensors where a border is near, so that few tensors are written by two
+    workers, and else within one, between two elements. Pure, and the same on every machine.
+    """
+    if count == 1:
+        return [tuple(map(whole, files))]
+    ends = [*accumulate(file.data_nbytes for file in files)]
+    shares = []
+    for first, last in pairwise(_cuts(files, ends[-1] if ends else 0, count)):
+        own = []
+        for file, end in zip(files, ends, strict=True):
+            begin = end - file.data_nbytes
+            if (first < end and begin < last) or (begin == end and first <= begin < last):
+                own.append(_stretch(file, max(first - begin, 0), min(last, end) - begin))
+        shares.append(tuple(own))
+    return shares
+
+
+def _stretch(file: FilePlan, start: int, stop: int) -> Stretch:
+    """Some of a file; a tensor without bytes belongs to what follows it, if anything does."""
+    tensors, begin = [], 0
+    is_last = stop == file.data_nbytes
+    for tensor in file.tensors:
+        nbytes = tensor.nbytes
+        first, last = max(start - begin, 0), min(stop - begin, nbytes)
+        if first < last or (not nbytes and start <= begin and (begin < stop or is_last)):
+            tensors.append(_cut(tensor, first, last, nbytes))
+        begin += nbytes
+    return Stretch(file, start, stop, tuple(tensors))
+
+
+def _cut(tensor: TensorPlan, first: int, last: int, nbytes: int) -> TensorPlan:
+    """Bytes ``first`` to ``last`` of a tensor, which begin and end between two elements."""
+    if (first, last) == (0, nbytes):
+        return tensor
+    size, stored = tensor.dtype.itemsize, tensor.stored_dtype.itemsize
+    numel = (last - first) // size
+    source = Window(tensor.source, first // size * stored, numel * stored)
+    return replace(tensor, shape=(numel,), source=source, offset=tensor.offset + first)
+
+
+def _cuts(files: Iterable[FilePlan], nbytes: int, count: int) -> Iterator[int]:
+    """Where shares begin and end, in bytes of all files together; at the end all that is left."""
+    borders = _Borders(files)
+    slack = nbytes // count // _SLACK
+    yield 0
+    for number in range(1, count):
+        yield borders.nearest(nbytes * number // count, slack)
+    yield nbytes + 1
+
+
+class _Borders:
+    """Where tensors begin, in bytes of all files together; asked in ascending order."""
+
+    def __init__(self, files: Iterable[FilePlan]) -> None:
+        self._tensors = ((t.nbytes, t.dtype.itemsize) for file in files for t in file.tensors)
+        self._begin = self._end = 0
+        self._itemsize = 1
+
+    def nearest(self, place: int, slack: int) -> int:
+        """A tensor's border within ``slack`` of ``place``, else the element that lies there."""
+        while self._end <= place and (tensor := next(self._tensors, None)) is not None:
+            self._begin, (nbytes, self._itemsize) = self._end, tensor
+            self._end += nbytes
+        before, after = place - self._begin, self._end - place
+        if min(before, after) <= slack:
+            return self._begin if before <= after else self._end
+        return place - before % self._itemsize
