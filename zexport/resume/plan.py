@@ -54,8 +54,7 @@ def plan_reshard(
     """
     if options.format is not ResumeFormat.NATIVE:
         raise UsageError("--format cannot be universal yet", expected="native")
-    settled = settle(checkpoint, options)
-    settings = settled.settings
+    settings, told = settle(checkpoint, options)
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
@@ -73,13 +72,8 @@ def plan_reshard(
         allow=options.allow,
         findings=findings,
         provenance=_provenance(checkpoint, settings, dropped),
-        warnings=(
-            *checkpoint.newer,
-            *checkpoint.warnings,
-            *settled.warnings,
-            *_told(state, dropped),
-        ),
-        notes=(settled.note, *checkpoint.notes),
+        warnings=(*checkpoint.newer, *checkpoint.warnings, *told, *_told(state, dropped)),
+        notes=checkpoint.notes,
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,

@@ -50,15 +50,6 @@ class TargetSettings(Struct, frozen=True):
             found["sub_group_size"] = self.sub_group_size
         return {**config, "zero_optimization": found}
 
-    def words(self) -> str:
-        """What a run must have to load it, in words."""
-        if self.is_bf16_optimizer:
-            return "ZeRO-1 with BF16_Optimizer (grad_accum_dtype fp32)"
-        if self.stage == ZERO3:
-            return f"ZeRO-3 with a sub_group_size of {self.sub_group_size:,}"
-        order = "with" if self.is_dealt_out else "without"
-        return f"ZeRO-{self.stage} {order} round_robin_gradients"
-
 
 class _Config:
     """A configuration whose ``auto`` and, if it is the source's own, missing values are known."""
@@ -85,16 +76,10 @@ def _at(config: object, keys: tuple[str, ...]) -> object:
     return config
 
 
-class Settled(Struct, frozen=True):
-    """The settings of a target, what should be known of them, and where they are from."""
-
-    settings: TargetSettings
-    warnings: tuple[str, ...]
-    note: str
-
-
-def settle(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> Settled:
-    """The settings of the target.
+def settle(
+    checkpoint: ZeroCheckpoint, options: ReshardOptions
+) -> tuple[TargetSettings, tuple[str, ...]]:
+    """The settings of the target, and what should be known of them.
 
     Raises:
         UsageError: the world size or stage is none, or the configuration cannot be read.
@@ -118,9 +103,7 @@ def settle(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> Settled:
         is_bf16=is_bf16,
         is_bf16_optimizer=is_bf16_optimizer,
     )
-    origin = "--ds-config" if options.ds_config else "the configuration in the checkpoint's files"
-    note = f"laid out for {settings.words()}, by {origin}"
-    return Settled(settings, tuple(_told(config, settings)), note)
+    return settings, tuple(_told(config, settings))
 
 
 def _source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
