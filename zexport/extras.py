@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+
+from zexport.store.folders import matching
 
 _FROM, _WHERE = ".", "in a clone of zexport"
 """What pip installs; its name, and anywhere, once it is published."""
@@ -24,8 +27,22 @@ def to_install_apart(extra: str) -> str:
     return f"Type uv tool install '{_FROM}[{extra}]', or pipx install '{_FROM}[{extra}]', {_WHERE}"
 
 
+@cache
 def installed(package: str) -> str | None:
-    """The version of an installed package; nothing is imported."""
+    """The version of an installed package; nothing of it is imported.
+
+    The name of the folder with its metadata tells it, which lies beside the package. Else, as where
+    a package runs from its sources, Python's own module is asked, which takes a tenth of an export.
+
+    Source: packaging.python.org, "Recording installed projects" (``{name}-{version}.dist-info``).
+    """
+    found = find_spec(package)
+    for place in (found and found.submodule_search_locations) or ():
+        beside = matching(Path(place).parent, f"{package}-*.dist-info")
+        if len(beside) == 1:
+            return beside[0].stem.removeprefix(f"{package}-")
+    import importlib.metadata  # noqa: PLC0415 - see above
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
+
+from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import (
@@ -22,8 +23,7 @@ from zexport.formats.pickle_machine import Machine
 MAX_PICKLE_NBYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Pickle:
+class Pickle(Struct, frozen=True):
     """One pickle: its value, the byte after it, and what it mentions.
 
     The value is of plain Python values and the classes of ``zexport.formats.inert``; it may be

@@ -14,12 +14,13 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from itertools import repeat
 from operator import le
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ExcessError, StorageRef
@@ -72,8 +73,7 @@ def opened(path: Path) -> Iterator[FileIO]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """What the central directory says of a record, and the first byte that is not its own.
 
     A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
