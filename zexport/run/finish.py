@@ -54,6 +54,7 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     begun = work.receipts.need_begun()
     files = dict(begun.side_files)
     tensors: dict[str, TensorEntry] = {}
+    found = [*findings]
     stretches = [one for share in divide(plan.shards, begun.parts) for one in share]
     for filename, own in groupby(stretches, lambda one: one.file.filename):
         file, receipt = _whole_file(work, [*own])
@@ -65,7 +66,8 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
         }
         for tensor in file.tensors if receipt.remarkable else ():
             if (seen := receipt.remarkable.get(tensor.name)) is not None:
-                findings += tuple(_findings(tensor, seen, plan.allow))
+                found += _findings(tensor, seen, plan.allow)
+    findings = tuple(found)
     manifest = new_manifest(
         provenance=plan.provenance,
         sources=source_entries(plan, reader.finish()),
