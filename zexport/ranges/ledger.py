@@ -16,6 +16,9 @@ from zexport.ranges.extents import Member
 Range: TypeAlias = tuple[int, int, int]
 """First byte of a file, first byte beyond, and the CRC-32 of what lies between."""
 
+_NEW_MIN = 64
+"""Ranges that are noted before they are put in order: few, as there may be a thousand files."""
+
 
 class Ledger:
     """What was read of some files: a ledger for each, made when its first byte is entered."""
@@ -24,10 +27,6 @@ class Ledger:
         self._members = members
         self._files: dict[Path, FileLedger] = {}
         self._lock = Lock()
-
-    def enter(self, path: Path, offset: int, data: memoryview) -> None:
-        """Note bytes of a file."""
-        (self._files.get(path) or self.of(path)).enter(offset, data)
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Note what another ledger noted of the same files."""
@@ -49,32 +48,41 @@ class Ledger:
 
     def of(self, path: Path) -> FileLedger:
         """The ledger of one file."""
-        found = self._files.get(path)
-        if found is None:
+        try:
+            return self._files[path]
+        except KeyError:
             with self._lock:
-                found = self._files.setdefault(path, FileLedger(self._members.get(path, ())))
-        return found
+                return self._files.setdefault(path, FileLedger(self._members.get(path, ())))
 
 
 class FileLedger:
-    """The CRC-32 of what was read of one file's records, in as few intervals as possible."""
+    """The CRC-32 of what was read of one file's records, in as few ranges as possible.
+
+    A range that overlaps an earlier one is not kept: what it alone covers stays a gap, to be read
+    again when the rest is known. It errs towards reading twice, never towards trusting a byte
+    unseen.
+    """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._offsets = [member.offset for member in members]
-        self._intervals: dict[Member, _Intervals] = {}
+        self._begins = frozenset(self._offsets)
+        self._bounds = 0, 0  # of the record that was read last
+        self._new: list[Range] = []
+        self._ranges: list[Range] = []
         self._taken: set[Member] = set()
-        self._last = _Intervals(0)
         self._lock = Lock()
 
     def enter(self, offset: int, data: memoryview) -> None:
         """Note bytes of the file; those outside every record are passed over."""
-        with self._lock:  # most ranges go on where the last one ended
-            if self._last.goes_on(offset, data):
-                return
-        for member, first, last in self._within(offset, offset + data.nbytes):
-            crc = isal_zlib.crc32(data[first - offset : last - offset])
-            self._add(member, first, last, crc)
+        stop = offset + data.nbytes
+        begin, end = self._bounds
+        if begin <= offset < stop <= end:  # as most ranges do
+            self._add((offset, stop, isal_zlib.crc32(data)))
+            return
+        for member, first, last in self._within(offset, stop):
+            self._bounds = member.offset, member.offset + member.nbytes
+            self._add((first, last, isal_zlib.crc32(data[first - offset : last - offset])))
 
     def take(self, ranges: Iterable[Range]) -> None:
         """Note ranges whose CRC-32 is known; one that is not of a single record is passed over."""
@@ -82,24 +90,20 @@ class FileLedger:
 
     def add(self, ranges: Iterable[Range]) -> set[Member]:
         """The same, of ranges that count for nothing but the proof; the records they are of."""
-        found = set()
-        for start, stop, crc in ranges:
-            for member, first, last in self._within(start, stop):
-                if (first, last) == (start, stop):
-                    found.add(member)
-                    self._add(member, start, stop, crc)
-        return found
+        found = {
+            (start, stop, crc): member
+            for start, stop, crc in ranges
+            for member, first, last in self._within(start, stop)
+            if (first, last) == (start, stop)
+        }
+        self.ranges()  # what is noted already stays
+        with self._lock:
+            self._new += found
+        return set(found.values())
 
-    def _within(self, start: int, stop: int) -> Iterable[tuple[Member, int, int]]:
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
         """The records that a range reaches into, and what of it lies in each."""
         index = max(bisect_right(self._offsets, start) - 1, 0)
-        if index < len(self._members):  # most ranges lie in one record
-            member = self._members[index]
-            if member.offset <= start < stop <= member.offset + member.nbytes:
-                return ((member, start, stop),)
-        return self._reached(index, start, stop)
-
-    def _reached(self, index: int, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
         while index < len(self._members) and self._members[index].offset < stop:
             member = self._members[index]
             first = max(start, member.offset)
@@ -108,34 +112,59 @@ class FileLedger:
                 yield member, first, last
             index += 1
 
-    def _add(self, member: Member, first: int, last: int, crc: int) -> None:
+    def _add(self, found: Range) -> None:
         with self._lock:
-            found = self._intervals.get(member)
-            if found is None:
-                found = self._intervals[member] = _Intervals(member.offset + member.nbytes)
-            found.add(first, last, crc)
-            self._last = found
+            self._new.append(found)
+            if len(self._new) >= max(_NEW_MIN, len(self._ranges)):
+                self._settle()
 
     def ranges(self) -> list[Range]:
         """Everything noted, by ascending offset; no range reaches into two records."""
-        return [found for member in self.touched() for found in self._intervals[member].ranges()]
+        with self._lock:
+            if self._new:
+                self._settle()
+            return self._ranges
+
+    def _settle(self) -> None:
+        """Put what is new among the rest, where there is room; neighbours become one range."""
+        free = [one for one in self._new if self._is_free(one)]
+        kept: list[Range] = []
+        at, end, crc = -1, -1, 0
+        for start, stop, own in sorted(self._ranges + free):
+            if start == end and start not in self._begins:
+                end, crc = stop, isal_zlib.crc32_combine(crc, own, stop - start)
+            elif start >= end:
+                kept.append((at, end, crc))
+                at, end, crc = start, stop, own
+        self._ranges, self._new = [*kept[1:], (at, end, crc)], []
+
+    def _is_free(self, found: Range) -> bool:
+        """Whether none of the ranges in place overlaps it."""
+        at = bisect_left(self._ranges, (found[1],))
+        return not at or self._ranges[at - 1][1] <= found[0]
 
     def touched(self) -> list[Member]:
         """The records of which a byte was read, by ascending offset."""
-        return sorted(self._intervals, key=lambda member: member.offset)
+        reached = (self._within(start, stop) for start, stop, _ in self.ranges())
+        return list(dict.fromkeys(member for found in reached for member, _, _ in found))
 
     def gaps(self, member: Member, limit: int) -> Iterator[tuple[int, int]]:
         """The ranges of a record that were not read, none longer than ``limit``."""
-        spans = self._intervals[member].ranges()
+        spans = self._of(member)
         edges = [member.offset, *(edge for first, last, _ in spans for edge in (first, last))]
         edges.append(member.offset + member.nbytes)
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             for begin in range(start, stop, limit):
                 yield begin, min(begin + limit, stop)
 
+    def _of(self, member: Member) -> list[Range]:
+        ranges = self.ranges()
+        first = bisect_left(ranges, (member.offset,))
+        return ranges[first : bisect_left(ranges, (member.offset + member.nbytes,))]
+
     def crc(self, member: Member) -> int:
         """The CRC-32 of a record; right once it has no gaps."""
-        return self._intervals[member].crc()
+        return self._of(member)[0][2]
 
     def digest(self) -> str | None:
         """BLAKE3 over a line ``name offset nbytes crc32`` for each record taken, by offset.
@@ -151,55 +180,3 @@ class FileLedger:
             line = f"{member.name} {member.offset} {member.nbytes} {self.crc(member):08x}\n"
             digest.update(line.encode(errors="backslashreplace"))  # names are what files say
         return digest.hexdigest()
-
-
-class _Intervals:
-    """Disjoint half-open ranges and the CRC-32 of each; neighbours are merged.
-
-    A range that overlaps an earlier one is not entered: what it alone covers stays a gap, to be
-    read again when the rest is known. It errs towards reading twice, never towards trusting a byte
-    unseen.
-    """
-
-    def __init__(self, end: int) -> None:
-        self._end = end
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self._crcs: list[int] = []
-
-    def goes_on(self, start: int, data: memoryview) -> bool:
-        """Whether bytes follow the last range within the record; then they are entered."""
-        if not self._stops or self._stops[-1] != start or start + data.nbytes > self._end:
-            return False
-        self._crcs[-1] = isal_zlib.crc32(data, self._crcs[-1])
-        self._stops[-1] = start + data.nbytes
-        return True
-
-    def add(self, start: int, stop: int, crc: int) -> None:
-        if self._stops and self._stops[-1] == start:  # read in order, as most are
-            self._crcs[-1] = isal_zlib.crc32_combine(self._crcs[-1], crc, stop - start)
-            self._stops[-1] = stop
-            return
-        at = bisect_left(self._starts, start)
-        if at < len(self._starts) and self._starts[at] < stop:
-            return
-        if at > 0 and self._stops[at - 1] > start:
-            return
-        if at < len(self._starts) and self._starts[at] == stop:
-            crc = isal_zlib.crc32_combine(crc, self._crcs[at], self._stops[at] - stop)
-            stop = self._stops[at]
-            del self._starts[at], self._stops[at], self._crcs[at]
-        if at > 0 and self._stops[at - 1] == start:
-            self._crcs[at - 1] = isal_zlib.crc32_combine(self._crcs[at - 1], crc, stop - start)
-            self._stops[at - 1] = stop
-            return
-        self._starts.insert(at, start)
-        self._stops.insert(at, stop)
-        self._crcs.insert(at, crc)
-
-    def ranges(self) -> list[Range]:
-        return list(zip(self._starts, self._stops, self._crcs, strict=True))
-
-    def crc(self) -> int:
-        """CRC-32 of the first range, the only one once there are no gaps."""
-        return self._crcs[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from threading import Lock
@@ -118,7 +119,7 @@ class SourceReader:
                 Calculator(again, self._kept).fill(extent.of, extent.offset, part)
             else:
                 self._read(extent.path, extent.offset, part)
-                noted.enter(extent.path, extent.offset, part)
+                noted.of(extent.path).enter(extent.offset, part)
                 nbytes_read += extent.nbytes
             filled += extent.nbytes
         with self._lock:
@@ -144,15 +145,15 @@ class SourceReader:
             seen.take(self._ledger.ranges())
         for path, own in self._ledger.files():
             ledger = own if seen is None else seen.of(path)
-            for member in own.touched():
-                gaps = list(ledger.gaps(member, buffer.nbytes))
-                if seen is not None and sum(b - a for a, b in gaps) > buffer.nbytes:
-                    continue
-                for start, stop in gaps:
-                    part = buffer[: stop - start]
-                    self._read(path, start, part)
-                    self._nbytes_read += part.nbytes
-                    ledger.enter(start, part)
+            gaps = {member: [*ledger.gaps(member, buffer.nbytes)] for member in own.touched()}
+            if seen is not None:
+                gaps = {m: g for m, g in gaps.items() if sum(b - a for a, b in g) <= buffer.nbytes}
+            for start, stop in chain.from_iterable(gaps.values()):
+                part = buffer[: stop - start]
+                self._read(path, start, part)
+                self._nbytes_read += part.nbytes
+                ledger.enter(start, part)
+            for member in gaps:
                 _compare(path, member, ledger.crc(member))
         self._open.check_unchanged()
         digests = ((path, ledger.digest()) for path, ledger in self._ledger.files())
@@ -218,8 +219,8 @@ class _OpenFiles:
 
     def take(self, path: Path) -> InputFile:
         """A file, which stays open until it is given back."""
-        if self._all_fit and path in self._opened_files:
-            return self._opened_files[path]
+        if self._all_fit and (open_file := self._opened_files.get(path)) is not None:
+            return open_file
         with self._lock:
             file = self._opened_files.get(path)
             if file is None:
