@@ -202,7 +202,7 @@ class ExportPlan:
         out_dir: the folder that will appear.
         origin: the checkpoint that it is made from.
         form: what it is made as.
-        shards: the safetensors files, in order.
+        shards: the files of tensors, in order.
         side_files: everything else but the manifest.
         sources: the checkpoint files that are read, each once.
         replicas: second copies that must agree with what is exported; compared before any byte is

@@ -45,8 +45,8 @@ class FileEntry(Struct, frozen=True):
 
     Attributes:
         nbytes: its size.
-        blake3: digest of its bytes; that of a shard is made of its header and of its tensors'
-            digests, which stand for every byte of it.
+        blake3: digest of its bytes; that of a file of tensors is made of all that is no tensor's
+            (such as a header) and of its tensors' digests, which stand for every byte of it.
     """
 
     nbytes: Natural
