@@ -152,8 +152,8 @@ def verify_export(
 
 def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str, ...]:
     """The files that were held against nothing but the manifest."""
-    made_again = set() if plan is None else {shard.filename for shard in plan.shards}
-    return tuple(sorted(manifest.files.keys() - made_again))
+    of_tensors = () if plan is None else _holding_tensors(manifest)
+    return tuple(sorted(manifest.files.keys() - {*of_tensors}))
 
 
 class _Teller:
