@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.errors import CheckpointError, OutputError, UnsafeError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
@@ -347,3 +348,23 @@ def test_overwriting_the_folder_that_a_tokenizer_comes_from_is_refused(
     with pytest.raises(OutputError, match="would be mixed"):
         zexport.consolidate(run, base, _options(base=base, overwrite=True))
     assert [path.name for path in base.iterdir()] == ["generation_config.json"]
+
+
+def test_a_link_beside_a_checkpoint_is_a_second_name_of_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(small_model(), Run(), run / "checkpoint-4")
+    (run / "last").symlink_to("checkpoint-4")
+    for checkpoint, tag in ((run, None), (run / "last", None), (run, "last"), (run, "newest")):
+        assert open_checkpoint(checkpoint, tag=tag).location.tag == "global_step2"
+
+
+def test_a_folder_elsewhere_that_a_link_leads_to_is_to_be_given_itself(tmp_path: Path) -> None:
+    real = save(small_model(), Run(), tmp_path / "disk" / "checkpoint-4")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoint-4").symlink_to(real)
+    with pytest.raises(UnsafeError) as caught:
+        open_checkpoint(run)
+    assert f"Give {real} itself" in str(caught.value)
+    for given in (real, run / "checkpoint-4"):
+        assert open_checkpoint(given).location.tag == "global_step2"

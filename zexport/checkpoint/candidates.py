@@ -19,7 +19,7 @@ from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
-from zexport.store.folders import child_folders, children, is_folder, matching
+from zexport.store.folders import child_folders, children, is_folder, is_link, matching, real
 
 READ_MAX = 16
 """So many checkpoints are looked into for their step; among the others, names decide."""
@@ -89,16 +89,25 @@ def list_tags(folder: Path) -> tuple[str, ...]:
 
 
 def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
-    """Names of the wanted folders in ``folder``; one that may not be read is none of them."""
+    """Names of the wanted folders in ``folder``; one that may not be read is none of them.
+
+    Nor is a link to another of them, which is a second name.
+    """
 
     def is_readable_and_wanted(child: Path) -> bool:
         try:
-            return is_wanted(child)
+            return is_wanted(child) and beside(child) is None
         except PermissionError:  # such as lost+found, where a disk holds the checkpoints
             return False
 
     names = (child.name for child, _ in child_folders(folder) if is_readable_and_wanted(child))
     return tuple(sorted(names, key=_by_number))
+
+
+def beside(path: Path) -> str | None:
+    """The name that a link leads to beside itself; none for anything else."""
+    target = real(path) if is_link(path) else None
+    return target.name if target is not None and target.parent == real(path.parent) else None
 
 
 def is_tag_dir(path: Path) -> bool:

@@ -15,6 +15,7 @@ from zexport.checkpoint.candidates import (
     Candidate,
     are_of_one_run,
     are_tied,
+    beside,
     is_tag_dir,
     list_ages,
     list_candidates,
@@ -200,6 +201,7 @@ def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
 def _named(path: Path, tag: str, boundary: Boundary) -> Location:
     """The tag of that name, or what is meant in the checkpoint of that name, below ``path``."""
     check_child_name(tag, path / tag, UsageError)
+    tag = beside(path / tag) or tag
     if is_tag_dir(path / tag):
         return location_of(path, tag, TagChoice.OPTION, boundary)
     runs = list_run_checkpoints(path)

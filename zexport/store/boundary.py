@@ -51,12 +51,16 @@ class Boundary(Struct, frozen=True):
     def check(self, path: Path) -> None:
         """Refuse a path that leads outside."""
         if not self.holds(path):
+            link = next((one for one in (path, *path.parents) if one.is_symlink()), path)
+            put = "Put the file itself there"
+            if link.is_dir():  # a path that the user gives may lead anywhere
+                put = f"Give {os.path.realpath(link)} itself"
             raise UnsafeError(
                 "is a link that leads outside the folder it lies in",
                 path=path,
                 found=os.path.realpath(path),
                 expected=f"something within {self.folders[0]}",
-                hint="Put the file itself there, or pass --follow-symlinks if you trust the link",
+                hint=f"{put}, or pass --follow-symlinks if you trust the link",
             )
 
     def check_tree(self, folder: Path) -> None:
