@@ -62,6 +62,19 @@ def test_files_of_other_groups_are_surplus_to_a_whole_one(tmp_path: Path) -> Non
     assert problem.expected == "2, ranks 0-1"
 
 
+def test_files_of_a_larger_save_are_surplus_to_a_whole_one_and_nothing_more(
+    tmp_path: Path,
+) -> None:
+    root = save(small_model(), Run(world_size=2), tmp_path / "two") / "global_step2"
+    other = save(small_model(), Run(world_size=3), tmp_path / "three") / "global_step2"
+    for path in other.glob("*rank_2_*"):
+        shutil.copy(path, root)
+    problem = _problem(root.parent)
+    assert "rank 2, beyond its world size" in problem.problem
+    next(root.glob("*rank_2_*optim*")).unlink()
+    assert "rank 2, beyond its world size" in _problem(root.parent).problem
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_rank_0s_model_file_is_needed(stage: int, tmp_path: Path) -> None:
     root = save(small_model(), Run(stage=stage), tmp_path / "ckpt")
@@ -78,7 +91,7 @@ def test_files_of_a_larger_world_are_surplus(zero2: Path, tmp_path: Path) -> Non
         name = f"global_step2/{_OPTIMIZER.format(rank)}"
         shutil.copy(larger / name, zero2 / name)
     problem = _problem(zero2)
-    assert "optimizer files of ranks 2-3" in problem.problem
+    assert "files of ranks 2-3" in problem.problem
     assert problem.finding is FindingKind.STRAY_FILES
 
 

@@ -115,9 +115,10 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     if 0 in missing_model:
         mp_rank = files[0].mp_rank if files else 0
         problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
-    problems += _surplus(tag_dir, named, world_size)
-    own = {r: s for r, s in optimizer.items() if world_size is None or r < world_size}
-    problems += disagreements(tag_dir, model, own)
+    problems += _surplus(tag_dir, named | (model_named if is_zero3 else set()), world_size)
+    within = range(WORLD_SIZE_MAX if world_size is None else world_size)
+    own = {r: s for r, s in optimizer.items() if r in within}
+    problems += disagreements(tag_dir, {r: s for r, s in model.items() if r in within}, own)
     return RankStates(
         model, optimizer, is_zero3, world_size, missing, missing_model, tuple(problems)
     )
@@ -259,9 +260,9 @@ def _surplus(tag_dir: Path, named: set[int], world_size: int | None) -> Iterable
     surplus = sorted(rank for rank in named if world_size is not None and rank >= world_size)
     if surplus:
         yield DamagedCheckpointError(
-            f"has optimizer files of {name_ranks(surplus)}, beyond its world size",
+            f"has files of {name_ranks(surplus)}, beyond its world size",
             path=tag_dir,
-            found=f"{len(named)} optimizer files",
+            found=f"files of {len(named)} ranks",
             expected=f"{world_size}, ranks 0-{(world_size or 1) - 1}",
             hint="Remove what another save left here",
             finding=FindingKind.STRAY_FILES,
