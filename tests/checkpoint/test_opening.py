@@ -99,7 +99,7 @@ def test_a_checkpoint_whose_files_changed_just_now_may_still_be_being_written(
         for path in zero2.glob("*/*"):
             os.utime(path, (seconds, seconds))
         (problem,) = open_checkpoint(zero2).problems
-        assert ("may still be being" in str(problem)) is is_told
+        assert ("still being saved or copied, wait" in str(problem)) is is_told
 
 
 @pytest.mark.parametrize(("recorded", "count"), [(2, 0), (4, 1), ("2", 0)])

@@ -22,7 +22,9 @@ def unless_unfinished(
 ) -> Iterator[ZexportError]:
     """The problems; that files are missing, or are not whole ones, may be a save that is going on.
 
-    The clock of a storage may be ahead of this machine's.
+    So may a copy that is; and files that were copied, whole or not, look the same (``latest`` tells
+    nothing: rank 0 writes it before the other ranks are done). The clock of a storage may be ahead
+    of this machine's.
     """
     times = {file.path: version(file.path).mtime_ns / 1e9 for file in files} if problems else {}
     is_recent = bool(times) and abs(now() - max(times.values())) < _RECENT_SECONDS
@@ -34,8 +36,8 @@ def unless_unfinished(
                 path=problem.path,
                 found=problem.found,
                 expected=problem.expected,
-                hint=f"{problem.hint}, or wait: files changed in the last minutes, so it may still "
-                "be being written",
+                hint=f"{problem.hint}; if it is still being saved or copied, wait: files "
+                "changed in the last minutes",
             )
         else:
             yield problem
