@@ -200,8 +200,12 @@ def test_values_too_large_for_float16_are_a_conversion_error(tmp_path: Path) -> 
         ),
         (each(QUERY, torch.rand_like), f"Cannot tell: nothing in common ({QUERY})"),
         (each("mlp", torch.rand_like), "Cannot tell: nothing in common ("),
+        (
+            each(QUERY, lambda t: t + 2 * t.std() * torch.randn_like(t)),
+            "Cannot tell: little in common (cosine 0.",
+        ),
     ],
-    ids=["no norm", "renamed", "one other", "many others"],
+    ids=["no norm", "renamed", "one other", "many others", "a noisy one"],
 )
 def test_what_no_one_explanation_covers_is_not_concluded(
     damage: Damage, words: str, pair: Path, tmp_path: Path

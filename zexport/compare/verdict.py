@@ -20,6 +20,8 @@ from zexport.compare.tensor import Kind, Outcome, TensorDiff
 from zexport.printable import some
 
 _NAMED = 3
+_COSINE_LITTLE_MIN = 0.1
+"""Below this a cosine of two matrices is chance."""
 _LIMIT = re.compile(r"\.\d+\.")
 
 
@@ -77,8 +79,9 @@ def judge(
     if 2 * sum(map(_numel, unrelated)) > sum(map(_numel, compared)):
         return Verdict(
             Cause.OTHER_MODEL,
-            f"Cannot tell: {_count(unrelated)} of {len(compared):,} have nothing in common, as of "
-            "two models that do not come from one another, or of one trained from its beginning",
+            f"Cannot tell: {_count(unrelated)} of {len(compared):,} have little or nothing in "
+            "common, as of two models that do not come from one another, or of one trained from "
+            "its beginning",
         )
     if unknown:
         kinds = seen([*unknown, *errors], _NAMED)
@@ -107,11 +110,15 @@ def seen(tensors: Iterable[TensorDiff], named: int) -> str:
 def words(tensor: TensorDiff) -> str:
     """What is seen of one tensor."""
     values = tensor.values
+    cosine = (values and values.cosine) or 0.0
     return _WORDS[tensor.kind].format(
         side="" if tensor.side is None else tensor.side.value.upper(),
         rounding=tensor.rounding,
         factor=(values and values.factor) or 0.0,
         shift=(values and values.shift) or 0.0,
+        common="nothing in common"
+        if abs(cosine) < _COSINE_LITTLE_MIN
+        else f"little in common (cosine {cosine:.1f})",
     )
 
 
@@ -128,7 +135,7 @@ _WORDS = {
     Kind.TRANSPOSED: "transposed",
     Kind.COARSE: "few different numbers in {side} alone, as after quantization",
     Kind.NOT_FINITE: "NaN or Inf on one side alone",
-    Kind.UNRELATED: "nothing in common",
+    Kind.UNRELATED: "{common}",
     Kind.RESHAPED: "of another shape",
     Kind.RENAMED: "under another name on the other side",
     Kind.MISSING: "in {side} alone",
