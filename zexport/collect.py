@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from msgspec import Struct, field, structs
@@ -16,6 +16,7 @@ from zexport.adapters.merging import (
     weights_of_base,
     with_saved,
 )
+from zexport.adapters.peft_format import ADAPTER_CONFIG
 from zexport.adapters.saved_beside import SavedBeside, adapter_copies, saved_beside
 from zexport.adapters.stated import adapter_statements
 from zexport.adapters.updates import BaseModel
@@ -23,20 +24,28 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
 from zexport.errors import raise_all
 from zexport.facts.statements import Statement, judge
-from zexport.facts.table import Fact
+from zexport.facts.table import OF_BASE, Fact
 from zexport.findings import Finding
+from zexport.model.agreement import file_facts, model_facts
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import config_statements, label_statements, type_statements
+from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
-from zexport.model.hub_cache import model_folder
+from zexport.model.hub_cache import hub_id_of, model_folder
 from zexport.model.names import Learner, NamesClient
-from zexport.model.sidecars import TOKENIZER, Sidecars, find_sidecars, spoilt_files
-from zexport.model.special_tokens import added_statements, end_statements
+from zexport.model.sidecars import (
+    GENERATION_CONFIG,
+    README,
+    TOKENIZER,
+    Sidecars,
+    find_sidecars,
+    spoilt_files,
+)
 from zexport.model.tokens import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.copies import CastReplica
+from zexport.ranges.dtypes import DType
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
 from zexport.weights.base import (
     Base,
@@ -118,10 +127,10 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
             gathered=gathered_copies(checkpoint, beside),
             spoilt=tuple(spoilt),
             tokens=token_numbers(sidecars.copied),
-            statements=(*sidecars.templates, *added_statements(sidecars.copied)),
+            statements=tuple(weights.rename_statements(options.renames)),
             warnings=told,
         )
-        found = _stated_by_configs(_with_adapters(found))
+        found = _stated_by_configs(_stated_by_files(_with_adapters(found)))
         if found.mode is AdapterMode.KEEP:
             adapter, unknown = found.adapters[0], NamesUnknown("not asked")
             return _held_against_base(found, unknown, weights_of_base(found.weights), adapter)
@@ -138,6 +147,27 @@ def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
         return structs.replace(found, warnings=(*found.warnings, unasked))
 
 
+def _stated_by_files(found: Collected) -> Collected:
+    """The same with what the files state that the export has, and those of other folders."""
+    sidecars = found.sidecars
+    named = {
+        f"{one.folder}{ADAPTER_CONFIG}": one.config.text("base_model_name_or_path")
+        for one in found.adapters
+    }
+    not_written = {AdapterMode.KEEP: GENERATION_CONFIG, AdapterMode.MERGE: README, None: ""}
+    left = not_written.get(found.mode)
+    copied = {name: path for name, path in sidecars.copied.items() if name != left}
+    sidecars = structs.replace(sidecars, copied=copied)
+    if found.mode is AdapterMode.KEEP:  # whose folder has nothing of the model itself
+        sidecars = structs.replace(sidecars, config=None)
+    else:
+        content = {} if sidecars.config is None else sidecars.config.content
+        named["config.json"] = str(content.get("_name_or_path") or "")
+        named["--base"] = (sidecars.base and hub_id_of(sidecars.base)) or ""
+    stated = file_facts(sidecars, named)
+    return structs.replace(found, statements=(*found.statements, *stated))
+
+
 def _stated_by_configs(found: Collected) -> Collected:
     """The same with what the config beside the checkpoint and the base's both say, if both are.
 
@@ -147,7 +177,7 @@ def _stated_by_configs(found: Collected) -> Collected:
     if own is None or base is None or own.path == base.path:
         return found
     is_written = found.mode is not AdapterMode.KEEP
-    stated = [s for s in config_statements(own, base) if is_written or s.fact is Fact.BASE_CONFIG]
+    stated = [s for s in config_statements(own, base) if is_written or s.fact in OF_BASE]
     return structs.replace(found, statements=(*found.statements, *stated))
 
 
@@ -218,7 +248,7 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     lacking = base.tensors.keys() - merged.shapes.keys()
     rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
     note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
-    copied = {name: path for name, path in found.sidecars.copied.items() if name != "README.md"}
+    copied = {name: path for name, path in found.sidecars.copied.items() if name != README}
     return structs.replace(
         found,
         checkpoint=replace(
@@ -229,10 +259,17 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
         base_tokens=_tokens_of_base(found),
+        statements=(*found.statements, *_dtype_statements(dtype, checkpoint.cast_dtype)),
         warnings=(*found.warnings, *(saved.warnings if saved is not None else ())),
         notes=(*found.notes, note, *(saved.notes if saved is not None else ())),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
+
+
+def _dtype_statements(taken: DType | None, cast: DType | None) -> Iterator[Statement]:
+    """The element type that a base is taken in, and that of the training."""
+    for by, dtype in {"--base-dtype": taken, "DeepSpeed's configuration": cast}.items():
+        yield Statement(Fact.BASE_DTYPE, dtype and dtype.torch_name, by)
 
 
 def _tokens_of_base(found: Collected) -> tuple[TokenNumber, ...]:
@@ -253,9 +290,11 @@ def _held_against_base(
         named=_named_base(adapter) if adapter is not None else None,
         location=found.checkpoint.location,
     )
+    facts = {Fact.BASE_ROPE: Fact.LONGER_TEXTS} if same.agrees else {}
+    stated = (structs.replace(s, fact=facts.get(s.fact, s.fact)) for s in found.statements)
     return structs.replace(
         found,
-        statements=(*found.statements, *same.statements),
+        statements=(*stated, *same.statements),
         nbytes_compared=found.nbytes_compared + same.nbytes_read,
     )
 
@@ -287,14 +326,12 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     )
     if found.mode is None:
         found = _held_against_base(found, names, model.weights, None)
-    typed = type_statements(model.config, names) if isinstance(names, ModelNames) else ()
-    ends = end_statements(found.sidecars.copied, model.config)
-    labels = label_statements(model.config)
+    stated = model_facts(found.sidecars, model.config, names)
     ties = _compared_ties(found)
     return structs.replace(
         found,
         ties=ties,
-        statements=(*found.statements, *typed, *ends, *labels),
+        statements=(*found.statements, *stated),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
 

@@ -92,7 +92,9 @@ def _judge(found: Collected, selection: Selection) -> Judgement:
         found.checkpoint.location.tag_dir,
         chosen=found.base.path,
         allow=found.options.allow,
-        harmless=frozenset() if gives_weights else {FindingKind.BASE_MISMATCH},
+        harmless={}
+        if gives_weights
+        else {FindingKind.BASE_MISMATCH: "no weight of it is in the export"},
     )
     raise_all(judged.refused, found.checkpoint.location.tag_dir)
     return judged

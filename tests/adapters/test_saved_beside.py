@@ -144,7 +144,8 @@ def test_the_file_of_another_step_is_not_taken(tmp_path: Path, check: CheckMode)
     assert any("of another step or run" in warning for warning in report.warnings)
     with pytest.raises(FrozenLeftOutError, match="an adapter that is not its own"):
         merge(trained, tmp_path / "merged")
-    merge(trained, tmp_path / "merged", exclude_frozen=True)
+    told = merge(trained, tmp_path / "merged", exclude_frozen=True)
+    assert any("this is no whole model: leave that option out" in warning for warning in told)
 
 
 def test_weights_of_the_bases_shape_are_then_the_bases(tmp_path: Path) -> None:

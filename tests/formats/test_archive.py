@@ -27,7 +27,7 @@ from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.files import Version
+from zexport.store.files import LFS_POINTER, Version
 
 VALUE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5, dtype=torch.int16), "n": 7}
 
@@ -335,6 +335,7 @@ def test_a_compressed_pickle_that_is_shorter_than_declared_is_damage(saved: Path
     [
         (b"", "is empty"),
         (b"hello, I am text\n", r"is not a file that torch\.save wrote"),
+        (LFS_POINTER + b"v1\noid sha256:0\n", "is a git-lfs pointer"),
         (bytes(4096), r"is not a file that torch\.save wrote"),
         (b"PK\x03\x04 and no more", "it ends early"),
         (pickle.dumps({"a": 1}), r"not one that torch\.save wrote"),

@@ -10,6 +10,7 @@ import pytest
 from tests.support.checkpoints import Run, save, small_model
 from zexport import consolidate
 from zexport.facts.statements import Judgement, judge
+from zexport.model.chat_template import template_statements
 from zexport.model.sidecars import find_sidecars
 
 ONE, OTHER = "{% for m in messages %}{{ m.content }}{% endfor %}", "{{ messages }}"
@@ -28,7 +29,7 @@ def put(folder: Path, *, jinja: str = "", config: object = None, vocabulary: boo
 
 
 def told(root: Path, base: Path | None = None) -> Judgement:
-    return judge(find_sidecars(root, base).templates, root)
+    return judge(template_statements(find_sidecars(root, base)), root)
 
 
 def test_a_template_in_the_folder_above_is_not_lost_unsaid(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def labels(id2label: object, label2id: object) -> list[str]:
     return judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
 
 
+def test_a_name_of_two_classes_and_another_number_of_them_are_told() -> None:
+    (warning,) = labels({"0": "a", "1": "a"}, None)
+    assert "class 'a' 0 in id2label, 0; 1 in id2label, 1" in warning
+    content = {"id2label": NAMES, "num_labels": 5}
+    (warning,) = judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
+    assert "the number of classes, 2 in id2label; 5 in num_labels" in warning
+
+
 def test_a_class_with_two_names_is_told() -> None:
     (warning,) = labels(NAMES, {"no": 1, "yes": 0})
     assert "class 0 no in id2label; yes in label2id" in warning
@@ -100,5 +108,5 @@ def test_an_export_tells_of_both(tmp_path: Path) -> None:
     swapped = {"label2id": {"no": 1, "yes": 0}}
     (root / "config.json").write_text(json.dumps(content | swapped))
     report = consolidate(root, tmp_path / "out", ExportOptions(base=base))
-    assert any("gives a class two names" in told for told in report.warnings)
+    assert any("contradicts itself in classes" in told for told in report.warnings)
     assert any("other names than the base's" in told for told in report.warnings)

@@ -58,6 +58,13 @@ def test_configs_without_an_end_in_common_are_told(tmp_path: Path) -> None:
     assert "[3, 4] in generation_config.json; [2] in config.json" in warning
 
 
+def test_a_template_whose_turns_end_otherwise_is_told(tmp_path: Path) -> None:
+    put(tmp_path, tokenizer=tokenizer("<|im_end|>"), config=ENDS)
+    (tmp_path / "chat_template.jinja").write_text("{{ m }}<|im_end|>")
+    assert "[20] in chat_template.jinja (<|im_end|>)" in told(tmp_path)[0]
+    assert not told(put(tmp_path, generation_config={"eos_token_id": [2, 20]}))
+
+
 @pytest.mark.parametrize(
     "files",
     [

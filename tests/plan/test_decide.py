@@ -244,12 +244,12 @@ def test_what_was_left_out_comes_from_the_base_or_is_refused() -> None:
     with pytest.raises(FrozenLeftOutError, match=r"lin\.weight") as caught:
         decide(found, OUT)
     assert "no base was given" in str(caught.value)
-    base = Base(NOWHERE, {"lin.weight": _tensor("lin.weight", (4, 4), Role.FROZEN, 5000)}, True)
+    base = Base(NOWHERE, {"lin.weight": _tensor("lin.weight", (4, 4), Role.FROZEN, 5000)})
     plan = decide(structs.replace(found, base=base), OUT)
     assert plan.provenance["from_base"] == ["lin.weight"]
     assert _names(plan) == ["emb.weight", "lin.weight"]
-    with pytest.raises(FrozenLeftOutError, match="no safetensors files"):
-        decide(structs.replace(found, base=Base(NOWHERE)), OUT)
+    with pytest.raises(FrozenLeftOutError, match="base has a peft adapter"):
+        decide(structs.replace(found, base=Base(NOWHERE, {}, "a peft adapter")), OUT)
 
 
 def test_heads_lie_in_a_file_of_their_own_beside_an_index() -> None:

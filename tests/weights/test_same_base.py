@@ -16,7 +16,7 @@ from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
-from zexport.options import AdapterMode
+from zexport.options import AdapterMode, ExportDType
 
 WITHOUT_BASE = Run(stage=2, exclude_frozen=True)
 WITH_BASE = Run(stage=2)
@@ -249,3 +249,27 @@ def test_an_adapter_is_not_merged_twice(tmp_path: Path) -> None:
     merge(trained, trained.base, tmp_path / "merged")
     error = refusal(trained, tmp_path / "merged", tmp_path / "out")
     assert "merged into it already" in str(error)
+
+
+LONGER = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+def test_a_base_of_the_same_weights_may_have_been_trained_for_longer_texts(tmp_path: Path) -> None:
+    trained = train(tmp_path, WITH_BASE)
+    beside(trained)
+    other = with_config(copied(trained, tmp_path / "other"), **LONGER)
+    told = merge(trained, other, tmp_path / "out").warnings
+    (warning,) = (one for one in told if "rotates" in one)
+    assert "right only if this run was trained so" in warning
+    assert "rope_theta" in warning
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_parameters"]["rope_theta"] != LONGER["rope_parameters"]["rope_theta"]
+
+
+def test_another_type_of_the_base_than_the_trainings_is_told(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    options = ExportOptions(
+        adapter=AdapterMode.MERGE, base=trained.base, base_dtype=ExportDType.FP16
+    )
+    warnings = consolidate(trained.checkpoint, tmp_path / "out", options).warnings
+    assert any("float16 in --base-dtype; bfloat16 in DeepSpeed's" in one for one in warnings)

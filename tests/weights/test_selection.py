@@ -11,17 +11,21 @@ import pytest
 from msgspec import structs
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
+from zexport.api import consolidate
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError
+from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError, ZexportError
+from zexport.facts.statements import judge
 from zexport.model.fit import ModelNames, NamesUnknown, best_fit
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
+from zexport.store.files import LFS_POINTER
 from zexport.weights.base import Base
 from zexport.weights.hub_names import Selection, settle_names
 from zexport.weights.named import Weights
 from zexport.weights.select import select_tensors
+from zexport.weights.ties import tie_statements
 
 _UNKNOWN = NamesUnknown("there is no config.json")
 
@@ -341,3 +345,40 @@ def test_a_base_fills_in_nothing_where_weights_were_trained_under_other_names(
     names = _names(model) if are_known else _UNKNOWN
     with pytest.raises((FrozenLeftOutError, NamesMismatchError), match=r"wrapped_emb\.weight"):
         _select(root, names, ExportOptions(layout=layout), base)
+
+
+def test_a_tie_that_the_config_does_not_declare_is_noted(zero3: Path) -> None:
+    stored = Weights.of(open_checkpoint(zero3))
+    untied, declared = (Selection(stored, _names(small_model(), tied)) for tied in ({}, None))
+    (note,) = judge(tie_statements(untied), zero3).notes
+    assert "head.weight emb.weight in the checkpoint; head.weight in config.json" in note
+    assert not judge(tie_statements(declared), zero3).notes
+
+
+def test_renames_onto_the_names_of_other_weights_are_told(zero3: Path, tmp_path: Path) -> None:
+    swap = (("^norm.weight$", "x"), ("^norm.bias$", "norm.weight"), ("^x$", "norm.bias"))
+    report = consolidate(zero3, tmp_path / "out", ExportOptions(renames=swap))
+    (warning,) = (one for one in report.warnings if "--rename" in one)
+    assert "norm.weight norm.bias in --rename" in warning
+    plain = ExportOptions(renames=(("^norm", "other"),))
+    assert not any("--rename" in w for w in consolidate(zero3, tmp_path / "b", plain).warnings)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"adapter_config.json": b'{"base_model_name_or_path": "acme/x"}'}, r"adapter.*\(acme/x\)"),
+        ({"model-00001-of-00002.safetensors": b""}, "without model.safetensors.index.json"),
+        ({"model.safetensors": LFS_POINTER + b"v1\n"}, "git lfs pull"),
+    ],
+)
+def test_a_base_without_weights_is_told_for_what_it_is(
+    files: dict[str, bytes], told: str, tmp_path: Path
+) -> None:
+    (base := tmp_path / "base").mkdir()
+    for name, content in files.items():
+        (base / name).write_bytes(content)
+    root = save(small_model(), Run(exclude_frozen=True), tmp_path / "run")
+    options = ExportOptions(base=base, layout=NameLayout.MEMORY)
+    with pytest.raises(ZexportError, match=told):
+        consolidate(root, tmp_path / "out", options)

@@ -226,9 +226,9 @@ def _applied(
 
 
 def _no_base(adapter: Adapter, name: str, base: BaseModel) -> FrozenLeftOutError:
-    is_empty = base.folder.path is not None and not base.given
     called = adapter.config.text("base_model_name_or_path")
-    nowhere = f", and no safetensors files in {base.folder.path}" if is_empty else ""
+    folder = base.folder
+    nowhere = f", and in {folder.path} {folder.instead}" if folder.instead else ""
     return FrozenLeftOutError(
         f"the adapter {adapter.name!r} cannot be merged without the weights it was trained on",
         path=adapter.config.path,

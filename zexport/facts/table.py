@@ -90,6 +90,16 @@ def _of_one_adapter(name: str) -> Row:
     )
 
 
+def _warned(name: str, problem: str, hint: str = "", agreement: Agreement = Agreement.EQUAL) -> Row:
+    """What is right or wrong for reasons that no file tells: the user has to look."""
+    return Row(name, problem, hint=hint, severity=Severity.WARNED, agreement=agreement)
+
+
+def _noted(name: str, problem: str) -> Row:
+    """What is usual, and worth a word."""
+    return Row(name, problem, severity=Severity.NOTED)
+
+
 class Fact(Enum):
     """What may be stated more than once."""
 
@@ -104,25 +114,38 @@ class Fact(Enum):
     GROUP_SETTINGS = _of_one_save("optimizer's settings", FindingKind.MIXED_SETTINGS)
     LOSS_SCALE = _of_one_save("loss scaler's state", FindingKind.MIXED_SETTINGS)
     SCHEDULE = _of_one_save("scheduler's state", FindingKind.MIXED_SETTINGS)
-    RUN_STEP = Row(
+    RUN_STEP = _warned(
         "step of the run",
         "names or files beside the tag tell of another step",
-        severity=Severity.WARNED,
     )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
     BASE_CONFIG = _of_one_base("what the base model is built like", "their configs differ")
+    BASE_ROPE = Row(  # another model of the same sizes, or the same one trained for longer texts
+        "how the base model rotates positions",
+        "the base is another model than the one that training began from, or was trained for "
+        "longer texts than it was made for: their configs differ",
+        expected="the same rope settings",
+        hint="Give the model that training began from with --base; where training changed "
+        "them, go on with --allow base-mismatch: config.json keeps those of the checkpoint",
+        kind=FindingKind.BASE_MISMATCH,
+        error=UsageError,
+    )
+    LONGER_TEXTS = _warned(
+        "how the base model rotates positions, where the weights are the base's",
+        "config.json, the one beside the checkpoint, rotates positions otherwise than the base, "
+        "whose weights are those that were trained: right only if this run was trained so",
+    )
     BASE_NAME = _of_one_base("name of the base model", "their names on the hub differ")
     BASE_WEIGHTS = _of_one_base("frozen weights of the base model", "weights differ")
     BASE_MERGED = _of_one_base(
         "whether the adapter is merged already",
         "the checkpoint's adapter is merged into it already",
     )
-    BASE_UNTRACED = Row(
+    BASE_UNTRACED = _warned(
         "name of the base model, where nothing compares the weights",
         "nothing shows that the base is the model that the adapter was trained on",
-        severity=Severity.WARNED,
     )
     ADAPTER_METHOD = _of_one_adapter("method")
     ADAPTER_RANK = _of_one_adapter("rank")
@@ -131,17 +154,15 @@ class Fact(Enum):
     ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
     ADAPTER_TOKENS = _of_one_adapter("choice of trainable_token_indices")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
-    ADAPTER_TASK = Row(
+    ADAPTER_TASK = _warned(
         "task of a merged adapter",
         "the adapter was trained for another task than the model is built for",
         hint="Give the base with the config of the class that was trained with --base",
-        severity=Severity.WARNED,
     )
-    ADAPTER_CONFIGS = Row(  # warned of: the nearest was taken, or the one that the user named
+    ADAPTER_CONFIGS = _warned(  # the nearest was taken, or the one that the user named
         "keys that decide values, in several adapter_config.json",
         "files of the adapter's configuration differ, and the export goes by the first of these: "
         "take care that it is the one that was trained with",
-        severity=Severity.WARNED,
     )
     RESIZED_EMBEDDING = Row(
         "added tokens, where the embedding is the base's",
@@ -151,24 +172,21 @@ class Fact(Enum):
         agreement=Agreement.BELOW,
         error=FrozenLeftOutError,
     )
-    KEPT_EMBEDDING = Row(
+    KEPT_EMBEDDING = _warned(
         "tokens, where an adapter is kept",
         "without the embedding, which was resized if it was trained with all tokens: no file has "
         "it; save it with modules_to_save",
-        severity=Severity.WARNED,
         agreement=Agreement.BELOW,
     )
-    KEPT_CHANGES = Row(  # warned of: peft repeats what was neither random nor made of data
+    KEPT_CHANGES = _warned(  # peft repeats what was neither random nor made of data
         "base weights, where an adapter is kept",
         "peft changed the base weights before training, and they are not in this folder: the "
         "adapter is right only where peft's loading makes the same change to the same base again",
-        severity=Severity.WARNED,
     )
-    TOKENS = Row(  # warned of: the weights are right, and a token that is never used harms nobody
+    TOKENS = _warned(  # the weights are right, and a token that is never used harms nobody
         "numbers of tokens",
         "tokens without a row in the embedding cannot be embedded, nor end a text: give the "
         "tokenizer and generation_config.json that the model was trained with",
-        severity=Severity.WARNED,
         agreement=Agreement.BELOW,
     )
     MODEL_TYPE = Row(
@@ -177,47 +195,150 @@ class Fact(Enum):
         "model_type names",
         hint="Mend model_type or architectures in config.json, or give the right one with --base",
     )
-    LABELS = Row(
+    LABELS = _warned(
         "names of classes",
-        "config.json gives a class two names: mend id2label or label2id",
-        severity=Severity.WARNED,
+        "config.json contradicts itself in classes: mend id2label, label2id or num_labels",
     )
-    BASE_LABELS = Row(
+    BASE_LABELS = _warned(
         "names of classes, beside the base's",
         "classes have other names than the base's: take care that config.json has those that were "
         "trained with",
-        severity=Severity.WARNED,
     )
-    END_TOKEN = Row(
+    END_TOKEN = _warned(
         "token that ends a text",
         "files differ in the token that ends a text, and the first of these is what generating "
         "ends at: take care that it is the one that was trained with",
-        severity=Severity.WARNED,
         agreement=Agreement.SHARED,
     )
-    ADDED_TOKEN = Row(
+    ADDED_TOKEN = _warned(
         "numbers of an added token",
         "files of the tokenizer give one token several numbers, and only one has the row that was "
         "trained: give the tokenizer that the model was trained with",
-        severity=Severity.WARNED,
     )
-    CHAT_TEMPLATE = Row(
+    CHAT_TEMPLATE = _warned(
         "chat template",
         "files differ in the chat template, and the export has the first of these: take care that "
         "it is the one that was trained with",
-        severity=Severity.WARNED,
     )
-    BASE_TEMPLATE = Row(
+    BASE_TEMPLATE = _noted(
         "chat template of the base",
         "the chat template is not the base's",
-        severity=Severity.NOTED,
     )
-    CONFIG_KEY = Row(
+    VOCABULARY = _warned(
+        "numbers of the tokenizer's tokens, and its merges",
+        "tokenizers differ, and the export has the first of these: take care that it is the one "
+        "that was trained with",
+    )
+    TOKEN_NAME = _warned(
+        "special tokens, by what they are for",
+        "files name different tokens for one thing: give the tokenizer that was trained with",
+    )
+    TOKEN_ID = _warned(
+        "numbers of special tokens, by what they are for",
+        "files give a special token different numbers: take care that config.json has those that "
+        "were trained with",
+    )
+    SPECIAL_TOKEN = _warned(
+        "special tokens",
+        "a special token is named that the tokenizer does not have: loading gives it a number of "
+        "its own, which was not trained",
+    )
+    TEMPLATE_TOKEN = _noted(  # some models were trained with such marks as plain text
+        "special tokens that the chat template uses",
+        "the chat template has marks that are no tokens, and are read as plain text",
+    )
+    PAD_TOKEN = _warned(
+        "token that fills up texts, for a classifier",
+        "a classifier looks for the last token that is not pad_token_id: set it in config.json to "
+        "the one that was trained with",
+    )
+    RUN_CONFIG = _warned(
+        "keys of the config, in files of one run",
+        "files differ in what config.json says, and the export goes by the first of these: take "
+        "care that it is the one that was trained with",
+    )
+    RUN_FILE = _warned(
+        "what other files of one run say",
+        "files of the run differ, and the export has the first of these: take care that it is the "
+        "one that was trained with",
+    )
+    BASE_FILE = _noted(
+        "what other files say, beside the base's",
+        "files that the export takes from the run are not the base's",
+    )
+    CODE = _warned(
+        "code that a config names",
+        "a config names code that is nowhere beside it, and loading fails without: put it there, "
+        "or give a model folder that has it with --base",
+    )
+    PROCESSOR = _warned(
+        "processor",
+        "files differ in the processor: take care that all are of the model that was trained",
+    )
+    PATCHES = _warned(
+        "sizes of what a processor makes",
+        "the processor cuts images, or sounds, otherwise than the model takes them: give the "
+        "processor that was trained with",
+    )
+    IMAGE_SIZE = _noted(  # models that take several sizes have the largest in their config
+        "size of an image",
+        "the processor brings images to another size than config.json tells of",
+    )
+    SENTENCE_SIZE = _warned(
+        "size of what a step of a sentence-transformers model takes",
+        "a step takes another size than the step before it gives: give the files of the model "
+        "that was trained",
+    )
+    SENTENCE_STEP = _warned(
+        "steps of a sentence-transformers model",
+        "the export lacks files of a step that modules.json names: copy that step's folder from "
+        "where the model was trained",
+    )
+    SENTENCE_LENGTH = _warned(
+        "length of the texts of a sentence-transformers model",
+        "texts may be longer than the model has positions for: mend max_seq_length",
+        agreement=Agreement.BELOW,
+    )
+    CARD_TASK = _noted(
+        "what the model is, in the model card",
+        "the model card tells of another kind of model: mend README.md",
+    )
+    CARD_BASE = _warned(
+        "name of the base model, in the model card",
+        "the model card names another base model: mend README.md, or take care which one it was",
+    )
+    LICENSE = _warned(
+        "licence",
+        "files tell of different licences: take care which one holds for this model",
+    )
+    CONFIG_DTYPE = _noted(
+        "element type, told twice by one config",
+        "config.json tells of two element types, and the export's has the one that is written",
+    )
+    TIES = _noted(  # both are written, with equal bytes
+        "ties between weights",
+        "training had two weights as one, and config.json does not tie them: training on will set "
+        "them apart",
+    )
+    RENAMED_ONTO = _warned(
+        "names that --rename gives and takes",
+        "--rename gives weights the names that other weights had: take care that none were "
+        "exchanged, since nothing but their names tells",
+    )
+    BASE_DTYPE = _warned(
+        "element type that the base was trained in",
+        "--base-dtype is not the type that the module was trained in",
+    )
+    CONFIG_KEY = _noted(
         "other keys of the config",
         "config.json is the one beside the checkpoint, and the base's says otherwise",
-        severity=Severity.NOTED,
     )
 
 
-OF_BASE = frozenset({Fact.BASE_CONFIG, Fact.BASE_NAME, Fact.BASE_WEIGHTS, Fact.BASE_UNTRACED})
+OF_BASE = frozenset(
+    {
+        *(Fact.BASE_CONFIG, Fact.BASE_ROPE, Fact.BASE_NAME, Fact.BASE_WEIGHTS),
+        Fact.BASE_UNTRACED,
+    }
+)
 """What tells whether a base is the model that training began from."""

@@ -14,7 +14,7 @@ from msgspec import Struct
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.files import Version, open_regular, version_of
+from zexport.store.files import LFS_POINTER, Version, open_regular, version_of
 from zexport.store.json import read_json_object
 
 HEADER_NBYTES_LIMIT = 100_000_000
@@ -154,6 +154,7 @@ def read_header(
         with open_regular(path) as file:
             version = version_of(file.fileno())
             prefix = file.read(_LENGTH.size)
+            _check_no_pointer(path, prefix, error)
             text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
     except OSError as cause:
         raise error(f"cannot be read: {cause.strerror}", path=path) from cause
@@ -192,6 +193,15 @@ def read_index(path: Path, hint: str) -> dict[Path, set[str]]:
             )
         placed.setdefault(path.with_name(name), set()).add(tensor)
     return dict(sorted(placed.items()))
+
+
+def _check_no_pointer(path: Path, start: bytes, error: type[ZexportError]) -> None:
+    if start and LFS_POINTER.startswith(start):
+        raise error(
+            "is a git-lfs pointer, and not the file that it stands for",
+            path=path,
+            hint="Fetch the file itself: git lfs pull",
+        )
 
 
 def _header_nbytes(path: Path, prefix: bytes, file_nbytes: int, error: type[ZexportError]) -> int:

@@ -22,7 +22,7 @@ from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.files import Version, version_of
+from zexport.store.files import LFS_POINTER, Version, version_of
 
 __all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
 
@@ -118,6 +118,10 @@ def _container(path: Path, start: bytes, nbytes: int) -> Container:
         return Container.ZIP
     if start[:1] == _PICKLE_START:
         return Container.LEGACY
+    if start and LFS_POINTER.startswith(start):
+        problem = "is a git-lfs pointer, and not the file that it stands for"
+        hint = "Fetch the file itself: git lfs pull"
+        raise DamagedCheckpointError(problem, path=path, found=f"{nbytes} bytes", hint=hint)
     problem = "is not a file that torch.save wrote" if nbytes else "is empty"
     hint = f"{COPY_AGAIN}, or leave it out if it does not belong to the checkpoint"
     raise DamagedCheckpointError(problem, path=path, found=f"{nbytes} bytes", hint=hint)

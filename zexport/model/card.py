@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from zexport import __version__
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import Location
-from zexport.model.hub_cache import hub_id_of, is_hub_id
-from zexport.model.sidecars import Sidecars
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.model.hub_cache import hub_id_of, is_hub_id, plain_name
+from zexport.model.sidecars import Sidecars, read_card
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType
+from zexport.store.files import read_range
 
 _TAGS = ("zexport", "deepspeed")
 _TASKS = (
@@ -36,6 +39,20 @@ _PLAIN = re.compile(
 """Words, links and names of the hub that YAML takes for strings as they are."""
 
 
+_LICENSE_TEXTS = (
+    ("apache-2.0", r"Apache License\s+Version 2\.0"),
+    ("mit", r"MIT License|Permission is hereby granted, free of charge"),
+    ("llama2", r"LLAMA 2 COMMUNITY LICENSE"),
+    ("llama3", r"LLAMA 3 COMMUNITY LICENSE"),
+    ("llama3.1", r"LLAMA 3\.1 COMMUNITY LICENSE"),
+    ("llama3.2", r"LLAMA 3\.2 COMMUNITY LICENSE"),
+    ("llama3.3", r"LLAMA 3\.3 COMMUNITY LICENSE"),
+    ("gemma", r"Gemma Terms of Use"),
+    ("cc-by-nc-4.0", r"Attribution-NonCommercial 4\.0 International"),
+)
+"""The hub's words for licences, and how their texts begin."""
+
+_LICENSE_NBYTES = 2048
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _LICENSE_NAME = re.compile(r"\w[\w.-]{0,63}")
 _LICENSE_LINK = re.compile(r"(https://[\w./%~-]{1,200}|\w[\w.-]{0,63})")
@@ -91,6 +108,33 @@ def model_card(
         )
         lines += [", ".join(f"`{_inline(name)}`" for name in names) + ".", ""]
     return "\n".join(lines).encode(errors="backslashreplace")
+
+
+def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[Statement]:
+    """What cards and licences say, and who else names the base model.
+
+    Args:
+        sidecars: the files around the weights.
+        named: the name of each who names it; what is no name of the hub counts for none.
+    """
+    path, readme = sidecars.copied.get("README.md"), "the checkpoint's README.md"
+    card = read_card(path.parent) if path is not None else ""
+    base = _value(card, "base_model")
+    for by, name in {readme: base, **named}.items() if is_hub_id(base) else ():
+        yield Statement(Fact.CARD_BASE, plain_name(name) if is_hub_id(name) else None, by)
+    for named_class in sidecars.config.architectures if sidecars.config is not None else ():
+        yield Statement(Fact.CARD_TASK, _value(card, "pipeline_tag") or None, readme)
+        yield Statement(Fact.CARD_TASK, _task(named_class), f"config.json, {named_class}")
+        is_adapter = _value(card, "library_name") == "peft"
+        yield Statement(Fact.CARD_TASK, "an adapter" if is_adapter else None, readme, "this is")
+        yield Statement(Fact.CARD_TASK, "a model", "the export", "this is")
+    for by, text in {readme: card, "the card of --base": sidecars.base_card}.items():
+        yield Statement(Fact.LICENSE, _stated(text, "license", _LICENSE_ID), by)
+    for name, file in sidecars.copied.items():
+        if re.match("LICEN[CS]E", name, re.IGNORECASE):
+            text = read_range(file, 0, _LICENSE_NBYTES).decode(errors="replace")
+            known = (key for key, start in _LICENSE_TEXTS if re.search(start, text, re.IGNORECASE))
+            yield Statement(Fact.LICENSE, next(known, None), name)
 
 
 def _inlined(location: Location) -> str:

@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.model.sidecars import BASE, CHAT_TEMPLATES, TOKENIZER_CONFIG, Files, Sidecars
 from zexport.store.files import read_regular
 from zexport.store.json import Json, read_json_object
 
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
-TEMPLATE_FILES = (*CHAT_TEMPLATES, "tokenizer_config.json")
+TEMPLATE_FILES = (*CHAT_TEMPLATES, TOKENIZER_CONFIG)
 """Files that hold one, that first which goes before the others.
 
 Source: transformers 5.23, ``tokenization_utils_base.py`` and ``processing_utils.py``.
 """
 
 _NBYTES_MAX = 4 << 20
-Files = Mapping[str, Path]
+_MARK = re.compile(r"<\|[\w-]{1,64}\|>")
+_MARKS_MAX = 64
 
 
-def template_statements(
-    copied: Files, of_run: Mapping[str, Files], of_base: Files
-) -> Iterator[Statement]:
+def template_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The template of what is copied, and those of all folders that were looked at.
 
     A training may give a model a template of its own, so that the base's is another; where the
     export has none, the base's is one that it lacks.
     """
-    written = dict(_templates(copied))
+    written = dict(_templates(sidecars.copied))
     name, own = next(iter(written.items()), ("", "none"))
     by = f"the export's {name}" if name else "the export"
     for fact in (Fact.CHAT_TEMPLATE, Fact.BASE_TEMPLATE):
         yield Statement(fact, own, by)
-    for folder, files in of_run.items():
+    for folder, files in sidecars.folders.items():
+        fact = Fact.BASE_TEMPLATE if folder == BASE and written else Fact.CHAT_TEMPLATE
         for name, template in _templates(files):
-            yield Statement(Fact.CHAT_TEMPLATE, template, f"{folder}'s {name}")
-    for name, template in _templates(of_base):
-        fact = Fact.BASE_TEMPLATE if written else Fact.CHAT_TEMPLATE
-        yield Statement(fact, template, f"--base's {name}")
+            yield Statement(fact, template, f"{folder}'s {name}")
+
+
+def marks(files: Files) -> tuple[str, list[str]]:
+    """The file of the template that counts, and what in it looks like special tokens."""
+    texts = ((name, _read(files[name])) for name in TEMPLATE_FILES if name in files)
+    name, text = next(((n, text) for n, text in texts if text.strip()), ("", ""))
+    return name, sorted({*_MARK.findall(text)})[:_MARKS_MAX]
 
 
 def _templates(files: Files) -> Iterator[tuple[str, str]]:

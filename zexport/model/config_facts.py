@@ -16,6 +16,8 @@ _BUILT = re.compile(
     r"|activation_function|feed_forward_proj|layer_types|sliding_window|partial_rotary_factor"
     r"|(?!vocab_|type_vocab_)\w*_size|(?:num|n)_\w*(?:layers|heads|experts)|\w+_lora_rank"
     r"|\w*(?:norm|layernorm)\w*_eps(?:ilon)?|(?:attention|mlp)_bias"
+    r"|\w+_(?:multiplier|softcapping|scaling_factor)|query_pre_attn_scalar|logits?_scal(?:e|ing)"
+    r"|num_experts_per_tok|moe_topk|norm_topk_prob|scoring_func|scale_attn_\w+"
 )
 """Keys that say how a model is built; a training changes none of them.
 
@@ -45,16 +47,34 @@ _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
     """What the config beside a checkpoint and that of its base both state."""
     yield from _base_labels(own, base)
-    for about, one, other in _tables(own.content, base.content):
-        sides = ((one, "the checkpoint's config.json"), (other, "the base's"))
-        facts = {key: _fact_of(key) for key in one.keys() & other.keys()}
-        for key, fact in sorted(facts.items()):
-            for content, by in sides if fact else ():
-                yield Statement(fact or Fact.CONFIG_KEY, content[key], by, about + key)
-        ropes = [(_rope(content), by) for content, by in sides]
-        for key in sorted(ropes[0][0].keys() & ropes[1][0].keys()):
-            for rope, by in ropes:
-                yield Statement(Fact.BASE_CONFIG, rope[key], by, about + key)
+    sides = ((own, "the checkpoint's config.json"), (base, "the base's"))
+    for fact, about, values in _both(own, base):
+        for (_, by), value in zip(sides, values, strict=True):
+            yield Statement(fact, value, by, about)
+
+
+def run_statements(own: ConfigFile, above: ConfigFile) -> Iterator[Statement]:
+    """What the config beside a checkpoint and that of the run's folder both state."""
+    for _, about, values in _both(own, above):
+        for by, value in zip(("the checkpoint's", "the folder above's"), values, strict=True):
+            yield Statement(Fact.RUN_CONFIG, value, by, about)
+
+
+def _both(one: ConfigFile, other: ConfigFile) -> Iterator[tuple[Fact, str, tuple[Json, Json]]]:
+    """Every key that two configs state of one model, with its fact and both values."""
+    for about, first, second in _tables(one.content, other.content):
+        for key in sorted(first.keys() & second.keys()):
+            if (fact := _fact_of(key)) is not None:
+                yield fact, about + key, (first[key], second[key])
+        ropes = _rope(first), _rope(second)
+        for key in sorted(ropes[0].keys() & ropes[1].keys()):
+            yield Fact.BASE_ROPE, about + key, (ropes[0][key], ropes[1][key])
+
+
+def dtype_statements(config: ConfigFile | None) -> Iterator[Statement]:
+    """The element types of one config, by its newer key and its older."""
+    for key in ("dtype", "torch_dtype"):
+        yield Statement(Fact.CONFIG_DTYPE, config and config.content.get(key), key)
 
 
 def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
@@ -62,7 +82,15 @@ def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
     content = {} if config is None else config.content
     table = content.get("label2id")
     numbers = table if isinstance(table, dict) else {}
-    for number, name in _labels(content).items():
+    labels = _labels(content)
+    if labels:
+        yield Statement(Fact.LABELS, len(labels), "id2label", "the number of classes,")
+        yield Statement(Fact.LABELS, len(numbers) or None, "label2id", "the number of classes,")
+        yield Statement(
+            Fact.LABELS, content.get("num_labels"), "num_labels", "the number of classes,"
+        )
+    for number, name in labels.items():
+        yield Statement(Fact.LABELS, number, f"id2label, {number}", f"class {name!r}")
         others = [label for label, other in numbers.items() if str(other) == number]
         if others and name not in others and not any(map(_PLACEHOLDER.fullmatch, (name, *others))):
             yield Statement(Fact.LABELS, name, "id2label", f"class {number}")

@@ -24,7 +24,7 @@ _RELATIVE_IMPORT = re.compile(
 can take a thousand times the memory of its text."""
 
 
-def _modules_named(content: Mapping[str, Json]) -> set[str]:
+def modules_named(content: Mapping[str, Json]) -> set[str]:
     """The modules of its own folder that a config names, in ``auto_map`` or as a pipeline.
 
     A reference into another repository (``owner/name--module.Class``) names none. Source:
@@ -45,7 +45,7 @@ def code_files(folder: Path, config: Mapping[str, Json]) -> dict[str, Path]:
     What is not there, and what lies outside the folder, is left out.
     """
     found: dict[str, Path] = {}
-    waiting = sorted(f"{module}.py" for module in _modules_named(config))
+    waiting = sorted(f"{module}.py" for module in modules_named(config))
     while waiting:
         name = waiting.pop()
         path = folder / name

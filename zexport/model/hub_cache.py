@@ -20,6 +20,13 @@ _LOCAL = re.compile(
 )
 """What looks like the hub's ``owner/name`` and is rather a folder."""
 
+_QUANTIZED = re.compile(
+    r"[-_.](?:unsloth[-_.])?(?:bnb[-_.])?(?:\d[-_.]?bits?|int[48]|fp8|nf4|[gw]\d?a?\d*g?ptq|gptq|awq"
+    r"|gguf|hqq|w4a16|w8a8)(?:[-_.].*)?$",
+    re.IGNORECASE,
+)
+"""How names end that quantized forms of a model are given."""
+
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is the hub's for a model, and not likely to be a folder's."""
@@ -30,6 +37,11 @@ def hub_id_of(folder: Path) -> str | None:
     """The hub's name for the model in a folder of the hub's cache; ``None`` for another folder."""
     found = (_CACHED.fullmatch(part) for part in folder.parts)
     return next((f"{one[1]}/{one[2]}" for one in found if one), None)
+
+
+def plain_name(name: str) -> str:
+    """A model's name in small letters, without what tells of a quantized form of it."""
+    return _QUANTIZED.sub("", name.rstrip("/").lower())
 
 
 def model_folder(given: Path) -> Path:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
-from zexport.facts.statements import Statement
-from zexport.model.chat_template import CHAT_TEMPLATES, TEMPLATE_FILES, template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
@@ -21,7 +19,7 @@ from zexport.store.json import Json, read_json_list, read_json_object
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-_README = "README.md"
+README = "README.md"
 _CARD_NBYTES_MAX = 64 << 10
 _SOURCE_SIDECAR = "zexport_source.json"
 _COPIED_NBYTES_MAX = 1 << 30
@@ -30,10 +28,17 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 _OWN_FOLDERS = Boundary(())
 
 
-Files = dict[str, Path]
-"""Name in the output to the file that is copied there."""
+THE_CHECKPOINT, ABOVE, BASE = "the checkpoint", "the folder above", "--base"
+"""The folders that files are looked for in, as messages name them."""
+
+Files = Mapping[str, Path]
+"""Files by name."""
+
+_Files = dict[str, Path]
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ADDED = "added_tokens.json"
 _VOCABULARIES = (
     TOKENIZER,
     "tokenizer.model",
@@ -56,9 +61,9 @@ _VOCABULARIES = (
 Source: transformers 5.23, every ``VOCAB_FILES_NAMES``; ``tekken.json`` is mistral-common's.
 """
 _TOKENIZER_MORE = (
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
-    "added_tokens.json",
+    ADDED,
     "merges.txt",
     "target.spm",
     "target_vocab.json",
@@ -70,13 +75,20 @@ _TOKENIZER_MORE = (
     "word_shape.json",
     "word_pronunciation.json",
 )
-_PROCESSOR = (
+PROCESSOR = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "audio_tokenizer_config.json",
 )
-_NAMING_CODE = ("tokenizer_config.json", *_PROCESSOR)
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_NAMING_CODE = (TOKENIZER_CONFIG, *PROCESSOR)
+_STATING = (
+    *(CONFIG, GENERATION_CONFIG, README),
+    *(*_VOCABULARIES, *_TOKENIZER_MORE, *PROCESSOR, *CHAT_TEMPLATES),
+)
+"""Files that state facts of a model, wherever in a run they lie."""
+
 _LICENSE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.][\w.-]+)?", re.IGNORECASE)
 _LICENSES_MAX = 16
 
@@ -89,18 +101,19 @@ class Sidecars(Struct, frozen=True):
     """What was found around the weights.
 
     ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name
-    in the output, ``missing`` what is nowhere, in words, and ``templates`` what is said of the chat
-    template.
+    in the output, and ``missing`` what is nowhere, in words. ``folders`` are the folders that were
+    looked through, with those of their files that state something of a model.
     """
 
     config: ConfigFile | None
     source: Mapping[str, Json] | None
-    copied: Mapping[str, Path]
+    copied: Files
     missing: tuple[str, ...]
     base: Path | None
     base_card: str = ""
     base_config: ConfigFile | None = None
-    templates: tuple[Statement, ...] = ()
+    run_config: ConfigFile | None = None
+    folders: Mapping[str, Files] = field(default_factory=dict)
 
 
 def find_sidecars(
@@ -117,7 +130,7 @@ def find_sidecars(
         raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")
     given = [] if base is None else [base]
     folders = [root, root.parent, *given]
-    copied = _present(root, (_README,))
+    copied = _present(root, (README,))
     copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
     copied |= _first_of(_license_files(folder) for folder in (root, *given))
     config = _find_config(root, folders, boundary)
@@ -126,8 +139,9 @@ def find_sidecars(
     if config is not None:
         around = [config.path.parent, *folders]
         copied |= _first_of(code_files(folder, config.content) for folder in around)
-    copied |= _kind(_first_with(folders, _PROCESSOR), _PROCESSOR) | tokenizer
+    copied |= _kind(_first_with(folders, PROCESSOR), PROCESSOR) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
+    above = _stating(root.parent, boundary.including(root.parent))
     source = root / _SOURCE_SIDECAR
     boundary.including(root).check(source)
     return Sidecars(
@@ -138,27 +152,24 @@ def find_sidecars(
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
-        templates=tuple(_templates(copied, root, base, boundary)),
+        run_config=_find_config(root, [root.parent] if CONFIG in above else [], boundary),
+        folders={
+            THE_CHECKPOINT: _stating(root, boundary.including(root)),
+            ABOVE: above,
+            BASE: {} if base is None else _stating(base, boundary.including(base)),
+        },
     )
 
 
-def _templates(
-    copied: Files, root: Path, base: Path | None, boundary: Boundary
-) -> Iterator[Statement]:
-    """What is said of the chat template by all folders that were looked at."""
-
-    def of(folder: Path | None) -> Files:
-        found = {} if folder is None else _present(folder, TEMPLATE_FILES)
-        within = boundary.including(root if folder is None else folder)
-        return {name: path for name, path in found.items() if within.holds(path)}
-
-    of_run = {"the checkpoint": of(root), "the folder above": of(root.parent)}
-    yield from template_statements(copied, of_run, of(base))
+def _stating(folder: Path, within: Boundary) -> Files:
+    """The files that state facts in a folder; links that lead elsewhere state nothing."""
+    found = _present(folder, _STATING)
+    return {name: path for name, path in found.items() if within.holds(path)}
 
 
 def read_card(folder: Path) -> str:
     """The metadata of a folder's model card: the lines between its first two ``---``."""
-    path = folder / _README
+    path = folder / README
     if not is_file(path):
         return ""
     text = read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace")
@@ -198,7 +209,7 @@ def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> Con
     return None
 
 
-def _tokenizer_files(folders: Sequence[Path]) -> Files:
+def _tokenizer_files(folders: Sequence[Path]) -> _Files:
     """The tokenizer of the first folder that has one, with its chat templates and own code.
 
     A folder with a vocabulary comes before one that has only ``tokenizer_config.json``, which is
@@ -212,14 +223,14 @@ def _first_with(folders: Sequence[Path], names: Sequence[str]) -> Path | None:
     return next((f for f in folders if any(is_file(f / name) for name in names)), None)
 
 
-def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> Files:
+def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> _Files:
     """Those of the files that a folder has, with chat templates and the code that configs name.
 
     A config that is no JSON object names none: it is copied as it is.
     """
     if folder is None:
         return {}
-    code: Files = {}
+    code: _Files = {}
     for path in _present(folder, [name for name in names if name in _NAMING_CODE]).values():
         try:
             content = read_json_object(path)
@@ -231,7 +242,7 @@ def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> Files:
     return _present(folder, (*names, *CHAT_TEMPLATES)) | code
 
 
-def _sentence_transformers_files(folder: Path) -> Files:
+def _sentence_transformers_files(folder: Path) -> _Files:
     """What makes an encoder of the model, where a folder has it: pooling and the like.
 
     ``modules.json`` names the folders of the steps, of which the configs are copied; a step's
@@ -252,17 +263,17 @@ def _sentence_transformers_files(folder: Path) -> Files:
     return _present(folder, names)
 
 
-def _license_files(folder: Path) -> Files:
+def _license_files(folder: Path) -> _Files:
     """The licence, notices and terms of use that lie in a folder."""
     names = [path.name for path in children(folder) if _LICENSE.fullmatch(path.name)]
     return dict([*_present(folder, names).items()][:_LICENSES_MAX])
 
 
-def _first_of(found: Iterable[Files]) -> Files:
+def _first_of(found: Iterable[_Files]) -> _Files:
     return next(filter(None, found), {})
 
 
-def _present(folder: Path, names: Iterable[str]) -> Files:
+def _present(folder: Path, names: Iterable[str]) -> _Files:
     """Those of the files that a folder has, by name."""
     return {name: folder / name for name in names if is_file(folder / name)}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -14,16 +13,42 @@ from msgspec import Struct
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.model.chat_template import marks
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import CONFIG, GENERATION_CONFIG, TOKENIZER
+from zexport.model.sidecars import (
+    ADDED,
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Files,
+)
 from zexport.store.files import read_regular
 from zexport.store.json import Json, JsonObject, read_json_object
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-ADDED = "added_tokens.json"
 _NBYTES_MAX = 64 << 20
-_END = "eos_token"
-Files = Mapping[str, Path]
+_SPECIAL_MAP = "special_tokens_map.json"
+_END, _PAD = "eos_token", "pad_token"
+_END_OF_TURN = re.compile(r"<\|(?:im_end|eot_id|eot|end|end_of_turn|return)\|>")
+_TOKEN_ID = re.compile(r"(?P<name>(?!eos_|pad_)\w+_token)_(?:id|index)")
+_ENDING_TEXT = "<|endoftext|>"
+_OF_CLASS = {
+    "LlamaTokenizer": {"bos_token": "<s>", _END: "</s>", "unk_token": "<unk>"},
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", _END, "unk_token"), _ENDING_TEXT),
+    "Qwen2Tokenizer": dict.fromkeys((_END, "unk_token", _PAD), _ENDING_TEXT),
+    "BertTokenizer": {
+        name: f"[{name.partition('_')[0].upper()}]"
+        for name in ("unk_token", "sep_token", _PAD, "cls_token", "mask_token")
+    },
+    "GemmaTokenizer": {
+        name: f"<{name.partition('_')[0]}>"
+        for name in ("bos_token", _END, "unk_token", _PAD, "mask_token")
+    },
+}
+"""Tokens that a tokenizer's class has where its files name no others.
+
+Source: transformers 5.23, ``__init__`` of the most used tokenizers.
+"""
 
 
 class _Token(Struct, frozen=True):
@@ -76,20 +101,109 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
         if token:
             ends[f"{by} ({token})"] = _numbers(_number_of(token, files))
             break
+    template, used = marks(files)
+    turns = _numbers_of(filter(_END_OF_TURN.fullmatch, used), files)
+    ends[f"{template} ({', '.join(turns)})"] = sorted(turns.values())
     for by, numbers in ends.items():
         yield Statement(Fact.END_TOKEN, numbers or None, by)
 
 
+def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement]:
+    """The number of each named token (of an image, say), and the token's own number.
+
+    Those that end texts and fill them up are stated apart.
+    """
+    tables = {CONFIG: {} if config is None else config.content}
+    tables[GENERATION_CONFIG] = _read(files, GENERATION_CONFIG)
+    for by, table in tables.items():
+        for key, value in table.items():
+            found = _TOKEN_ID.fullmatch(key)
+            if found and isinstance(value, int):
+                yield Statement(Fact.TOKEN_ID, value, by, found["name"])
+    named = [
+        (by, key, token)
+        for by in (TOKENIZER_CONFIG, "processor_config.json", _SPECIAL_MAP)
+        for key, value in _read(files, by).items()
+        if key.endswith("_token") and (token := _text(value))
+    ]
+    numbers = _numbers_of((token for _, key, token in named if key not in (_END, _PAD)), files)
+    for by, key, token in named:
+        yield Statement(Fact.TOKEN_NAME, token, by, key)
+        if key not in (_END, _PAD):
+            yield Statement(Fact.TOKEN_ID, numbers.get(token), f"{by} ({token})", key)
+
+
+def lacking_statements(files: Files) -> Iterator[Statement]:
+    """Special tokens that files name, or a template uses, and ``tokenizer.json`` does not have."""
+    if TOKENIZER not in files:
+        return
+    found = _tokenizer(files)
+    added = {one.content for one in found.added_tokens} | decoder_tokens(files).keys()
+    template, used = marks(files)
+    named = dict.fromkeys(used, (Fact.TEMPLATE_TOKEN, template))
+    named |= {token: (Fact.SPECIAL_TOKEN, by) for token, by in _named_special(files).items()}
+    for token, (fact, by) in named.items():
+        if token not in added and found.model.vocab and not _in_vocabulary(token, found, rb"[:,]"):
+            yield Statement(fact, "a special token", by, repr(token))
+            yield Statement(fact, "no token", TOKENIZER, repr(token))
+
+
+def _named_special(files: Files) -> dict[str, str]:
+    """Special tokens, each with who names it: a file, or the tokenizer's class for want of one."""
+    content = _read(files, TOKENIZER_CONFIG)
+    of_class = str(content.get("tokenizer_class")).removesuffix("Fast")
+    named: dict[str, str] = {}
+    for key, token in _OF_CLASS.get(of_class, {}).items():
+        if key not in content:
+            named[token] = f"{of_class}, the tokenizer_class"
+    for by, table in ((TOKENIZER_CONFIG, content), (_SPECIAL_MAP, _read(files, _SPECIAL_MAP))):
+        for key, value in table.items():
+            several = value if isinstance(value, list) else [value]
+            tokens = several if key.endswith(("_token", "_special_tokens")) else []
+            named |= {text: by for token in tokens if (text := _text(token))}
+    return named
+
+
+def pad_statements(files: Files, config: ConfigFile) -> Iterator[Statement]:
+    """The token that fills up texts, for a classifier that looks for the last one that does not.
+
+    Source: transformers 5.23, ``modeling_layers.py``, ``GenericForSequenceClassification``.
+    """
+    stated = config.content.get("pad_token_id")
+    token = _text(_read(files, TOKENIZER_CONFIG).get(_PAD))
+    number = _number_of(token, files) if token else None
+    if stated is None and number is None:
+        yield Statement(Fact.PAD_TOKEN, "one", "a classifier that is given several texts at once")
+    yield Statement(Fact.PAD_TOKEN, "none" if stated is None else stated, CONFIG)
+    yield Statement(Fact.PAD_TOKEN, number, f"{TOKENIZER_CONFIG} ({token})")
+
+
 def _number_of(token: str, files: Files) -> int | None:
     """The number of a token; none where it is not certain."""
+    return _numbers_of([token], files).get(token)
+
+
+def _numbers_of(tokens: Iterable[str], files: Files) -> dict[str, int]:
+    """The numbers of tokens, but for those that are not certain."""
     found = _tokenizer(files)
     added = {one.content: one.id for one in found.added_tokens} or decoder_tokens(files)
-    if token in added:
-        return added[token]
-    name = re.escape(json.dumps(token, ensure_ascii=False).encode(errors="replace"))
-    vocabulary = memoryview(found.model.vocab) if TOKENIZER in files else b""
-    numbers = {int(n) for n in re.findall(rb"(?<!\\)%b\s*:\s*(\d{1,12})\b" % name, vocabulary)}
-    return numbers.pop() if len(numbers) == 1 else None
+    numbers: dict[str, int] = {}
+    for token in tokens:
+        if token in added:
+            numbers[token] = added[token]
+            continue
+        known = {int(n) for n in _in_vocabulary(token, found, rb":\s*(\d{1,12})\b")}
+        if len(known) == 1:
+            numbers[token] = known.pop()
+    return numbers
+
+
+def _in_vocabulary(token: str, found: _Tokenizer, then: bytes) -> list[bytes]:
+    """What follows a token's name in a vocabulary, wherever a pattern does."""
+    names = (json.dumps(token, ensure_ascii=is_escaped) for is_escaped in (False, True))
+    name = b"|".join({re.escape(one.encode(errors="replace")) for one in names})
+    vocabulary = memoryview(found.model.vocab)
+    return re.findall(rb"(?<!\\)(?:%b)\s*%b" % (name, then), vocabulary)
 
 
 def _numbers(value: Json) -> list[int]:

@@ -14,8 +14,8 @@ from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import GENERATION_CONFIG, TOKENIZER
-from zexport.model.special_tokens import ADDED, TOKENIZER_CONFIG, decoder_tokens
+from zexport.model.sidecars import ADDED, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from zexport.model.special_tokens import decoder_tokens
 from zexport.ranges.dtypes import Shape
 from zexport.store.files import read_regular
 from zexport.store.json import Json, read_json_object

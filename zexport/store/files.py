@@ -190,6 +190,9 @@ def read_regular(path: Path, nbytes_max: int) -> bytes | None:
     return content if len(content) <= nbytes_max else None
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the file begins that a clone has in the place of one that git-lfs keeps."""
+
 HINTS = {
     errno.ENOSPC: "Free some space, or choose another disk",
     errno.EDQUOT: "Free some of your quota, or choose another disk",

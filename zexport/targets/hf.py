@@ -37,7 +37,7 @@ from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import Selection, check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
 from zexport.weights.select import select_tensors, with_frozen_counted
-from zexport.weights.ties import settle_ties
+from zexport.weights.ties import settle_ties, tie_statements
 
 HEAD_FILE = "value_head.safetensors"
 OTHER_FILE = "other_weights.safetensors"
@@ -62,11 +62,15 @@ class HubModel(Struct, frozen=True):
         tag_dir = checkpoint.location.tag_dir
         findings = check_shapes(found.fit, found.weights, options, tag_dir)
         settled = settle_names(found.weights, found.fit, found.base.shapes, options, tag_dir)
+        tied = tuple(tie_statements(settled))
         settled = settle_ties(settled, found.ties)
         if options.exclude_frozen:
             settled = with_frozen_counted(settled, checkpoint)
         selection = select_tensors(checkpoint, settled, found.base, options)
         config = _for_written(found.sidecars.config, selection)
+        if config is not None and selection.untied:
+            untied = f"tie_word_embeddings is false, since {some(sorted(selection.untied))} differs"
+            config = replace(config, mended=(*config.mended, untied))
         return replace(
             selection,
             heads=found.heads,
@@ -74,7 +78,7 @@ class HubModel(Struct, frozen=True):
             findings=findings,
             warnings=(*self._warnings(), *selection.warnings),
             notes=(*_mended(config), *selection.notes),
-            statements=tuple(self._tokens(selection, config)),
+            statements=(*self._tokens(selection, config), *tied),
         )
 
     def _tokens(self, selection: Selection, config: ConfigFile | None) -> Iterator[Statement]:
@@ -183,6 +187,11 @@ class HubModel(Struct, frozen=True):
     def _warnings(self) -> Iterator[str]:
         """What is missing beside the weights, will not be read, or stands apart."""
         found = self.collected
+        if found.mode is AdapterMode.MERGE and found.options.exclude_frozen:
+            yield (
+                "--exclude-frozen leaves out what is the base model's alone, so this is no "
+                "whole model: leave that option out for one"
+            )
         if found.sidecars.missing:
             only = f"{WEIGHTS_ONLY}, " if found.sidecars.config is None else ""
             yield (

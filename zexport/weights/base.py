@@ -31,12 +31,12 @@ _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 class Base(Struct, frozen=True):
     """The model folder that was given for what a checkpoint lacks, or none.
 
-    ``has_files`` tells whether it has safetensors files, which alone are read.
+    ``instead`` is what a folder without weights has in their place, in words.
     """
 
     path: Path | None = None
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    has_files: bool = False
+    instead: str = ""
 
     def __repr__(self) -> str:
         """The folder and the number of its weights; there are thousands."""
@@ -106,7 +106,18 @@ def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
         for header in headers
         for name, tensor in header.tensors.items()
     }
-    return Base(path, tensors, path is not None and any(matching(path, "*.safetensors")))
+    return Base(path, tensors, "" if tensors or path is None else _instead(path))
+
+
+def _instead(folder: Path) -> str:
+    """What a folder has where a model's weights should be."""
+    adapter = folder / "adapter_config.json"
+    if is_file(adapter):
+        of = read_json_object(adapter).get("base_model_name_or_path")
+        return f"a peft adapter, and not the model that it is for ({of or 'which has no name'})"
+    if any(matching(folder, "*-of-*.safetensors")):
+        return f"shards without {INDEX_FILE}, which says what is in each: copy that file as well"
+    return "no safetensors files, which alone are read"
 
 
 def under_names_of(names: ModelNames | NamesUnknown, base: Base) -> Base:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UsageError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.model.fit import INNER_WRAPPERS, without_inner_wrappers
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
@@ -103,6 +105,15 @@ class Weights(Struct, frozen=True):
         bare = without_inner_wrappers([*self.tensors, *self.aliases, *self.left_out])
         parts = {part for name, new in bare.items() if new != name for part in name.split(".")}
         return self.named(bare.__getitem__), tuple(p for p in INNER_WRAPPERS if p in parts)
+
+    def rename_statements(self, renames: tuple[tuple[str, str], ...]) -> Iterator[Statement]:
+        """The names that renames give which other weights had."""
+        names = [*self.tensors, *self.aliases, *self.left_out]
+        had = frozenset(names)
+        for name, new in _rename(names, renames).items() if renames else ():
+            if new != name and new in had:
+                yield Statement(Fact.RENAMED_ONTO, name, "--rename", new)
+                yield Statement(Fact.RENAMED_ONTO, new, "the checkpoint", new)
 
     def renamed(self, renames: tuple[tuple[str, str], ...]) -> Weights:
         """The same after every rename that was asked for, in turn."""

@@ -6,7 +6,6 @@ shapes and nearly its name. Where both sides have a weight that was not trained,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.formats.safetensors_file import SafetensorsHeader
-from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id
+from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
 from zexport.options import AdapterMode
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, compare_casts
@@ -29,12 +28,6 @@ from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
 _MANIFEST = "zexport_manifest.json"
-_QUANTIZED = re.compile(
-    r"[-_.](?:unsloth[-_.])?(?:bnb[-_.])?(?:\d[-_.]?bits?|int[48]|fp8|nf4|[gw]\d?a?\d*g?ptq|gptq|awq"
-    r"|gguf|hqq|w4a16|w8a8)(?:[-_.].*)?$",
-    re.IGNORECASE,
-)
-"""How names end that quantized forms of a model are given."""
 
 
 class BaseName(Struct, frozen=True):
@@ -88,7 +81,7 @@ def compare_base(
     found = _compared(frozen, base, files, "the checkpoint, frozen")
     folder = _on_this_machine(named) if named is not None else None
     if folder is not None and real(folder) == real(base.path):
-        return SameBase(found.statements, found.nbytes_read)
+        return replace(found, agrees=not found.statements)
     if folder is not None and (
         headers := _headers(folder, follow_symlinks=location.boundary.follow)
     ):
@@ -185,7 +178,7 @@ def _names(named: BaseName, given: Path) -> Iterator[Statement]:
     """What two names tell, where nothing else does."""
     hub_id = hub_id_of(given)
     here = hub_id or given.name
-    one, other = _plain(named.name), _plain(here)
+    one, other = plain_name(named.name), plain_name(here)
     is_other_commit = hub_id is not None and named.revision not in ("main", given.name)
     if is_hub_id(named.name) and hub_id is not None and one != other:
         fact = Fact.BASE_NAME
@@ -201,10 +194,5 @@ def _names(named: BaseName, given: Path) -> Iterator[Statement]:
     yield Statement(fact, f"{here} at {given.name}" if is_other_commit else here, "--base")
 
 
-def _plain(name: str) -> str:
-    """A model's name in small letters, without what tells of a quantized form of it."""
-    return _QUANTIZED.sub("", name.rstrip("/").lower())
-
-
 def _is_quantized(*names: str) -> bool:
-    return len({name.lower() != _plain(name) for name in names}) > 1
+    return len({name.lower() != plain_name(name) for name in names}) > 1

@@ -250,8 +250,8 @@ def _frozen_left_out(
     checkpoint: ZeroCheckpoint, names: tuple[str, ...], base: Base
 ) -> FrozenLeftOutError:
     where = "and the base does not have them either" if base.path else "and no base was given"
-    if base.path and not base.has_files:
-        where = "and the base has no safetensors files, which alone are read"
+    if base.instead:
+        where = f"and the base has {base.instead}"
     return FrozenLeftOutError(
         f"weights were left out when the checkpoint was saved, {where}",
         path=checkpoint.location.tag_dir,

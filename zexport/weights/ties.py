@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 
 from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.ranges.copies import are_equal
 from zexport.ranges.reader import ReadableFile, SourceReader
@@ -64,7 +66,7 @@ def settle_ties(selection: Selection, ties: Ties) -> Selection:
     same = {alias: names.tied[alias] for alias in names.tied if alias in ties.equal}
     warnings = tuple(
         f"{alias} differs from {names.tied[alias]}, to which {names.architecture} ties it: both "
-        "are written, and config.json no longer ties them (tie_word_embeddings)"
+        "are written"
         for alias in sorted(ties.differing)
     )
     return structs.replace(
@@ -74,6 +76,16 @@ def settle_ties(selection: Selection, ties: Ties) -> Selection:
         untied=ties.differing,
         warnings=(*selection.warnings, *warnings),
     )
+
+
+def tie_statements(selection: Selection) -> Iterator[Statement]:
+    """Weights that the checkpoint has as one, and whether the model declares that it ties them."""
+    names = selection.names
+    for alias, name in selection.weights.aliases.items():
+        if isinstance(names, ModelNames) and {alias, name} <= names.shapes.keys():
+            one, other = (names.tied.get(n, n) for n in (alias, name))
+            yield Statement(Fact.TIES, name, "the checkpoint", alias)
+            yield Statement(Fact.TIES, name if one == other else alias, "config.json", alias)
 
 
 def without_ties(names: ModelNames, differing: Set[str]) -> ModelNames:

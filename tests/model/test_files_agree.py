@@ -1,0 +1,353 @@
+"""Files of one model that contradict each other: tokenizer, processor, pooling, card, settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE, Unigram
+
+from zexport.facts.statements import Judgement, judge
+from zexport.model.agreement import file_facts
+from zexport.model.config import ConfigFile
+from zexport.model.sidecars import find_sidecars
+from zexport.model.special_tokens import id_statements, pad_statements
+
+CONFIG = {"model_type": "llama", "hidden_size": 64}
+WORDS = {"a": 0, "b": 1, "c": 2, "<s>": 3, "</s>": 4, "<unk>": 5}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkpoint's folder in a run's."""
+    return put(tmp_path / "run" / "checkpoint-4", config=CONFIG)
+
+
+def put(folder: Path, **files: object) -> Path:
+    """Files of JSON; ``__`` stands for what no name may have."""
+    for name, content in files.items():
+        path = folder / f"{name.replace('__', '/')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    return folder
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files of text: ``README_md``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def tokenizer(folder: Path, words: dict[str, int], *added: str, merges: object = ()) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Tokenizer(BPE(words, list(merges)))  # type: ignore[call-overload]
+    found.add_tokens([AddedToken(token, special=True) for token in added])
+    found.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def judged(root: Path, base: Path | None = None, **named: str) -> Judgement:
+    return judge(file_facts(find_sidecars(root, base), named), root)
+
+
+def warned(root: Path, base: Path | None = None, **named: str) -> list[str]:
+    return judged(root, base, **named).warnings
+
+
+def test_tokens_and_rules_that_a_tokenizer_lost_are_told(root: Path) -> None:
+    tokenizer(tokenizer(root, WORDS).parent, WORDS, "<tool>")
+    (warning,) = warned(root)
+    assert "1 tokens, such as '<tool>', not there in the export's tokenizer.json" in warning
+    content = json.loads((root / "tokenizer.json").read_text())
+    put(root.parent, tokenizer={**content, "normalizer": {"type": "Lowercase"}})
+    (warning,) = warned(root)
+    assert "normalizer none" in warning
+    assert "Lowercase" in warning
+
+
+SHIFTED = {**WORDS, "a": 1, "b": 0}
+
+
+@pytest.mark.parametrize("where", ["above", "base"])
+def test_a_tokenizer_of_the_same_size_with_other_numbers_is_told(root: Path, where: str) -> None:
+    other = tokenizer(root.parent if where == "above" else root.parents[1] / "base", SHIFTED)
+    (warning,) = warned(tokenizer(root, WORDS), other if where == "base" else None)
+    assert "2 of 6 tokens, such as 'a', 0 in the export's tokenizer.json; 1 in " in warning
+
+
+def test_tokenizers_with_the_same_tokens_and_other_merges_are_told(root: Path) -> None:
+    words = {**WORDS, "ab": 6, "bc": 7}
+    tokenizer(root, words, merges=[("a", "b"), ("b", "c")])
+    base = tokenizer(root.parents[1] / "base", words, merges=[("b", "c"), ("a", "b")])
+    (warning,) = warned(root, base)
+    assert "merges 4 letters (" in warning
+
+
+def test_the_older_form_of_a_tokenizer_is_held_against_it(root: Path) -> None:
+    words = {**WORDS, "ab": 6, "bc": 7}
+    tokenizer(root, words, merges=[("a", "b"), ("b", "c")])
+    write(put(root, vocab=words), merges_txt="#version: 0.2\na b\nb c\n")
+    assert not warned(root)
+    write(root, merges_txt="#version: 0.2\nb c\na b\n")
+    assert "merges" in warned(root)[0]
+    put(root, vocab={**words, "a": 1, "b": 0})
+    assert "1 in the export's vocab.json" in warned(root)[0]
+
+
+def test_a_vocabulary_that_is_copied_is_the_bases_byte_for_byte(root: Path) -> None:
+    base = write(root.parents[1] / "base", tokenizer_model="other")
+    assert "bytes" in warned(write(root, tokenizer_model="model"), base)[0]
+    assert not warned(write(root, tokenizer_model="other"), base)
+
+
+def test_tokens_that_were_added_and_other_spellings_of_a_file_are_not_told(root: Path) -> None:
+    base = tokenizer(root.parents[1] / "base", WORDS)
+    content = json.loads((base / "tokenizer.json").read_text())
+    put(base, tokenizer=content)
+    assert not warned(tokenizer(root, WORDS, "<new>"), base)
+    Tokenizer(Unigram([("a", -1.0), ("b", -2.0)])).save(str(base / "tokenizer.json"))
+    assert not warned(root, base)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {"vocab": 5}}', "[" * 100_000])
+def test_a_tokenizer_of_another_form_tells_nothing(root: Path, content: str) -> None:
+    base = write(root.parents[1] / "base", tokenizer_json=content)
+    assert not warned(tokenizer(root, WORDS), base)
+
+
+@pytest.mark.parametrize(
+    ("settings", "token"),
+    [
+        ({"pad_token": "[PAD]"}, "[PAD]"),
+        ({"extra_special_tokens": ["<image>"]}, "<image>"),
+        ({"tokenizer_class": "LlamaTokenizerFast", "unk_token": "<unk>"}, "<s>"),
+        ({"tokenizer_class": "BertTokenizer"}, "[CLS]"),
+    ],
+)
+def test_a_special_token_that_the_tokenizer_lacks_is_told(
+    root: Path, settings: dict[str, object], token: str
+) -> None:
+    tokenizer(root, {"a": 0, "b": 1})
+    (warning,) = warned(put(root, tokenizer_config=settings))
+    assert repr(token) in warning
+    put(tokenizer(root, {"a": 0, "b": 1}, "[PAD]", "<image>"), tokenizer_config=settings)
+    rest = {"tokenizer_class"} & settings.keys()
+    assert bool(warned(root)) == bool(rest)
+
+
+def test_special_tokens_that_are_there_are_not_told(root: Path) -> None:
+    settings = {"tokenizer_class": "LlamaTokenizer", "pad_token": {"content": "<p>"}}
+    put(tokenizer(root, WORDS, "<p>"), tokenizer_config=settings)
+    assert not warned(root)
+
+
+def test_marks_of_a_template_that_are_no_tokens_are_noted(root: Path) -> None:
+    write(root, chat__template_jinja="")
+    (root / "chat_template.jinja").write_text("{{ '<|im_start|>' + m }}<|user|>")
+    (note,) = judged(tokenizer(root, WORDS, "<|im_start|>")).notes
+    assert "'<|user|>'" in note
+    assert "im_start" not in note
+
+
+def test_configs_of_one_run_that_differ_are_told(root: Path) -> None:
+    put(root, config={**CONFIG, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "use_cache": True})
+    above = {**CONFIG, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "use_cache": False}
+    put(root.parent, config=above)
+    (warning,) = warned(root)
+    assert "rms_norm_eps 1e-05 in the checkpoint's; 1e-06 in the folder above's" in warning
+    assert "rope_theta" in warning
+    assert "use_cache" not in warning
+
+
+def test_a_config_of_something_else_above_is_not_held_against_it(root: Path) -> None:
+    put(root.parent, config={"hidden_size": 3})
+    assert not warned(root)
+
+
+def test_element_types_that_a_config_tells_twice_are_noted(root: Path) -> None:
+    put(root, config={**CONFIG, "dtype": "bfloat16", "torch_dtype": "float16"})
+    (note,) = judged(root).notes
+    assert "bfloat16 in dtype; float16 in torch_dtype" in note
+
+
+def test_settings_of_other_files_of_a_run_are_told_and_of_a_base_noted(root: Path) -> None:
+    write(root, tokenizer_model="same")
+    put(root, generation_config={"temperature": 0.6}, tokenizer_config={"padding_side": "left"})
+    put(root.parent, generation_config={"temperature": 0.9, "transformers_version": "4"})
+    base = write(root.parents[1] / "base", tokenizer_model="same")
+    put(base, tokenizer_config={"padding_side": "right", "pad_token": {"content": "<p>"}})
+    found = judged(root, base)
+    (warning,), (note,) = found.warnings, found.notes
+    assert "generation_config.json, temperature: 0.6 in the export's; 0.9 in the folder" in warning
+    assert "tokenizer_config.json, padding_side: left in the export's; right in --base's" in note
+
+
+VISION = {"vision_config": {"image_size": 336, "patch_size": 14, "spatial_merge_size": 2}}
+
+
+def test_a_processor_that_cuts_images_otherwise_is_told(root: Path) -> None:
+    put(root, config={**CONFIG, **VISION})
+    put(root, preprocessor_config={"patch_size": {"height": 16, "width": 16}, "merge_size": 2})
+    (warning,) = warned(root)
+    assert "patch_size 14 in config.json; 16 in preprocessor_config.json" in warning
+
+
+@pytest.mark.parametrize("size", [448, {"height": 448, "width": 448}, [448, 448]])
+def test_a_processor_with_images_of_another_size_is_noted(root: Path, size: object) -> None:
+    put(root, config={**CONFIG, **VISION}, preprocessor_config={"size": size})
+    (note,) = judged(root).notes
+    assert "336 in config.json; 448 in preprocessor_config.json" in note
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 448}},
+        {"do_center_crop": True, "crop_size": {"height": 336, "width": 336}, "size": 448},
+        {"size": {"height": 336, "width": 448}},
+    ],
+)
+def test_a_processor_that_fits_is_not_told(root: Path, content: object) -> None:
+    found = judged(put(root, config={**CONFIG, **VISION}, preprocessor_config=content))
+    assert not [*found.warnings, *found.notes]
+
+
+def test_files_that_name_two_processors_are_told(root: Path) -> None:
+    write(put(root, preprocessor_config={"processor_class": "LlavaProcessor"}), vocab_txt="a")
+    put(root, tokenizer_config={"processor_class": "Qwen2VLProcessor"})
+    (warning,) = warned(root)
+    assert "LlavaProcessor in preprocessor_config.json; Qwen2VLProcessor in tokenizer_" in warning
+
+
+STEPS = [{"path": "", "type": "T"}, {"path": "1_Pooling", "type": "P"}]
+DENSE = {"path": "2", "type": "D"}
+
+
+@pytest.mark.parametrize("key", ["word_embedding_dimension", "embedding_dimension"])
+def test_pooling_of_another_size_than_the_model_is_told(root: Path, key: str) -> None:
+    put(root, modules=STEPS, **{"1_Pooling__config": {key: 64}})
+    assert not warned(root)
+    put(root, modules=STEPS, **{"1_Pooling__config": {key: 48}})
+    (warning,) = warned(root)
+    assert "64 in config.json; 48 in 1_Pooling/config.json" in warning
+
+
+def test_the_step_after_a_dense_one_takes_what_that_gives(root: Path) -> None:
+    dense = {"in_features": 64, "out_features": 32}
+    put(root, modules=[*STEPS, DENSE, {"path": "3", "type": "D"}], **{"1_Pooling__config": {}})
+    put(root, **{"2__config": dense, "3__config": {"in_features": 32}})
+    assert not any("another size" in one for one in warned(root))
+    put(root, **{"3__config": {"in_features": 64}})
+    assert any("32 in 2/config.json; 64 in 3/config.json" in one for one in warned(root))
+
+
+def test_a_card_that_names_another_base_is_told(root: Path) -> None:
+    write(root, README_md="---\nbase_model: acme/small\n---\n")
+    (warning,) = warned(root, **{"adapter_config.json": "acme/large"})
+    assert "acme/small in the checkpoint's README.md; acme/large in adapter_config" in warning
+    for same in ("acme/Small", "acme/small-bnb-4bit", "/models/large", ""):
+        assert not warned(root, **{"adapter_config.json": same})
+
+
+def test_licences_that_differ_are_told(root: Path) -> None:
+    write(root, README_md="---\nlicense: mit\n---\n", LICENSE="\n   Apache License\n Version 2.0")
+    base = write(root.parents[1] / "base", README_md="---\nlicense: gemma\n---\n")
+    (warning,) = warned(root, base)
+    assert "mit in the checkpoint's README.md; gemma in the card of --base; apache-2.0" in warning
+
+
+def test_licences_that_agree_or_are_not_known_are_not_told(root: Path) -> None:
+    write(root, README_md="---\nlicense: mit\n---\n", LICENSE="MIT License")
+    base = write(root.parents[1] / "base", README_md="---\ntags: [a]\n---\n", LICENSE="Ours")
+    assert not warned(root, base)
+
+
+def test_code_that_is_nowhere_is_told(root: Path) -> None:
+    put(root, config={**CONFIG, "auto_map": {"AutoModel": "modeling_mine.Mine"}})
+    assert "modeling_mine.py code of its own in config.json; no such" in warned(root)[0]
+    write(root, modeling_mine_py="")
+    (root / "modeling.mine.py").rename(root / "modeling_mine.py")
+    assert not warned(root)
+
+
+def test_a_card_of_another_task_is_noted(root: Path) -> None:
+    put(root, config={**CONFIG, "architectures": ["LlamaForCausalLM"]})
+    write(root, README_md="---\npipeline_tag: text-classification\n---\n")
+    (note,) = judged(root).notes
+    assert "text-generation in config.json, LlamaForCausalLM" in note
+    write(root, README_md="---\nlibrary_name: peft\n---\n")
+    assert "this is an adapter in the checkpoint's README.md" in judged(root).notes[0]
+    write(root, README_md="---\npipeline_tag: text-generation\n---\n")
+    assert not judged(root).notes
+
+
+def test_steps_whose_files_are_not_there_are_told(root: Path) -> None:
+    put(root, modules=[*STEPS, DENSE], **{"1_Pooling__config": {}})
+    assert "2 a step in modules.json; no files in the export" in warned(root)[0]
+    put(root, **{"2__config": {"in_features": 64, "out_features": 32}})
+    assert "2 weights of its own in its config; none in the export" in warned(root)[0]
+
+
+def test_texts_longer_than_the_model_are_told(root: Path) -> None:
+    put(root, modules=STEPS[:1], config={**CONFIG, "max_position_embeddings": 512})
+    put(root, sentence_bert_config={"max_seq_length": 512})
+    assert not warned(root)
+    put(root, sentence_bert_config={"max_seq_length": 514})
+    assert "514 in sentence_bert_config.json, expected below 513" in warned(root)[0]
+
+
+def test_the_two_files_of_an_image_processor_say_the_same(root: Path) -> None:
+    put(root, processor_config={"image_processor": {"do_resize": True, "image_mean": [0.5]}})
+    put(root, preprocessor_config={"do_resize": True, "image_mean": [0.4]})
+    (warning,) = warned(root)
+    assert "image_mean [0.5] in processor_config.json; [0.4] in preprocessor_" in warning
+
+
+def test_sounds_cut_otherwise_than_the_model_takes_them_are_told(root: Path) -> None:
+    put(root, config={**CONFIG, "num_mel_bins": 128}, preprocessor_config={"feature_size": 80})
+    assert "feature_size 128 in config.json; 80 in pre" in warned(root)[0]
+
+
+def named(root: Path, **config: object) -> list[str]:
+    said = id_statements(find_sidecars(root).copied, ConfigFile(root, config))  # type: ignore[arg-type]
+    return judge(said, root).warnings
+
+
+def test_numbers_of_special_tokens_that_differ_are_told(root: Path) -> None:
+    put(tokenizer(root, WORDS), generation_config={"decoder_start_token_id": 2})
+    put(root, processor_config={"image_token": "c"}, tokenizer_config={"bos_token": "<s>"})
+    agreeing = {"image_token_id": 2, "bos_token_id": 3, "decoder_start_token_id": 2}
+    assert not named(root, **agreeing)
+    for key, shown in {
+        "image_token_index": "image_token 1 in config.json; 2 in processor_config.json (c)",
+        "bos_token_id": "bos_token 1 in config.json; 3 in tokenizer_config.json (<s>)",
+        "decoder_start_token_id": "decoder_start_token 1 in config.json; 2 in generation_conf",
+    }.items():
+        assert shown in named(root, **{key: 1})[0]
+
+
+def test_special_tokens_that_two_files_name_differently_are_told(root: Path) -> None:
+    put(tokenizer(root, WORDS), special_tokens_map={"eos_token": {"content": "</s>"}})
+    put(root, tokenizer_config={"eos_token": "<s>"})
+    (warning,) = named(root)
+    assert "eos_token <s> in tokenizer_config.json; </s> in special_tokens_map.json" in warning
+
+
+def padded(root: Path, pad: object) -> list[str]:
+    config = ConfigFile(root / "config.json", {} if pad is None else {"pad_token_id": pad})  # type: ignore[dict-item]
+    return judge(pad_statements(find_sidecars(root).copied, config), root).warnings
+
+
+def test_a_classifier_without_the_token_that_fills_up_texts_is_told(root: Path) -> None:
+    (warning,) = padded(root, None)
+    assert "none in config.json" in warning
+    assert not padded(root, 5)
+    put(tokenizer(root, WORDS), tokenizer_config={"pad_token": "<unk>"})
+    (warning,) = padded(root, 3)
+    assert "3 in config.json; 5 in tokenizer_config.json (<unk>)" in warning
+    assert "none in config.json; 5 in" in padded(root, None)[0]
+    assert not padded(root, 5)

@@ -1,0 +1,67 @@
+"""What all files around the weights say of the same facts, in one sequence of statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zexport.facts.statements import Statement
+from zexport.model.beside import (
+    code_statements,
+    file_statements,
+    processor_statements,
+    sentence_statements,
+)
+from zexport.model.card import card_statements
+from zexport.model.chat_template import template_statements
+from zexport.model.config import ConfigFile
+from zexport.model.config_facts import (
+    dtype_statements,
+    label_statements,
+    run_statements,
+    type_statements,
+)
+from zexport.model.fit import ModelNames, NamesUnknown
+from zexport.model.sidecars import Sidecars
+from zexport.model.special_tokens import (
+    added_statements,
+    end_statements,
+    id_statements,
+    lacking_statements,
+    pad_statements,
+)
+from zexport.model.vocabulary import vocabulary_statements
+
+
+def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[Statement]:
+    """What the files that are copied state, and those of other folders; no model is needed.
+
+    Args:
+        sidecars: the files, of which those count that the export has.
+        named_bases: who names the base model, with the name.
+    """
+    yield from template_statements(sidecars)
+    yield from added_statements(sidecars.copied)
+    yield from lacking_statements(sidecars.copied)
+    yield from vocabulary_statements(sidecars)
+    yield from file_statements(sidecars)
+    yield from code_statements(sidecars)
+    yield from processor_statements(sidecars)
+    yield from sentence_statements(sidecars)
+    yield from card_statements(sidecars, named_bases)
+    yield from dtype_statements(sidecars.config)
+    if sidecars.config is not None and sidecars.run_config is not None:
+        yield from run_statements(sidecars.config, sidecars.run_config)
+
+
+def model_facts(
+    sidecars: Sidecars, config: ConfigFile | None, names: ModelNames | NamesUnknown
+) -> Iterator[Statement]:
+    """What files state of the model that the weights are of, whose config this is."""
+    if isinstance(names, ModelNames):
+        yield from type_statements(config, names)
+        is_classifier = str(names.architecture).endswith("ForSequenceClassification")
+        if config is not None and is_classifier and "score.weight" in names.shapes:
+            yield from pad_statements(sidecars.copied, config)
+    yield from end_statements(sidecars.copied, config)
+    yield from id_statements(sidecars.copied, config)
+    yield from label_statements(config)

@@ -1,0 +1,199 @@
+"""Small files beside the weights, held against the model and their like in other folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from zexport.errors import ZexportError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.model.config import ConfigFile
+from zexport.model.custom_code import modules_named
+from zexport.model.sidecars import (
+    BASE,
+    GENERATION_CONFIG,
+    PROCESSOR,
+    TOKENIZER_CONFIG,
+    Sidecars,
+)
+from zexport.store.json import Json, JsonObject, read_json_list, read_json_object
+
+_TOKENIZER_KEYS = re.compile(
+    r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy|tokenizer_class"
+)
+_ANY_KEY = re.compile(
+    r"(?!transformers_version|auto_map|chat_template|name_or_path|_|\w+_file$)\w+"
+)
+_COMPARED = {
+    TOKENIZER_CONFIG: _TOKENIZER_KEYS,
+    **dict.fromkeys((GENERATION_CONFIG, *PROCESSOR), _ANY_KEY),
+}
+"""The files whose values are compared with those of other folders, and the keys that count."""
+
+_VISION = ("vision_config", "vision_tower_config", "vision_encoder")
+_PATCHES = {
+    "patch_size": ("patch_size",),
+    "merge_size": ("spatial_merge_size",),
+    "temporal_patch_size": ("temporal_patch_size",),
+    "feature_size": ("num_mel_bins",),
+}
+"""How a processor calls what the model's config calls otherwise."""
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+_DIMENSIONS = ("embedding_dimension", "word_embedding_dimension")
+_ANY_CLASS = re.compile(r"(PreTrainedTokenizer|TokenizersBackend|PythonBackend)(Fast)?")
+"""Classes of tokenizers that say nothing of which one it is."""
+
+_LONG = 60
+
+
+def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """What files say that are copied, and those of the same names in other folders."""
+    for name, keys in _COMPARED.items():
+        if (path := sidecars.copied.get(name)) is None:
+            continue
+        own = _settings(path, keys)
+        for where, files in sidecars.folders.items():
+            other = _settings(files[name], keys) if files.get(name, path) != path else {}
+            fact = Fact.BASE_FILE if where == BASE else Fact.RUN_FILE
+            for key in sorted(own.keys() & other.keys()):
+                yield Statement(fact, own[key], "the export's", f"{name}, {key}:")
+                yield Statement(fact, other[key], f"{where}'s", f"{name}, {key}:")
+
+
+def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The modules of its own folder that a config or tokenizer names, and what there is of them."""
+    stated = {name: _read(sidecars.copied.get(name)) for name in (TOKENIZER_CONFIG, *PROCESSOR)}
+    if sidecars.config is not None:
+        stated["config.json"] = dict(sidecars.config.content)
+        for by, content in stated.items():
+            for module in sorted(modules_named(content)):
+                if f"{module}.py" not in sidecars.copied:
+                    yield Statement(Fact.CODE, "code of its own", by, f"{module}.py")
+                    yield Statement(Fact.CODE, "no such file", "the export", f"{module}.py")
+
+
+def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The processor that files name, and the sizes that it and the model's config give images."""
+    config = {} if sidecars.config is None else sidecars.config.content
+    inner = (config.get(key) for key in _VISION)
+    vision = next((table for table in inner if isinstance(table, dict)), config)
+    yield from _image_processors(sidecars)
+    for name in (*PROCESSOR, TOKENIZER_CONFIG):
+        content = _read(sidecars.copied.get(name))
+        yield Statement(Fact.PROCESSOR, content.get("processor_class"), name)
+        for key, keys in _PATCHES.items() if name != TOKENIZER_CONFIG else ():
+            for other in keys:
+                if content.get(key) is not None and vision.get(other) is not None:
+                    yield Statement(Fact.PATCHES, _side(vision[other]), "config.json", key)
+                    yield Statement(Fact.PATCHES, _side(content[key]), name, key)
+        made, due = _side(_image_size(content)), _side(vision.get("image_size"))
+        if made is not None and due is not None:
+            yield Statement(Fact.IMAGE_SIZE, due, "config.json")
+            yield Statement(Fact.IMAGE_SIZE, made, name)
+
+
+def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
+    """What the two files say that a processor for images may have its settings in."""
+    processor, alone = (_read(sidecars.copied.get(name)) for name in PROCESSOR[:2])
+    inner = processor.get("image_processor")
+    for by, table in (("processor_config.json", inner), ("preprocessor_config.json", alone)):
+        for key, value in table.items() if isinstance(table, dict) and inner else ():
+            if _ANY_KEY.fullmatch(key):
+                yield Statement(Fact.PROCESSOR, _plain(value), by, key)
+
+
+def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The size of what each step of a sentence-transformers model is given, and what it has."""
+    copied, config = sidecars.copied, sidecars.config
+    steps: list[Json] = []
+    with suppress(ZexportError, OSError):
+        steps = read_json_list(copied["modules.json"]) if "modules.json" in copied else []
+    hidden = None if config is None else _hidden_size(config)
+    given, by = hidden, "config.json"
+    for step in steps:
+        name = f"{step.get('path')}/config.json" if isinstance(step, dict) else ""
+        content = _read(copied.get(name))
+        takes = next(
+            (content[key] for key in (*_DIMENSIONS, "in_features") if key in content), None
+        )
+        if given is not None and takes is not None:
+            yield Statement(Fact.SENTENCE_SIZE, given, by, name)
+            yield Statement(Fact.SENTENCE_SIZE, takes, name, name)
+        if (gives := content.get("out_features")) is not None:
+            given, by = gives, name
+        path = step.get("path") if isinstance(step, dict) else None
+        if path and name not in copied:
+            yield Statement(Fact.SENTENCE_STEP, "a step", "modules.json", str(path))
+            yield Statement(Fact.SENTENCE_STEP, "no files", "the export", str(path))
+        elif gives is not None:
+            yield Statement(Fact.SENTENCE_STEP, "weights of its own", "its config", str(path))
+            yield Statement(Fact.SENTENCE_STEP, "none", "the export", str(path))
+    yield from _lengths(sidecars)
+
+
+def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
+    """The positions that a model has, and the longest text that a file lets in."""
+    config = sidecars.config
+    positions = None if config is None else config.content.get("max_position_embeddings")
+    for name, path in sidecars.copied.items():
+        most = _read(path).get("max_seq_length") if name.startswith("sentence_") else None
+        if isinstance(positions, int) and most is not None:
+            yield Statement(Fact.SENTENCE_LENGTH, positions + 1, "one more than all positions")
+            yield Statement(Fact.SENTENCE_LENGTH, most, name)
+
+
+def _hidden_size(config: ConfigFile) -> Json:
+    content = config.content
+    inner = content.get("text_config")
+    tables = (content, inner if isinstance(inner, dict) else {})
+    return next((table[key] for table in tables for key in _HIDDEN if key in table), None)
+
+
+def _image_size(content: Mapping[str, Json]) -> Json:
+    """The size that images are brought to, where it is one for both sides."""
+    key = "crop_size" if content.get("do_center_crop") else "size"
+    return content.get(key)
+
+
+def _side(size: Json) -> int | None:
+    """The length of a square's side, however it is written; none for what is no square."""
+    sides = {size} if isinstance(size, int) else set[Json]()
+    if isinstance(size, dict):
+        sides = {size.get("height"), size.get("width")}
+    if isinstance(size, list):
+        sides = {side for side in size if isinstance(side, int)}
+    side = sides.pop() if len(sides) == 1 else None
+    return side if isinstance(side, int) else None
+
+
+def _settings(path: Path, keys: re.Pattern[str]) -> dict[str, object]:
+    """What a file says under some keys, in values of one line; what says nothing is left out."""
+    plain = {k: _plain(value) for k, value in _read(path).items() if keys.fullmatch(k)}
+    return {key: value for key, value in plain.items() if value is not None}
+
+
+def _plain(value: Json) -> object:
+    """A value that fits into a line; of a token that is written as a table, its text."""
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        value = value["content"]
+    if isinstance(value, str):
+        value = None if _ANY_CLASS.fullmatch(value) else value.removesuffix("Fast")
+    if not isinstance(value, str | list | dict):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if len(text) <= _LONG:
+        return text
+    return f"{text[:_LONG]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
+
+
+def _read(path: Path | None) -> JsonObject:
+    """What a file says; nothing where it cannot be read, which is told elsewhere."""
+    with suppress(ZexportError, OSError):
+        return read_json_object(path) if path is not None else {}
+    return {}

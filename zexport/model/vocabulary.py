@@ -1,0 +1,162 @@
+"""The tokens of a tokenizer by number, held against its other files and those of other folders."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+from msgspec import Raw, Struct
+
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.model.sidecars import BASE, TOKENIZER, Files, Sidecars
+from zexport.store.files import read_regular
+
+_NBYTES_MAX = 64 << 20
+_VOCABULARY = "vocab.json"
+_MERGES = "merges"
+_COPIED = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+"""Vocabularies that are saved as they were loaded, byte for byte."""
+
+
+_COMMAS_MAX = 1_000_000
+"""A vocabulary with more is not compared: it would take the memory of an export twice."""
+
+_BETWEEN = b' \t\r\n",[]\\'
+"""What stands between letters of merges, in JSON and in lines."""
+
+
+class _Token(Struct, frozen=True):
+    id: int
+    content: str
+
+
+class _Model(Struct, frozen=True):
+    vocab: Raw = Raw(b"{}")
+    merges: Raw = Raw(b"[]")
+
+
+class _Tokenizer(Struct, frozen=True):
+    added_tokens: list[_Token] = []
+    model: _Model = _Model()
+    normalizer: Raw = Raw(b"null")
+    pre_tokenizer: Raw = Raw(b"null")
+
+
+class _Vocabulary(Struct, frozen=True):
+    """The number of each token; the rules by name, of which merges have their number and CRC."""
+
+    by: str
+    tokens: dict[str, int]
+    rules: dict[str, str | None]
+
+
+def vocabulary_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The numbers of tokens, as the tokenizer that is copied, and every other of the run, has them.
+
+    Tokens that the one copied alone has were added, and are held against nothing here; and
+    transformers 5 writes the rules of an older base's tokenizer anew, in other words.
+    """
+    copied = sidecars.copied
+    beside = {"the export's": {n: path for n, path in copied.items() if n != TOKENIZER}}
+    others = beside | {f"{where}'s": files for where, files in sidecars.folders.items()}
+    yield from _of_copies(copied, others)
+    raw = _raw(copied)
+    own = None
+    for by, files in others.items() if raw else ():
+        is_same = files.get(TOKENIZER) == copied[TOKENIZER] or _raw(files) == raw
+        other = None if is_same else _of_folder(files, by)
+        own = own or (other and _of_tokenizer(raw, f"the export's {TOKENIZER}"))
+        if own is not None and other is not None:
+            yield from _compared(own, other)
+
+
+def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
+    both = own.tokens.keys() & other.tokens.keys()
+    differing = [token for token in both if own.tokens[token] != other.tokens[token]]
+    if differing:
+        token = min(differing, key=own.tokens.__getitem__)
+        about = f"{len(differing):,} of {len(both):,} tokens, such as {token!r},"
+        for one in (own, other):
+            yield Statement(Fact.VOCABULARY, one.tokens[token], one.by, about)
+    if lost := other.tokens.keys() - own.tokens.keys():
+        about = f"{len(lost):,} tokens, such as {min(lost, key=other.tokens.__getitem__)!r},"
+        yield Statement(Fact.VOCABULARY, "not there", own.by, about)
+        yield Statement(Fact.VOCABULARY, "there", other.by, about)
+    for one in () if differing else (own, other):
+        for name, rule in one.rules.items():
+            if name == _MERGES or not other.by.startswith(BASE):
+                yield Statement(Fact.VOCABULARY, rule, one.by, name)
+
+
+def _of_copies(copied: Files, others: dict[str, Files]) -> Iterator[Statement]:
+    for name in () if TOKENIZER in copied else _COPIED:
+        for by, files in {"the export's": copied, **others}.items() if name in copied else ():
+            if (content := _content(files, name)) is not None:
+                told = f"{len(content):,} bytes ({zlib.crc32(content):08x})"
+                yield Statement(Fact.VOCABULARY, told, f"{by} {name}")
+
+
+def _of_folder(files: Files, by: str) -> _Vocabulary | None:
+    """The vocabulary of a folder's tokenizer, or, where it has none, of its older form."""
+    if TOKENIZER in files:
+        return _of_tokenizer(_raw(files), f"{by} {TOKENIZER}")
+    with suppress(msgspec.MsgspecError, RecursionError):
+        tokens = _tokens(_content(files, _VOCABULARY) or b"")
+        lines = (_content(files, f"{_MERGES}.txt") or b"").splitlines()
+        merges = _merges(b"".join(one for one in lines if not one.startswith(b"#version")))
+        return _Vocabulary(f"{by} {_VOCABULARY}", tokens, {_MERGES: merges})
+    return None
+
+
+def _of_tokenizer(raw: bytes, by: str) -> _Vocabulary | None:
+    with suppress(msgspec.MsgspecError, RecursionError):
+        found = msgspec.json.decode(raw, type=_Tokenizer)
+        tokens = _tokens(found.model.vocab)
+        merges = _merges(bytes(found.model.merges))
+        rules = {_MERGES: merges, "normalizer": _rule(found.normalizer)}
+        rules["pre_tokenizer"] = _rule(found.pre_tokenizer)
+        added = {one.content: one.id for one in found.added_tokens}
+        return _Vocabulary(by, tokens | added, rules) if tokens else None
+    return None
+
+
+def _tokens(raw: Raw | bytes) -> dict[str, int]:
+    """The tokens with their numbers, which in a list are their places; of too many, none."""
+    if bytes(raw).count(b",") > _COMMAS_MAX:
+        return {}
+    found = msgspec.json.decode(raw, type=dict[str, int] | list[tuple[str, float]])
+    if isinstance(found, dict):
+        return found
+    return {token: number for number, (token, _) in enumerate(found)}
+
+
+def _merges(text: bytes) -> str | None:
+    """The merges by the CRC of their letters, however they are written.
+
+    In JSON a merge is one string or two, in ``merges.txt`` a line.
+    """
+    if b"\\u" in text:  # escaped letters, as no tokenizer's library writes
+        return None
+    letters = text.translate(None, _BETWEEN)
+    return f"{len(letters):,} letters ({zlib.crc32(letters):08x})" if letters else None
+
+
+def _rule(raw: Raw) -> str:
+    """A rule in a word, with the CRC of all that is said of it."""
+    value = msgspec.json.decode(raw)
+    kind = value.get("type") if isinstance(value, dict) else "none"
+    return f"{kind} ({zlib.crc32(msgspec.json.encode(value, order='deterministic')):08x})"
+
+
+def _raw(files: Files) -> bytes:
+    return _content(files, TOKENIZER) or b""
+
+
+def _content(files: Files, name: str) -> bytes | None:
+    """What a file holds; nothing where it cannot be read, which is told elsewhere."""
+    with suppress(OSError):
+        return read_regular(files[name], _NBYTES_MAX) if name in files else None
+    return None
