@@ -16,16 +16,19 @@ from zexport.cli.options import (
     Named,
     Rename,
     adapter_options,
+    allow_option,
+    check_option,
     jobs_option,
     json_option,
     links_option,
     progress_options,
     tag_option,
+    verify_option,
 )
 from zexport.cli.part import Part
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
-from zexport.options import CheckMode, Engine, ExportDType, ExportOptions, NameLayout
+from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.printable import shell_word
 from zexport.store.folders import exists
 
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 
 _DEFAULTS = ExportOptions()
 _SHARD_NBYTES_MIN = 10**6
-_KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -92,27 +94,9 @@ _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 @adapter_options
 @jobs_option
 @click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
-@click.option(
-    "--verify",
-    type=click.Choice(["readback", "disk", "none"]),
-    default="readback",
-    show_default=True,
-    help="Read the result again before it appears; disk drops the page cache first.",
-)
-@click.option(
-    "--check",
-    type=Named(CheckMode),
-    default=_DEFAULTS.check.value,
-    show_default=True,
-    help="How much of the masters is held against the module's own rounded copy of them.",
-)
-@click.option(
-    "--allow",
-    type=Named(FindingKind),
-    multiple=True,
-    metavar="KIND",
-    help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
-)
+@verify_option
+@check_option
+@allow_option
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
 @click.option(

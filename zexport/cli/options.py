@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import click
 
 from zexport.errors import UsageError
-from zexport.options import AdapterMode, ExportDType, ExportOptions
+from zexport.findings import FindingKind
+from zexport.options import AdapterMode, CheckMode, ExportDType, ExportOptions
 from zexport.report.text import plural, size
 from zexport.store.folders import local_path
 
@@ -137,6 +138,28 @@ jobs_option = click.option(
     default=_DEFAULTS.jobs,
     show_default="one a core, up to 4",
     help="Worker threads.",
+)
+verify_option = click.option(
+    "--verify",
+    type=click.Choice(["readback", "disk", "none"]),
+    default="readback",
+    show_default=True,
+    help="Read the result again before it appears; disk drops the page cache first.",
+)
+check_option = click.option(
+    "--check",
+    type=Named(CheckMode),
+    default=_DEFAULTS.check.value,
+    show_default=True,
+    help="How much of the masters is held against the module's own rounded copy of them.",
+)
+_KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
+allow_option = click.option(
+    "--allow",
+    type=Named(FindingKind),
+    multiple=True,
+    metavar="KIND",
+    help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
 )
 progress_options = together(
     click.option(
