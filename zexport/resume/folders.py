@@ -1,0 +1,184 @@
+"""What goes along with the rank files: the other files of a framework's checkpoint, by its rules.
+
+Sources: transformers 5.23 (``trainer.py``: ``_save_rng_state``, ``_load_rng_state``), accelerate
+1.15 (``checkpointing.py``, ``scheduler.py``), Lightning 2.6 (``training_epoch_loop.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.checkpoint.location import Framework, Location
+from zexport.errors import CheckpointError
+from zexport.formats.torch_file import read_torch_file
+from zexport.plan.plan import SideFile
+from zexport.printable import some
+from zexport.store.folders import children, exists, is_file, is_folder, leaves
+from zexport.store.json import read_json_object
+
+
+class Ranks(Struct, frozen=True):
+    """How many processes train, before and after."""
+
+    before: int
+    after: int
+
+
+class Beside(Struct, frozen=True):
+    """The files beside the rank files, and what is to be known of them."""
+
+    files: tuple[SideFile, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+_WEIGHTS = re.compile(r"(model|pytorch_model)[^/]*\.(safetensors|bin)(\.index\.json)?")
+"""The gathered model, which the rank files hold in full; an adapter's file is called otherwise."""
+
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
+_TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
+_SCHEDULER = "scheduler.bin"
+_LATEST = ("latest", "latest_universal")
+TRAIN_OPTIONS = "zexport_train.json"
+_MANIFEST = "zexport_manifest.json"
+
+
+def beside(location: Location, ranks: Ranks, stage: int | None, step: int | None) -> Beside:
+    """The files that lie around a tag folder, for ``ranks`` that go on from it.
+
+    ``stage`` is the new one, where it is one; ``step`` counts updates.
+
+    Raises:
+        UnsafeError: a link leads outside the checkpoint's folder.
+    """
+    if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
+        return Beside((), (), ())
+    found = {path.relative_to(location.root).as_posix(): path for path in _around(location)}
+    left_out = {name: path for name, path in found.items() if _WEIGHTS.fullmatch(name)}
+    kept = {name: path for name, path in found.items() if name not in left_out}
+    notes = []
+    if left_out:
+        notes.append(
+            f"the model's gathered weights are not copied ({some(sorted(left_out), 3)}): the rank "
+            "files hold them"
+        )
+    warnings: list[str] = []
+    if location.framework is Framework.HF_TRAINER:
+        kept, told = _trainers_rng(kept, ranks)
+        notes += told
+    if location.framework is Framework.ACCELERATE:
+        kept, told = _without_accelerates_rng(kept, ranks)
+        notes += told
+        warnings += _scheduler_counts(location.root, ranks, step)
+    files = [SideFile(name, origin=path) for name, path in sorted(kept.items())]
+    if location.framework is Framework.ZEXPORT:
+        files = [_for_train(file, ranks.after, stage) for file in files]
+    return Beside(tuple(files), tuple(warnings), (*notes, *_not_looked_into(kept)))
+
+
+def _around(location: Location) -> Iterator[Path]:
+    """The files of the checkpoint's folder that are none of a tag's."""
+    skipped = {*location.tags, location.tag, *_LATEST, _MANIFEST, "gathered"}
+    for path in children(location.root):
+        if path.name in skipped or path.name.startswith(".") or exists(path / _MANIFEST):
+            continue  # another tag, or what zexport has written here
+        for file in leaves(path) if is_folder(path) else (path,):
+            location.boundary.check(file)
+            if is_file(file):
+                yield file
+
+
+def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path], list[str]]:
+    """Trainer's random states under the names that it looks for: one rank's has no number."""
+    states = {int(match[1] or 0): name for name in kept if (match := _TRAINER_RNG.fullmatch(name))}
+    if not states:
+        return kept, []
+    new = {
+        "rng_state.pth" if ranks.after == 1 else f"rng_state_{rank}.pth": kept[name]
+        for rank, name in states.items()
+        if rank < ranks.after
+    }
+    rest = {name: path for name, path in kept.items() if name not in states.values()}
+    lacking = ranks.after - len(new)
+    told = [
+        f"{lacking} of {ranks.after} ranks begin with the random state of their seed: there is "
+        "none of theirs to copy"
+    ]
+    return rest | new, told if lacking > 0 else []
+
+
+def _without_accelerates_rng(
+    kept: dict[str, Path], ranks: Ranks
+) -> tuple[dict[str, Path], list[str]]:
+    """At another number of ranks, without the random states: they count micro-batches, too.
+
+    One rank would make its first update too early, and several would wait for each other forever.
+    """
+    states = [name for name in kept if _ACCELERATE_RNG.fullmatch(name)]
+    if not states or ranks.before == ranks.after:
+        return kept, []
+    rest = {name: path for name, path in kept.items() if name not in states}
+    return rest, [
+        f"{some(states, 4)}: not copied, since Accelerate keeps the count of micro-batches in "
+        "them, which another number of ranks has otherwise; random states begin with their seed"
+    ]
+
+
+def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[str]:
+    """That Accelerate's scheduler counts ranks times updates, where this one does."""
+    path = root / _SCHEDULER
+    if ranks.before == ranks.after or step is None or not is_file(path):
+        return
+    try:
+        value = read_torch_file(path).value
+    except CheckpointError:
+        return  # it is copied, and told of as not looked into
+    epoch = value.get("last_epoch") if isinstance(value, dict) else None
+    if type(epoch) is int and epoch == step * ranks.before:
+        yield (
+            f"{_SCHEDULER} counts ranks x updates ({epoch:,} = {ranks.before:,} x {step:,}) and is "
+            f"copied as it is: a schedule made for all ranks' steps stands at "
+            f"{step * ranks.after:,} on {ranks.after:,} ranks"
+        )
+
+
+def _for_train(file: SideFile, world_size: int, stage: int | None) -> SideFile:
+    """The options of ``zexport train`` with the new world size and stage; others as they are."""
+    if file.filename != TRAIN_OPTIONS or file.origin is None:
+        return file
+    options = read_json_object(file.origin)
+    changed = {"world_size": world_size} | ({} if stage is None else {"stage": stage})
+    return SideFile(TRAIN_OPTIONS, (json.dumps({**options, **changed}, indent=2) + "\n").encode())
+
+
+def _not_looked_into(names: Iterable[str]) -> list[str]:
+    pickles = sorted(name for name in names if Path(name).suffix in _PICKLES)
+    if not pickles:
+        return []
+    return [
+        f"copied as they are, without being looked into ({some(pickles, 6)}): pickles, which can "
+        "run code when something loads them"
+    ]
+
+
+def told_of_resuming(framework: Framework, ranks: Ranks) -> Iterator[str]:
+    """What the framework does otherwise on another number of ranks, in sentences."""
+    if ranks.before == ranks.after:
+        return
+    if framework is Framework.HF_TRAINER:
+        yield (
+            "Trainer finds its place in the data by updates x today's accumulation: with another "
+            "number of rows an update it goes on elsewhere in the data; the last update of an "
+            "epoch may have other rows in any case"
+        )
+    if framework is Framework.LIGHTNING:
+        yield (
+            "Lightning counts the micro-batches of one rank: save where that count is a multiple "
+            "of the new accumulation, or its updates and DeepSpeed's fall apart"
+        )
