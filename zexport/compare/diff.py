@@ -81,7 +81,18 @@ def diff_weights(
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
     """How the weights of two model folders differ; see ``zexport.api.diff_models``."""
-    a_weights, b_weights = open_weights(a), open_weights(b)
+    return diff_tensors((a, b), (open_weights(a), open_weights(b)), jobs=jobs, progress=progress)
+
+
+def diff_tensors(
+    paths: tuple[Path, Path],
+    weights: tuple[ModelWeights, ModelWeights],
+    *,
+    jobs: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> DiffReport:
+    """How the tensors of two sides differ, wherever they lie."""
+    a_weights, b_weights = weights
     pairs, a_alone, b_alone = _paired(a_weights, b_weights)
     total, done = sum(pair.nbytes for pair in pairs), 0
 
@@ -102,8 +113,8 @@ def diff_weights(
     tensors = tuple(sorted(found, key=_order))
     adapters = (a_weights.is_adapter, b_weights.is_adapter)
     return DiffReport(
-        a=a,
-        b=b,
+        a=paths[0],
+        b=paths[1],
         verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
         nbytes_read=nbytes_read,

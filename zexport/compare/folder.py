@@ -14,7 +14,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
 from zexport.model.names import Learner, NamesClient
 from zexport.plan.plan import SourceFile
-from zexport.ranges.extents import Extent
+from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import read_json_object
@@ -34,7 +34,7 @@ class PlacedTensor(Struct, frozen=True):
     """One tensor and where its bytes lie."""
 
     tensor: StoredTensor
-    source: Extent
+    source: ByteSource
 
 
 class ModelWeights(Struct, frozen=True):

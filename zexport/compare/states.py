@@ -1,0 +1,109 @@
+"""Two trainings side by side: weights as those of models, every optimizer state by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from msgspec import structs
+
+from zexport.checkpoint.candidates import is_tag_dir, list_tags
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.problems import raise_problems
+from zexport.compare.diff import Counts, DiffReport, diff_tensors
+from zexport.compare.folder import ModelWeights, PlacedTensor
+from zexport.compare.tensor import Outcome
+from zexport.compare.verdict import Cause, Verdict
+from zexport.formats import safetensors_file
+from zexport.plan.plan import SourceFile
+from zexport.printable import some
+from zexport.ranges.extents import ByteSource
+from zexport.resume.read import read_state
+from zexport.resume.state import CellState
+from zexport.run.progress import Progress
+from zexport.store.folders import is_folder
+from zexport.weights.base import weights_file
+
+_NAMED = 3
+
+
+def are_checkpoints(*paths: Path) -> bool:
+    """Whether all are folders with rank files right below them, and no model to be compared."""
+    return all(map(_has_rank_files, paths)) and not all(map(weights_file, paths))
+
+
+def _has_rank_files(path: Path) -> bool:
+    return is_folder(path) and (is_tag_dir(path) or bool(list_tags(path)))
+
+
+def diff_states(
+    paths: tuple[Path, Path],
+    opened: tuple[ZeroCheckpoint, ZeroCheckpoint],
+    *,
+    jobs: int,
+    progress: Callable[[Progress], None] | None = None,
+) -> DiffReport:
+    """How two trainings differ; see ``zexport.api.diff_states``."""
+    a, b = (_sides(checkpoint) for checkpoint in opened)
+    weights, states = (
+        diff_tensors(paths, (one, other), jobs=jobs, progress=progress)
+        for one, other in zip(a, b, strict=True)
+    )
+    counts = {outcome.value: weights.count(outcome) + states.count(outcome) for outcome in Outcome}
+    return replace(
+        weights,
+        verdict=_with_states(weights.verdict, states),
+        counts=Counts(**counts),
+        nbytes_read=weights.nbytes_read + states.nbytes_read,
+        tensors=(*weights.tensors, *states.tensors),
+    )
+
+
+def _sides(checkpoint: ZeroCheckpoint) -> tuple[ModelWeights, ModelWeights]:
+    """The weights of a training by name, and the optimizer's states as ``NAME (STATE)``."""
+    raise_problems(checkpoint)
+    state = read_state(checkpoint)
+    weights: dict[str, PlacedTensor] = {}
+    states: dict[str, PlacedTensor] = {}
+    for cell in state.cells:
+        for name, kind, tensor in _named(cell):
+            if tensor.source is not None:
+                part = name if len(state.cells) == 1 else f"{cell.index}: {name}"
+                unique = f"{part} ({kind})" if kind else part
+                side = states if kind else weights
+                side[unique] = _placed(unique, tensor, tensor.source)
+    files = tuple(SourceFile.of(file) for file in checkpoint.torch_files)
+    folder = checkpoint.location.tag_dir
+    return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)
+
+
+def _named(cell: CellState) -> Iterator[tuple[str, str, StoredTensor]]:
+    """Every tensor with its name and, if it is the optimizer's alone, its state's."""
+    trained = set()
+    for parameter in cell.parameters():
+        trained.add(parameter.name)
+        for kind, tensor in parameter.tensors.items():
+            yield parameter.name, "" if kind == MASTERS else kind, tensor
+    for entry in cell.module:
+        if entry.value is not None and entry.owner not in trained:
+            yield entry.owner, "", entry.value
+
+
+def _placed(name: str, tensor: StoredTensor, source: ByteSource) -> PlacedTensor:
+    told = safetensors_file.StoredTensor(name, tensor.dtype, tensor.shape, 0, source.nbytes)
+    return PlacedTensor(told, source)
+
+
+def _with_states(verdict: Verdict, states: DiffReport) -> Verdict:
+    """What made the difference of the weights, and whether the optimizer's states differ."""
+    count = len(states.tensors)
+    unequal = sorted(one.name for one in states.tensors if one.outcome is not Outcome.EQUAL)
+    if not unequal:
+        equal = f"; the optimizer's {count:,} states are equal" if count else ""
+        return structs.replace(verdict, sentence=verdict.sentence + equal)
+    told = f"{len(unequal):,} of the optimizer's {count:,} states differ ({some(unequal, _NAMED)})"
+    if verdict.cause is Cause.NONE:
+        return Verdict(Cause.UNKNOWN, f"The weights are equal, and {told}")
+    return structs.replace(verdict, sentence=f"{verdict.sentence}; {told}")
