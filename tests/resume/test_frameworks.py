@@ -1,0 +1,56 @@
+"""The frameworks resume resharded checkpoints as they resume their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zexport
+from tests.support.resuming_frameworks import SAVED_AT, Going
+from tests.support.oracles import differences
+from tests.support.raw_states import States, raw_states
+from tests.support.sharded_runs import run_ranks
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+SAVED = {
+    "accelerate": "saved",
+    "lightning": "x.ckpt",
+}
+"""Where a framework's checkpoint lies in its output; Trainer's is of another name."""
+
+
+@pytest.mark.parametrize(
+    ("framework", "stage", "to_stage", "to_world"),
+    [
+        ("trainer", 3, 2, 3),
+        ("lora", 3, 3, 1),
+        ("trl", 2, 3, 3),
+        ("accelerate", 3, 2, 3),
+        ("lightning", 3, 3, 3),
+    ],
+)
+def test_a_framework_goes_on_with_other_ranks(
+    framework: str, stage: int, to_stage: int, to_world: int, tmp_path: Path
+) -> None:
+    first = Going(framework, 2, stage, tmp_path / "first")
+    _run(first)
+    source = first.out / SAVED.get(framework, f"checkpoint-{SAVED_AT}")
+    resharded = tmp_path / source.name
+    options = zexport.ReshardOptions(world_size=to_world, stage=to_stage)
+    zexport.reshard(source, resharded, options)
+    then = Going(framework, to_world, to_stage, tmp_path / "then", resharded)
+    _run(then)
+    assert differences(_states(then.out / "again"), _states(source)) == []
+    if framework != "lightning":  # which begins its data anew in the middle of an epoch
+        assert then.losses[-2:] == pytest.approx(first.losses[SAVED_AT:], rel=2e-3)
+
+
+def _run(going: Going) -> None:
+    going.out.mkdir()
+    run_ranks(going.world, going, going.out / "ranks")
+
+
+def _states(root: Path) -> States:
+    return raw_states(root / (root / "latest").read_text(encoding="utf-8").strip())

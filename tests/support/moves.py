@@ -1,0 +1,93 @@
+"""Which trainings are moved where: every kind of source, to every stage and world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from tests.support.resharding import Move
+from tests.support.sharded_runs import Spec
+
+DTYPES = ("fp32", "bf16", "fp16")
+WORLDS = (1, 2, 3, 4)
+OPTIMIZERS = ("amsgrad", "sgd", "momentum", "rmsprop", "adafactor", "lion")
+
+_MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+_PLAIN: frozenset[str] = frozenset()
+
+KINDS = {
+    **{name: Spec(2, dtype="fp32", optimizer=name) for name in OPTIMIZERS},
+    "muon": Spec(
+        2, optimizer="muon", parts=_PLAIN, zero={"reduce_scatter": False}, ds_config=_MUON
+    ),
+    "tied": Spec(2, parts=frozenset({"tied", "groups"})),
+    "frozen alone": Spec(2, dtype="fp32", parts=frozenset({"frozen"})),
+    "buffers alone": Spec(2, parts=frozenset({"buffers"})),
+    "sub-groups": Spec(3, zero={"sub_group_size": 30}),
+    "larger sub-groups": Spec(3, zero={"sub_group_size": 77}),
+    "round robin": Spec(2, zero={"round_robin_gradients": True}),
+    "aligned": Spec(2, zero={"parameter_alignment": True}),
+    "offloaded": Spec(3, zero={"offload_optimizer": {"device": "cpu"}}),
+    "BF16_Optimizer": Spec(1, ds_config=_IN_FP32),
+    "every step skipped": Spec(2, dtype="fp16", steps=1),
+}
+"""What is special of a source; stage and number of ranks are varied."""
+
+
+def every_move() -> Iterator[Move]:
+    """All stages and numbers of ranks to all others, and each kind to several."""
+    for dtype, stage, world in product(DTYPES, range(4), WORLDS):
+        source = _source(stage, world, dtype)
+        yield from (_to(source, *place) for place in product((1, 2, 3), WORLDS))
+    for name, kind in KINDS.items():
+        stages = (
+            (kind.stage,) if name in ("BF16_Optimizer", "round robin", "aligned") else (1, 2, 3)
+        )
+        for stage, world, target in product(stages, (2, 3), (*product((1, 2, 3), (1, 3, 4)),)):
+            yield _to(replace(kind, stage=stage, world=world), *target)
+    for stage, world in product((1, 2, 3), WORLDS):  # what the target's own configuration decides
+        source = Spec(stage, world)
+        for zero in ({"round_robin_gradients": True}, {"parameter_alignment": True}):
+            yield Move(source, Spec(2, 3, zero=zero))
+        yield Move(source, Spec(3, 2, zero={"sub_group_size": 40}))
+        yield Move(source, Spec(1, 3, ds_config=_IN_FP32))
+
+
+def some_moves() -> Iterator[Move]:
+    """Each kind once, and each stage, element type and number of ranks on both sides."""
+    plain = [
+        (0, 1, "fp32", 2, 2),
+        (0, 2, "bf16", 3, 3),
+        (0, 3, "fp16", 1, 2),
+        (1, 2, "bf16", 3, 4),
+        (1, 4, "fp32", 2, 3),
+        (2, 1, "fp16", 3, 2),
+        (2, 3, "bf16", 1, 1),
+        (3, 2, "fp32", 3, 3),
+        (3, 3, "fp16", 2, 4),
+        (3, 4, "bf16", 3, 1),
+    ]
+    for stage, world, dtype, *target in plain:
+        yield _to(_source(stage, world, dtype), *target)
+    for index, kind in enumerate(KINDS.values()):
+        yield _to(replace(kind, world=2 + index % 2), 2 + (index + kind.stage) % 2, 3 - index % 2)
+    yield Move(Spec(3, 2), Spec(2, 3, zero={"round_robin_gradients": True}))
+    yield Move(Spec(3, 2), Spec(1, 3, ds_config=_IN_FP32))
+
+
+def _source(stage: int, world: int, dtype: str) -> Spec:
+    """A run of AdamW; ZeRO-0 numbers its weights, which is certain where all are trained."""
+    parts = {"frozen", "buffers", "groups"} - ({"frozen"} if stage == 0 else set())
+    steps = 6 if dtype == "fp16" else 3
+    return Spec(stage, world, dtype, parts=frozenset(parts), steps=steps)
+
+
+def _to(source: Spec, stage: int, world: int) -> Move:
+    """The same run elsewhere; what only one stage has is left to it."""
+    zero = dict(source.zero)
+    if stage == 3:
+        zero.pop("round_robin_gradients", None)
+        zero.pop("parameter_alignment", None)
+    return Move(source, replace(source, stage=stage, world=world, zero=zero))
