@@ -12,6 +12,7 @@ from zexport.compare.diff import DiffReport
 from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
 from zexport.report.failure import Failure
+from zexport.resume.plan import ReshardProvenance
 from zexport.run.execute import ExportReport
 from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest
@@ -35,6 +36,17 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
         "What `zexport consolidate --dry-run --json` prints",
         SCHEMA,
         (PlanSummary, Provenance),
+    ),
+    "reshard": ("What `zexport reshard --json` prints", SCHEMA, (ExportReport, ReshardProvenance)),
+    "reshard_manifest": (
+        "`zexport_manifest.json` of a resharded checkpoint",
+        MANIFEST_SCHEMA,
+        (Manifest, ReshardProvenance),
+    ),
+    "reshard_plan": (
+        "What `zexport reshard --dry-run --json` prints",
+        SCHEMA,
+        (PlanSummary, ReshardProvenance),
     ),
     "train": ("What `zexport train --json` prints", SCHEMA, (TrainSummary,)),
     "verify": (
@@ -62,10 +74,11 @@ _ENTRY = re.compile(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", re.M)
 def schemas() -> dict[str, dict[str, Any]]:
     """Every schema, by name."""
     made = {name: _schema(*form) for name, form in _FORMS.items()}
-    manifest = made["manifest"]["properties"]
-    manifest["blake3"] = {"description": _DIGEST, "type": "string"}
-    del manifest["provenance"]  # the keys of which stand beside the others
-    for name in ("diff", "export", "finish", "part", "plan", "verify"):
+    for name in ("manifest", "reshard_manifest"):
+        manifest = made[name]["properties"]
+        manifest["blake3"] = {"description": _DIGEST, "type": "string"}
+        del manifest["provenance"]  # the keys of which stand beside the others
+    for name in ("diff", "export", "finish", "part", "plan", "reshard", "reshard_plan", "verify"):
         made[name]["properties"]["environment"] = ENVIRONMENT
     for schema in made.values():
         schema["required"] = [key for key in schema["properties"] if key not in _SOMETIMES]

@@ -13,6 +13,10 @@ and in its steps, each of which returns a value that can be looked at::
     report = zexport.run_export(plan)  # what was done
     verdict = zexport.verify_export("model", against="run/checkpoint-100")
     report = zexport.diff_models("model", "base")  # does it look like training?
+
+and, for the same training on three ranks::
+
+    report = zexport.reshard("run/checkpoint-100", "on-3", zexport.ReshardOptions(world_size=3))
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ if TYPE_CHECKING:
         consolidate,
         consolidate_part,
         diff_models,
+        diff_states,
         finish_export,
         plan_export,
+        plan_reshard,
+        reshard,
         run_export,
         verify_export,
     )
@@ -36,7 +43,13 @@ if TYPE_CHECKING:
     from zexport.compare.tensor import Outcome, TensorDiff
     from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
-    from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
+    from zexport.options import (
+        Engine,
+        ExportDType,
+        ExportOptions,
+        NameLayout,
+        ReshardOptions,
+    )
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, Progress, VerifyMode
     from zexport.run.parts import PartReport
@@ -55,6 +68,7 @@ __all__ = [
     "Outcome",
     "PartReport",
     "Progress",
+    "ReshardOptions",
     "Role",
     "Share",
     "StoredTensor",
@@ -67,9 +81,12 @@ __all__ = [
     "consolidate",
     "consolidate_part",
     "diff_models",
+    "diff_states",
     "finish_export",
     "open_checkpoint",
     "plan_export",
+    "plan_reshard",
+    "reshard",
     "run_export",
     "verify_export",
 ]
@@ -82,8 +99,11 @@ _HOMES = {
         "consolidate",
         "consolidate_part",
         "diff_models",
+        "diff_states",
         "finish_export",
         "plan_export",
+        "plan_reshard",
+        "reshard",
         "run_export",
         "verify_export",
     ),
@@ -98,7 +118,13 @@ _HOMES = {
     "run.parts": ("PartReport",),
     "run.shares": ("Share",),
     "run.verify": ("VerifyReport",),
-    "options": ("Engine", "ExportDType", "ExportOptions", "NameLayout"),
+    "options": (
+        "Engine",
+        "ExportDType",
+        "ExportOptions",
+        "NameLayout",
+        "ReshardOptions",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

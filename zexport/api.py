@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from zexport.decide import decide
 from zexport.errors import NoSuchTagError, OtherTagError, UsageError, VerificationError
 from zexport.model.hub_cache import model_folder
 from zexport.model.sidecars import CONFIG
-from zexport.options import CheckMode, ExportOptions, RecordedOptions, chosen
+from zexport.options import CheckMode, ExportOptions, RecordedOptions, ReshardOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute, parts, verify
 from zexport.run.execute import ExportReport, Progress, VerifyMode
@@ -51,6 +52,54 @@ def plan_export(
         UsageError: an option cannot be meant.
     """
     return decide(collect(checkpoint, options), out_dir)
+
+
+def plan_reshard(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ReshardOptions
+) -> ExportPlan:
+    """The whole plan of a resharding, which ``run_export`` runs; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint has problems, or lacks what a training goes on from.
+        UnsupportedError: a state cannot be cut for other ranks.
+        UnsafeError: a value to be carried along cannot be written safely.
+        UsageError: an option cannot be meant.
+    """
+    from zexport.resume.plan import plan_reshard as plan  # noqa: PLC0415 - an export needs none
+
+    return plan(checkpoint, out_dir, options)
+
+
+def reshard(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    options: ReshardOptions,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Turn a ZeRO checkpoint into one that the same training goes on from on other ranks.
+
+    Args:
+        checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
+        out_dir: the folder to make, of the same arrangement as the checkpoint's (a Trainer's
+            ``checkpoint-N``, say); it appears complete or not at all.
+        options: number of ranks, stage and more; see ``ReshardOptions``.
+        tag: which checkpoint, where there are several.
+        follow_symlinks: read what a link leads to, wherever that is.
+        verify: how the result is read again before the folder gets its name.
+        progress: told of every step.
+
+    Raises:
+        ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
+    """
+    began = time.monotonic()
+    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+    plan = plan_reshard(opened, out_dir, options)
+    done = run_export(plan, verify=verify, progress=progress)
+    return replace(done, seconds=time.monotonic() - began)
 
 
 def run_export(
@@ -118,10 +167,9 @@ def verify_export(
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
-    options = replace(_options_of(manifest, out_dir / MANIFEST_NAME, base), check=check)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
-    plan = plan_export(checkpoint, out_dir, options)
+    plan = _plan_again(checkpoint, out_dir, manifest, check, base)
     if base is None:
         _check_names(plan, manifest)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
@@ -208,6 +256,35 @@ def diff_models(
 
     one, other = (model_folder(local_path(side)) for side in (a, b))
     return diff_weights(one, other, jobs=jobs, progress=progress)
+
+
+def diff_states(
+    a: Path | str,
+    b: Path | str,
+    *,
+    jobs: int | None = None,
+    progress: OnProgress | None = None,
+) -> DiffReport:
+    """How the trainings in two checkpoints differ: masters, every optimizer state, and the rest.
+
+    Stage, number of ranks and layout do not matter. Memory does not grow with the model.
+
+    Args:
+        a: a checkpoint, at any level of its folders.
+        b: another one, such as what ``reshard`` has made of it.
+        jobs: worker threads; by default one a core, up to 4.
+        progress: told of every step.
+
+    Raises:
+        CheckpointError: a side is no checkpoint, has problems, or lacks states.
+        UnsupportedError: a state cannot be told apart by name.
+    """
+    from zexport.compare import states  # noqa: PLC0415 - an export compares no trainings
+
+    jobs = ExportOptions().jobs if jobs is None else jobs
+    one, other = local_path(a), local_path(b)
+    opened = open_checkpoint(one), open_checkpoint(other)
+    return states.diff_states((one, other), opened, jobs=jobs, progress=progress)
 
 
 def consolidate(
@@ -355,11 +432,29 @@ def finish_export(
     return replace(done, seconds=time.monotonic() - began)
 
 
-def _options_of(manifest: Manifest, path: Path, base: Path | None) -> ExportOptions:
-    recorded = manifest.provenance.get("options")
+def _plan_again(
+    checkpoint: ZeroCheckpoint,
+    out_dir: Path,
+    manifest: Manifest,
+    check: CheckMode,
+    base: Path | None,
+) -> ExportPlan:
+    """The plan that a folder was made by, for what the checkpoint holds today."""
+    from zexport.resume.plan import plan_again, recorded_settings  # noqa: PLC0415 - verify's alone
+
+    again: Callable[[], ExportPlan]
     try:
-        return ExportOptions.from_recorded(recorded, base=base)
+        if "settings" in manifest.provenance:
+            settings = recorded_settings(manifest.provenance)
+            again = partial(plan_again, checkpoint, out_dir, manifest, settings, check)
+        else:
+            recorded = manifest.provenance.get("options")
+            options = replace(ExportOptions.from_recorded(recorded, base=base), check=check)
+            again = partial(plan_export, checkpoint, out_dir, options)
     except ValueError as cause:
         raise VerificationError(
-            "records options that no export can have", path=path, found=cause
+            "records options that no export can have",
+            path=out_dir / MANIFEST_NAME,
+            found=cause,
         ) from cause
+    return again()

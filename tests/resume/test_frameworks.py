@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import zexport
-from tests.support.resuming_frameworks import SAVED_AT, Going
 from tests.support.oracles import differences
 from tests.support.raw_states import States, raw_states
+from tests.support.resuming_frameworks import SAVED_AT, Going
 from tests.support.sharded_runs import run_ranks
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]

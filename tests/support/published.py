@@ -64,6 +64,8 @@ def check_printed(words: Sequence[object], stdout: str | bytes | None) -> None:
     elif command == "consolidate":
         made = "part" if "missing" in told else "export"
         check("plan" if "--dry-run" in words else made, told)
+    elif command == "reshard":
+        check("reshard_plan" if "--dry-run" in words else "reshard", told)
     else:
         check(command, told)
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import zexport
 from tests.support.oracles import same
 from tests.support.raw_states import States, raw_states
 from tests.support.sharded_runs import Job, Spec, run_jobs
 
 LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 """How far the next losses may be apart, relative: sums over ranks round in another order."""
-
-Reshard = Callable[[Path, Path, Spec, Path], None]
-"""Makes a folder out of a checkpoint for a run; the last is that run's configuration as JSON."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Move:
         return f"z{one.stage} w{one.world} -> z{other.stage} w{other.world} {other.zero} ({what})"
 
 
-def departures(moves: Sequence[Move], root: Path, reshard: Reshard) -> dict[str, list[str]]:
+def departures(moves: Sequence[Move], root: Path) -> dict[str, list[str]]:
     """What differs, by move; those moves alone of which something does."""
     sources: dict[str, Job] = {}
     for move in moves:
@@ -50,7 +48,10 @@ def departures(moves: Sequence[Move], root: Path, reshard: Reshard) -> dict[str,
         assert job.source is not None
         config = root / f"{job.out.name}.json"
         config.write_text(json.dumps(move.target.config()), encoding="utf-8")
-        reshard(sources[repr(move.source)].out / "saved", job.source, move.target, config)
+        options = zexport.ReshardOptions(
+            world_size=move.target.world, stage=move.target.stage, ds_config=config
+        )
+        zexport.reshard(sources[repr(move.source)].out / "saved", job.source, options)
     _run_by_world(jobs, root / "targets")
     found = {
         str(move): list(_differences(move, sources[repr(move.source)], job))

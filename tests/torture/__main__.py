@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.moves import every_move
+from tests.support.resharding import departures
 from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
@@ -39,6 +41,7 @@ def main() -> None:
             "commands ended at random moments",
             lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
         )
+        _told("trainings moved to other ranks and stages", lambda: _every_move(folder / "moves"))
     _told("fuzzers", lambda: _fuzz(options.seconds))
 
 
@@ -69,6 +72,16 @@ def _random_kills(folder: Path, times: int, numel: float, seed: int) -> str:
     export = Export(make_checkpoint(folder / "ckpt", numel), folder / "out", sixteenth)
     found = killed_at_random(export, times, seed)
     return ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
+
+
+def _every_move(folder: Path) -> str:
+    """Real DeepSpeed saves, loads what was resharded, and trains on."""
+    moves = list(every_move())
+    folder.mkdir()
+    found = departures(moves, folder)
+    if found:
+        raise SystemExit("\n".join(f"{move}: {what}" for move, what in found.items()))
+    return f"{len(moves)} went on as if nothing had happened"
 
 
 def _fuzz(seconds: int) -> str:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 @click.command(short_help="Compare two models, such as an export and its base, tensor by tensor.")
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
+@click.option(
+    "--states",
+    is_flag=True,
+    help="Compare what two ZeRO checkpoints hold, masters and optimizer states, by name; as "
+    "always where A and B have no other weights.",
+)
 @click.option("--all", is_flag=True, help="List every tensor, equal ones too.")
 @click.option(
     "--fail-on",
@@ -33,6 +39,7 @@ def diff(
     *,
     a: Path,
     b: Path,
+    states: bool,
     all: bool,  # noqa: A002 - Click names it after the option
     fail_on: str,
     jobs: int,
@@ -48,16 +55,19 @@ def diff(
     scaled, zeroed, exchanged, missing. The last lines conclude: it looks like training, a
     conversion error is likely, or nobody can tell from the weights. Whatever differs, the exit code
     is 0 unless --fail-on says otherwise. To compare an export with its checkpoint, use zexport
-    verify --against.
+    verify --against. A and B may be
+    ZeRO checkpoints instead, of any stage and number of ranks.
 
     Example: zexport diff model base
     """
-    from zexport.api import diff_models
+    from zexport.api import diff_models, diff_states
     from zexport.cli.progress import progress_printer
+    from zexport.compare.states import are_checkpoints
     from zexport.report.diff import diff_json, print_diff
 
     with progress_printer(progress, quiet=quiet) as on_progress:
-        report = diff_models(a, b, jobs=jobs, progress=on_progress)
+        compare = diff_states if states or are_checkpoints(a, b) else diff_models
+        report = compare(a, b, jobs=jobs, progress=on_progress)
     put_out(
         lambda: diff_json(report, every=all),
         lambda console: print_diff(console, report, every=all),

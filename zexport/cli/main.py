@@ -24,9 +24,10 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
-_COMMANDS = ("consolidate", "finish", "inspect", "verify", "diff", "train")
+_COMMANDS = ("consolidate", "finish", "reshard", "inspect", "verify", "diff", "train")
 _MEANT = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
+    **dict.fromkeys(("resume", "ds_to_universal", "universal", "repartition"), "reshard"),
     **dict.fromkeys(("info", "show", "list", "ls"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("compare", "cmp"), "diff"),

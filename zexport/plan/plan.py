@@ -177,7 +177,8 @@ class Form(Struct, frozen=True):
     Attributes:
         dtypes: element types of its floating-point tensors, as torch names them, the commonest
             first.
-        names: whose names the tensors have: ``hub``, ``memory`` or ``peft``.
+        names: whose names the tensors have: ``hub``, ``memory`` or ``peft``; of resharded files,
+            ``checkpoint``.
         weights_only: whether there is no config, without which ``from_pretrained`` loads nothing.
     """
 

@@ -41,15 +41,16 @@ def print_plan(
     side_nbytes: Mapping[str, int],
     *,
     quiet: bool = False,
+    what: str = "",
 ) -> None:
-    """The plan for people; nothing has been written."""
+    """The plan for people; nothing has been written. ``what`` is made is said by ``form`` else."""
     _print_first(console, f"Plan for {plan.out_dir} (nothing is written)", plan, "bold")
     reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
     seconds = duration(plan.seconds_at_1_gb_per_s)
     print_facts(
         console,
         (
-            ("Tensors", f"{plan.tensors:,}, {_form(plan.form)}"),
+            ("Tensors", f"{plan.tensors:,}, {what or _form(plan.form)}"),
             ("Reads", reads),
             ("Compared", _compared(plan)),
             ("Writes", size(plan.nbytes_to_write)),
@@ -96,14 +97,16 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
     yield "zexport_manifest.json", "", ""
 
 
-def print_export(console: Console, report: ExportReport) -> None:
-    """The report for people."""
+def print_export(
+    console: Console, report: ExportReport, *, done: str = "Exported", what: str = ""
+) -> None:
+    """The report for people. ``what`` was made is said by its form else."""
     speed = report.nbytes_written / max(report.seconds, 1e-9)
-    _print_first(console, f"Exported to {report.out_dir}", report, "bold green")
+    _print_first(console, f"{done} to {report.out_dir}", report, "bold green")
     print_facts(
         console,
         (
-            ("Tensors", f"{report.tensors:,}, {_form(report.form)}"),
+            ("Tensors", f"{report.tensors:,}, {what or _form(report.form)}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
 from zexport.decide import CheckpointRecord
 from zexport.errors import UnsafeError, UsageError
-from zexport.options import ReshardOptions, ResumeFormat
+from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import ByteSource, paths_of
+from zexport.resume.batch import batch_of, told_of_batch
+from zexport.resume.folders import Beside, Ranks, beside, told_of_resuming
 from zexport.resume.native import native_files
 from zexport.resume.read import read_state
-from zexport.resume.settings import TargetSettings, settle
+from zexport.resume.settings import TargetSettings, settle, source_config
 from zexport.resume.state import TrainingState
 from zexport.resume.values import unwritable
+from zexport.run.manifest import Manifest
 from zexport.store.folders import local_path
-from zexport.store.json import JsonObject, values_of
+from zexport.store.json import JsonObject, read_json_object, values_of
 from zexport.weights.accounting import Accounting, account
 
 
@@ -42,9 +46,14 @@ class ReshardProvenance(Struct, frozen=True):
 
 
 def plan_reshard(
-    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ReshardOptions
+    checkpoint: ZeroCheckpoint,
+    out_dir: Path | str,
+    options: ReshardOptions,
+    recorded: TargetSettings | None = None,
 ) -> ExportPlan:
     """The whole plan of a resharding; nothing is written.
+
+    ``recorded`` are the settings of one that was made, to be planned again.
 
     Raises:
         CheckpointError: the checkpoint has problems, or lacks what a training goes on from.
@@ -54,29 +63,83 @@ def plan_reshard(
     """
     if options.format is not ResumeFormat.NATIVE:
         raise UsageError("--format cannot be universal yet", expected="native")
-    settings, told = settle(checkpoint, options)
+    settings, told = settle(checkpoint, options) if recorded is None else (recorded, ())
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
     files = tuple(native_files(state, settings, checkpoint.location.tag, dropped))
     jobs, chunk_nbytes = share_memory(options, files)
+    around = _around(checkpoint, settings, options)
     return ExportPlan(
         out_dir=local_path(out_dir),
         origin=Origin.of(checkpoint),
         form=Form((), "checkpoint", weights_only=False),
         shards=files,
-        side_files=(SideFile("latest", checkpoint.location.tag.encode()),),
+        side_files=around.files,
         sources=_sources(checkpoint, state, files),
         replicas=(*checkpoint.replicas, *state.replicas),
         check=options.check,
         allow=options.allow,
         findings=findings,
         provenance=_provenance(checkpoint, settings, dropped),
-        warnings=(*checkpoint.newer, *checkpoint.warnings, *told, *_told(state, dropped)),
-        notes=checkpoint.notes,
+        warnings=(
+            *checkpoint.newer,
+            *checkpoint.warnings,
+            *told,
+            *_told(state, dropped),
+            *around.warnings,
+        ),
+        notes=(*checkpoint.notes, *around.notes),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
+    )
+
+
+def recorded_settings(provenance: Mapping[str, object]) -> TargetSettings:
+    """What a plan or a manifest says of the layout.
+
+    Raises:
+        ValueError: no resharding can have these.
+    """
+    return msgspec.convert(provenance["settings"], TargetSettings)
+
+
+def plan_again(
+    checkpoint: ZeroCheckpoint,
+    out_dir: Path,
+    manifest: Manifest,
+    settings: TargetSettings,
+    check: CheckMode,
+) -> ExportPlan:
+    """The plan that a resharded folder was made by, by its manifest."""
+    options = ReshardOptions(
+        drop_client_state=bool(manifest.provenance.get("dropped")),
+        allow=frozenset(one.kind for one in manifest.findings if one.accepted),
+        check=check,
+    )
+    return plan_reshard(checkpoint, out_dir, options, settings)
+
+
+def _around(
+    checkpoint: ZeroCheckpoint, settings: TargetSettings, options: ReshardOptions
+) -> Beside:
+    """What completes the folder, and what other ranks mean for the run."""
+    location, before = checkpoint.location, checkpoint.world_size or 1
+    models = (checkpoint.ranks or before) // before
+    ranks = Ranks(before * models, settings.world_size * models)
+    found = beside(location, ranks, settings.stage, checkpoint.global_steps)
+    given = read_json_object(options.ds_config) if options.ds_config else {}
+    batches = batch_of(source_config(checkpoint), before), batch_of(given, settings.world_size)
+    told = tuple(told_of_batch(batches[0], settings.world_size, batches[1]))
+    return Beside(
+        files=(*found.files, SideFile("latest", location.tag.encode())),
+        warnings=(*found.warnings, *(text for warns, text in told if warns)),
+        notes=(
+            *found.notes,
+            *(text for warns, text in told if not warns),
+            *told_of_resuming(location.framework, ranks),
+        ),
     )
 
 

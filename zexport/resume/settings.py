@@ -84,7 +84,7 @@ def settle(
     Raises:
         UsageError: the world size or stage is none, or the configuration cannot be read.
     """
-    source = _source_config(checkpoint)
+    source = source_config(checkpoint)
     config = _Config(_read(options.ds_config) if options.ds_config else source, source)
     stage = _stage(checkpoint, options, config, source)
     is_bf16 = any(config.is_on(key, "enabled") for key in ("bf16", "bfloat16"))
@@ -106,7 +106,8 @@ def settle(
     return settings, tuple(_told(config, settings))
 
 
-def _source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
+def source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
+    """The DeepSpeed configuration in a checkpoint's model files; empty where there is none."""
     model = next(iter(models_of(checkpoint.cells).values()), None)
     return {} if model is None else model.ds_config
 

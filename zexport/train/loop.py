@@ -128,12 +128,17 @@ def resumed_place(engine: DeepSpeedEngine, ranks: Ranks, options: TrainOptions) 
             expected=f"fewer than --steps {options.steps}",
             hint="Ask for more --steps",
         )
-    dice = client_state["rng_states"][ranks.rank]
+    dice = client_state["rng_states"]
+    if ranks.rank < len(dice):  # a rank that the run did not have keeps the dice of its own seed
+        _set_rng_state(dice[ranks.rank], ranks.device)
+    return place
+
+
+def _set_rng_state(dice: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(dice["torch"])
     random.setstate(dice["python"])
-    if "cuda" in dice and ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(dice["cuda"], ranks.device)
-    return place
+    if "cuda" in dice and device.type == "cuda":
+        torch.cuda.set_rng_state(dice["cuda"], device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,108 @@
+"""``zexport reshard`` as users type it, and what other commands make of its result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.published import check
+from tests.support.real_cases import FIXTURES
+from tests.support.train_runs import run, trained
+from zexport import open_checkpoint
+
+SOURCE = FIXTURES / "z3_w2_bf16" / "ckpt"
+WORLD_3 = ("--world-size", 3)
+
+
+def zexport(command: str, *words: object) -> Any:
+    """A command that ends well; the JSON that it prints."""
+    done = run(*words, "--json", command=(sys.executable, "-m", "zexport", command))
+    assert done.status == 0, done.stderr
+    return done.result
+
+
+def refused(*words: object) -> tuple[int, str]:
+    """Exit code and message of a resharding that is refused, and leaves nothing."""
+    done = run(SOURCE, *words, command=(sys.executable, "-m", "zexport", "reshard"))
+    return done.status, done.stderr.strip().splitlines()[-1]
+
+
+def test_a_resharded_checkpoint_is_a_checkpoint_with_the_same_model_and_states(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "on-3"
+    planned = zexport("reshard", SOURCE, out, *WORLD_3, "--stage", 2, "--dry-run")
+    assert not out.exists()
+    done = zexport("reshard", SOURCE, out, *WORLD_3, "--stage", 2)
+    assert planned["settings"] == done["settings"]
+    assert (done["settings"]["world_size"], done["settings"]["stage"]) == (3, 2)
+    assert [*done["files"]] == sorted([*done["files"]])
+    check("reshard_manifest", json.loads((out / "zexport_manifest.json").read_text()))
+    assert zexport("verify", out)["ok"]
+    assert zexport("verify", out, "--against", SOURCE)["ok"]
+    opened = open_checkpoint(out)
+    assert (opened.world_size, opened.stage, opened.problems) == (3, 2, ())
+    diff = zexport("diff", SOURCE, out, "--states", "--all")
+    assert diff["verdict"]["cause"] == "none"
+    assert diff["verdict"]["sentence"].endswith("the optimizer's 42 states are equal")
+    models = [tmp_path / "a", tmp_path / "b"]
+    for checkpoint, model in zip((SOURCE, out), models, strict=True):
+        zexport("consolidate", checkpoint, model, "--layout", "memory")
+    one, other = (json.loads((it / "zexport_manifest.json").read_text()) for it in models)
+    assert one["tensors"] == other["tensors"]
+    assert one["files"]["model.safetensors"] == other["files"]["model.safetensors"]
+
+
+def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "on-1"
+    shutil.copytree(SOURCE, source)
+    zexport("reshard", source, out, "--world-size", 1)
+    shutil.rmtree(source)
+    shutil.copytree(FIXTURES / "z3_w2_bf16_offload" / "ckpt", source)
+    words = (sys.executable, "-m", "zexport")
+    assert run(out, "--against", source, command=(*words, "verify")).status == 7
+    assert run(source, out, "--fail-on", "different", command=(*words, "diff")).status == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("out",), 2, "Missing option '-n' / '--world-size'"),
+        (("--world-size", 3), 2, "Missing argument 'OUT'"),
+        (("out", "--world-size", 0), 2, "--world-size is no number of ranks"),
+        (("out", "--world-size", 3, "--stage", 4), 2, "ZeRO-4 has no files to reshard to"),
+        (("out", "--world-size", 3, "--ds-config", "no.json"), 2, "--ds-config cannot be read"),
+        (
+            (SOURCE / "global_step2" / "out", "--world-size", 3),
+            6,
+            "would be mixed with the files that are read",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    words: tuple[object, ...], code: int, said: str, tmp_path: Path
+) -> None:
+    placed = [tmp_path / "out" if word == "out" else word for word in words]
+    status, message = refused(*placed)
+    assert status == code
+    assert said in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_zexport_train_goes_on_with_three_ranks_where_two_began(tmp_path: Path) -> None:
+    first, out = tmp_path / "run", tmp_path / "on-3"
+    trained(first, "--world-size", 2, "--stage", 3, "--steps", 4)
+    zexport("reshard", first, out, *WORLD_3, "--stage", 2)
+    summary = trained(out, "--resume", "--steps", 6).result
+    assert (summary["world_size"], summary["stage"], summary["steps"]) == (3, 2, 6)
+    lines = (out / "training_log.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 6
+    assert losses[5] < losses[4] < losses[3]

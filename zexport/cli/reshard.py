@@ -1,0 +1,149 @@
+"""``zexport reshard``: a ZeRO checkpoint in, the same training for another number of ranks out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zexport.cli.options import (
+    PATH,
+    ByteSize,
+    allow_option,
+    check_option,
+    jobs_option,
+    json_option,
+    links_option,
+    progress_options,
+    tag_option,
+    verify_option,
+)
+from zexport.cli.streams import put_out
+from zexport.findings import FindingKind
+from zexport.options import ReshardOptions
+
+if TYPE_CHECKING:
+    from zexport.plan.plan import ExportPlan
+
+
+@click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
+@click.argument("paths", type=PATH, nargs=-1, required=True, metavar="CKPT... OUT")
+@tag_option
+@click.option(
+    "-n",
+    "--world-size",
+    type=int,
+    metavar="N",
+    required=True,
+    help="Data-parallel ranks that are to go on.",
+)
+@click.option(
+    "--stage",
+    type=int,
+    metavar="1..3",
+    help="Their ZeRO stage.  [default: the checkpoint's]",
+)
+@click.option(
+    "--ds-config",
+    type=PATH,
+    metavar="FILE",
+    help="Their DeepSpeed configuration, for what the files depend on; auto in it is the "
+    "checkpoint's value.  [default: the one in the checkpoint]",
+)
+@click.option(
+    "--drop-client-state",
+    is_flag=True,
+    help="Leave out of the client's own state what cannot be written safely.",
+)
+@jobs_option
+@click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
+@verify_option
+@check_option
+@allow_option
+@links_option
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace an older result at OUT once the new folder is complete.",
+)
+@json_option
+@progress_options
+def reshard(
+    *,
+    paths: tuple[Path, ...],
+    tag: str | None,
+    follow_symlinks: bool,
+    verify: str,
+    dry_run: bool,
+    json: bool,
+    progress: str,
+    quiet: bool,
+    **chosen: Any,
+) -> None:
+    """Turn the ZeRO checkpoint CKPT into OUT, which the same training goes on from elsewhere.
+
+    Weights, optimizer states, schedule and the client's own state come along, for N ranks and any
+    ZeRO stage; DeepSpeed's plain load_checkpoint takes them, and so do Trainer, Accelerate and
+    Lightning. OUT appears complete or not at all.
+
+    Example: zexport reshard run/checkpoint-100 run-on-3/checkpoint-100 --world-size 3
+    """
+    from zexport.api import plan_reshard, run_export
+    from zexport.checkpoint.opening import open_checkpoint
+    from zexport.cli.progress import progress_printer
+    from zexport.report.export import print_warnings
+    from zexport.report.reshard import print_reshard
+    from zexport.report.text import PlainConsole
+    from zexport.resume.plan import recorded_settings
+    from zexport.run.execute import VerifyMode
+    from zexport.store.json import form_of
+
+    if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
+        raise click.MissingParameter(param_hint="'OUT'", param_type="argument")
+    began = time.monotonic()
+    with progress_printer(progress, quiet=quiet) as on_progress:
+        checkpoint = open_checkpoint(paths[:-1], tag=tag, follow_symlinks=follow_symlinks)
+        plan = plan_reshard(checkpoint, paths[-1], _options(**chosen))
+        done = None
+        if not dry_run:
+            done = run_export(plan, verify=VerifyMode(verify), progress=on_progress)
+    if done is None:
+        _show(plan, as_json=json, quiet=quiet)
+        return
+    done = replace(done, seconds=time.monotonic() - began)
+    if quiet and not json:
+        print_warnings(PlainConsole(sys.stderr), done)
+        return
+    put_out(
+        lambda: form_of(done, plan.provenance),
+        lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
+        as_json=json,
+    )
+
+
+def _options(
+    *, max_memory: int | None, allow: tuple[FindingKind, ...], **chosen: Any
+) -> ReshardOptions:
+    """What was chosen, by the library's names for it."""
+    return ReshardOptions(max_memory_nbytes=max_memory, allow=frozenset(allow), **chosen)
+
+
+def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
+    from zexport.plan.summary import side_nbytes, summarize
+    from zexport.report.reshard import print_reshard_plan
+    from zexport.resume.plan import recorded_settings
+    from zexport.store.json import form_of
+
+    summary, settings = summarize(plan), recorded_settings(plan.provenance)
+    put_out(
+        lambda: form_of(summary, plan.provenance),
+        lambda console: print_reshard_plan(
+            console, summary, side_nbytes(plan), settings, quiet=quiet
+        ),
+        as_json=as_json,
+    )

@@ -1,0 +1,41 @@
+"""What a resharding would do, and what it did, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zexport.report.export import print_export, print_plan
+from zexport.report.text import Console, plural
+
+if TYPE_CHECKING:
+    from zexport.plan.summary import PlanSummary
+    from zexport.resume.settings import TargetSettings
+    from zexport.run.execute import ExportReport
+
+
+def print_reshard_plan(
+    console: Console,
+    plan: PlanSummary,
+    side_nbytes: Mapping[str, int],
+    settings: TargetSettings,
+    *,
+    quiet: bool = False,
+) -> None:
+    """The plan for people; nothing has been written."""
+    print_plan(console, plan, side_nbytes, quiet=quiet, what=_for_whom(settings))
+
+
+def print_reshard(console: Console, report: ExportReport, settings: TargetSettings) -> None:
+    """The report for people."""
+    print_export(console, report, done="Resharded", what=_for_whom(settings))
+
+
+def _for_whom(settings: TargetSettings) -> str:
+    """Which ranks go on from it."""
+    words = [f"for {plural(settings.world_size, 'rank')} under ZeRO-{settings.stage}"]
+    if settings.is_bf16_optimizer:
+        words.append("BF16_Optimizer")
+    if settings.is_dealt_out:
+        words.append("round robin")
+    return ", ".join(words)
