@@ -91,7 +91,7 @@ def reshard(
     ZeRO stage; DeepSpeed's plain load_checkpoint takes them, and so do Trainer, Accelerate and
     Lightning. OUT appears complete or not at all.
 
-    Example: zexport reshard run/checkpoint-100 run-on-3/checkpoint-100 --world-size 3
+    Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
     """
     from zexport.api import plan_reshard, run_export
     from zexport.checkpoint.opening import open_checkpoint
