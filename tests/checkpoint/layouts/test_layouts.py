@@ -146,3 +146,10 @@ def test_a_sub_group_is_full_when_its_stripes_reach_the_size(
     found = zero3.sub_groups([7, 2, 6, 1, 2], world_size=2, size=size)
     assert [own.stop for own in found] == ends
     assert [index for own in found for index in own] == [*range(5)]
+
+
+def test_parameters_that_a_rank_records_at_other_places_are_a_contradiction() -> None:
+    places = [*zero12.place_parameters({"a": (2,), "b": (2,)})]
+    zero12.check_fragments(places, 4, [{"a": (0, 2), "b": (2, 2)}])
+    with pytest.raises(LayoutError, match="the partition of rank 0 is another"):
+        zero12.check_fragments(places, 4, [{"a": (2, 2), "b": (0, 2)}])
