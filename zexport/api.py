@@ -32,6 +32,7 @@ from zexport.run.parts import PartReport
 from zexport.run.shares import Share
 from zexport.run.verify import VerifyReport
 from zexport.store.boundary import Boundary
+from zexport.store.files import reading
 from zexport.store.folders import absolute, exists, is_folder, local_path
 from zexport.store.json import decoded, values_of
 
@@ -208,7 +209,8 @@ def _open_source(
 
 def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
     """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
-    try:
+    hint = "Check its permissions, and that nothing is writing there"
+    with reading(out_dir, VerificationError, hint):
         if not is_folder(out_dir):
             raise VerificationError(
                 "is not a folder" if exists(out_dir) else "does not exist",
@@ -219,12 +221,6 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
         boundary.check(out_dir / MANIFEST_NAME)
         if exists(out_dir / MANIFEST_NAME):
             boundary.check_tree(out_dir)
-    except OSError as cause:
-        raise VerificationError(
-            f"cannot be read: {cause.strerror}",
-            path=Path(cause.filename or out_dir),
-            hint="Check its permissions, and that nothing is writing there",
-        ) from cause
 
 
 def diff_models(

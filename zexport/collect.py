@@ -46,6 +46,7 @@ from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType
+from zexport.store.files import reading
 from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
 from zexport.weights.base import (
     Base,
@@ -101,8 +102,16 @@ class Collected(Struct, frozen=True):
 
 
 def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> Collected:
-    """Read all that the plan of an export depends on."""
-    options = options or ExportOptions()
+    """Read all that the plan of an export depends on.
+
+    Raises:
+        ZexportError: of every kind but ``OutputError``, where it cannot be read or makes no sense.
+    """
+    with reading(checkpoint.location.root, hint="Check its permissions"):
+        return _collect(checkpoint, options or ExportOptions())
+
+
+def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
     if options.base is not None:
         options = replace(options, base=model_folder(options.base))
     findings = raise_problems(checkpoint, options.allow)

@@ -56,7 +56,7 @@ def test_errors_of_a_kind_that_is_handed_over_are_found_too(tmp_path: Path) -> N
     with noted() as seen, pytest.raises(UsageError):
         read_header(tmp_path / "gone", error=UsageError)
     assert seen == {
-        "formats/safetensors_file.py read_header 1": (
+        "store/files.py reading 1": (
             "usage",
             f"{tmp_path}/gone: cannot be read: No such file or directory.",
         )

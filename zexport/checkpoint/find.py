@@ -7,8 +7,7 @@ folder with the rank files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from zexport.checkpoint.candidates import (
@@ -39,9 +38,11 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.store.boundary import Boundary
+from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
 
 _LATEST = ("latest", "latest_universal")
+_CHECK = "Check the path and its permissions"
 _FINISHED = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -61,7 +62,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
     ``path``, a checkpoint of the run there, or a tag that only one of those holds. Links lead to
     somewhere below ``path``, unless ``follow_symlinks`` lets them lead anywhere.
     """
-    with _reading(path):
+    with reading(path, hint=_CHECK):
         path = _folder(path)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
@@ -78,7 +79,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
 
 def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
     """Every tag folder of one run at or below ``path``, newest first, as steps and names tell."""
-    with _reading(path):
+    with reading(path, hint=_CHECK):
         path = _folder(path)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
@@ -98,7 +99,7 @@ def locate_all(path: Path, *, follow_symlinks: bool = False) -> tuple[Location, 
 
 def locate_named(path: Path, tag: str, *, follow_symlinks: bool = False) -> tuple[Location, ...]:
     """Every tag of that name, wherever in a run it lies."""
-    with _reading(path):
+    with reading(path, hint=_CHECK):
         path = _folder(path)
         boundary = Boundary.of(path, follow=follow_symlinks)
         check_child_name(tag, path / tag, UsageError)
@@ -148,18 +149,6 @@ def no_newest(one: Location, others: Sequence[Location]) -> AmbiguousTagError:
         found=_listed(sorted(names)),
         hint="Choose one with --tag",
     )
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot be read: {error.strerror or error}",
-            path=Path(error.filename) if error.filename else path,
-            hint="Check the path and its permissions",
-        ) from error
 
 
 def _folder(path: Path) -> Path:

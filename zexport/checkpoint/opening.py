@@ -25,10 +25,13 @@ from zexport.errors import (
     NoSuchTagError,
     UsageError,
 )
+from zexport.store.files import reading
 from zexport.store.folders import local_path
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
+
+_CHECK = "Check its permissions, and that nothing is writing there"
 
 
 Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
@@ -59,14 +62,17 @@ def open_checkpoint(
         UnsafeError: ``latest`` or a link leads outside its folder.
     """
     paths = [*map(local_path, [path] if isinstance(path, Path | str) else path)]
-    if tag != NEWEST:
+    if not paths:
+        raise UsageError("no folder was given", hint="Give the checkpoint's")
+    if tag == NEWEST and len(paths) > 1:
+        raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
+    with reading(paths[0], hint=_CHECK):
+        if tag == NEWEST:
+            return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
         opened = read_checkpoint(
             [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
         )
         return dataclasses.replace(opened, newer=tuple(_newer(opened)))
-    if len(paths) > 1:
-        raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
-    return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
 
 
 def open_recorded(
@@ -82,12 +88,13 @@ def open_recorded(
             return opened
     except (AmbiguousTagError, NoSuchTagError):
         opened = None
-    found: Sequence[Location] = ()
-    if tag is not None and isinstance(path, Path | str):
-        found = locate_named(local_path(path), tag, follow_symlinks=follow_symlinks)
-        found = [one for one in found if recorded_step(one.tag_dir, one.boundary) == step]
-    if len(found) == 1:
-        return read_checkpoint(found)
+    paths = [path] if isinstance(path, Path | str) else path
+    if tag is not None and len(paths) == 1:
+        with reading(folder := local_path(paths[0]), hint=_CHECK):
+            named = locate_named(folder, tag, follow_symlinks=follow_symlinks)
+            found = [one for one in named if recorded_step(one.tag_dir, one.boundary) == step]
+            if len(found) == 1:
+                return read_checkpoint(found)
     return opened or open_checkpoint(path, tag=tag, follow_symlinks=follow_symlinks)
 
 

@@ -30,7 +30,6 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, ra
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.states import ModelStates
 from zexport.errors import (
-    CheckpointError,
     IncompleteCheckpointError,
     UnsupportedError,
     ZexportError,
@@ -63,6 +62,8 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     except ZexportError as error:
         problems.append(swapped_out(location.tag_dir) or error)
     problems += inventory.problems
+    if not (files or inventory.files or problems):
+        problems.append(_no_files(location.tag_dir))
     problems += _missing_frozen(location.tag_dir, cells, inventory)
     told = tuple(unless_unfinished(problems, files))
     return _describe(location, files, cells, structure, inventory, told)
@@ -71,12 +72,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
 def _check_links(locations: Sequence[Location]) -> None:
     """Refuse a tag folder with a link to outside, before anything in it is read."""
     for location in locations:
-        try:
-            location.boundary.check_tree(location.tag_dir)
-        except OSError as cause:
-            raise CheckpointError(
-                f"cannot be read: {cause.strerror}", path=Path(cause.filename or location.tag_dir)
-            ) from cause
+        location.boundary.check_tree(location.tag_dir)
 
 
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
@@ -87,6 +83,14 @@ def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankState
         index: read_ranks(tag_dir, [file for file in plain if file.mp_rank == index])
         for index in indices
     }
+
+
+def _no_files(tag_dir: Path) -> ZexportError:
+    return IncompleteCheckpointError(
+        "has no rank file that is a file: its names are those of folders, or of links to nothing",
+        path=tag_dir,
+        hint="Copy the tag folder again, with what its links lead to",
+    )
 
 
 _TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)

@@ -16,6 +16,7 @@ from zexport.model.names import Learner, NamesClient
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import read_json_object
 from zexport.weights.base import weights_file
@@ -82,14 +83,8 @@ class ModelWeights(Struct, frozen=True):
 
 def open_weights(path: Path) -> ModelWeights:
     """What a model folder, or one safetensors file, holds; headers and an index alone are read."""
-    try:
+    with reading(path, hint="Check its permissions, and that nothing is writing there"):
         return _open_weights(path)
-    except OSError as cause:
-        raise CheckpointError(
-            f"cannot be read: {cause.strerror}",
-            path=Path(cause.filename or path),
-            hint="Check its permissions, and that nothing is writing there",
-        ) from cause
 
 
 def _open_weights(path: Path) -> ModelWeights:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.files import LFS_POINTER, Version, open_regular, version_of
+from zexport.store.files import LFS_POINTER, Version, open_regular, reading, version_of
 from zexport.store.json import read_json_object
 
 HEADER_NBYTES_LIMIT = 100_000_000
@@ -150,14 +150,11 @@ def read_header(
     ``error`` is raised where the bytes break the format: the fault lies with the checkpoint for an
     input, with the export for an output.
     """
-    try:
-        with open_regular(path) as file:
-            version = version_of(file.fileno())
-            prefix = file.read(_LENGTH.size)
-            _check_no_pointer(path, prefix, error)
-            text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
-    except OSError as cause:
-        raise error(f"cannot be read: {cause.strerror}", path=path) from cause
+    with reading(path, error), open_regular(path) as file:
+        version = version_of(file.fileno())
+        prefix = file.read(_LENGTH.size)
+        _check_no_pointer(path, prefix, error)
+        text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
     data_offset = len(prefix) + len(text)
     table, metadata = _parsed(path, text, error)
     tensors = _checked(path, table, version.nbytes - data_offset, error)

@@ -24,12 +24,12 @@ from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
 from zexport.checkpoint.states import read_optimizer_states
-from zexport.errors import ZexportError
+from zexport.errors import CheckpointError, ZexportError
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
-from zexport.store.files import version
+from zexport.store.files import reading, version
 from zexport.store.folders import is_file, leaves, matching
 
 _WEIGHT_PATTERNS = (
@@ -89,7 +89,12 @@ def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
                 yield TagSummary(one.name)
                 continue
             step = recorded_step(folder, boundary) if is_read else None
-        yield _summarize(one.name, folder, boundary, step, is_read=is_read)
+        try:
+            with reading(folder):
+                summary = _summarize(one.name, folder, boundary, step, is_read=is_read)
+        except CheckpointError:  # opening this tag tells what is wrong
+            summary = TagSummary(one.name, step)
+        yield summary
 
 
 def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:

@@ -26,6 +26,7 @@ from zexport.model.sidecars import CONFIG, find_sidecars
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
+from zexport.store.files import reading
 from zexport.weights.named import Weights
 
 
@@ -140,12 +141,18 @@ def inspect_checkpoint(
         if tag == NEWEST:
             raise
         return _choice(paths[0], follow_symlinks=follow_symlinks)
+    with reading(paths[0], hint="Check its permissions"):
+        return _inspect(paths, checkpoint, tag)
+
+
+def _inspect(paths: Sequence[Path], checkpoint: ZeroCheckpoint, tag: str | None) -> Inspection:
     boundary = checkpoint.location.boundary
     root = checkpoint.location.root
     problems = list(checkpoint.problems)
     missing_sidecars: tuple[str, ...] = ()
     try:
-        missing_sidecars = find_sidecars(root, None, boundary).missing
+        with reading(root, hint="Check its permissions"):
+            missing_sidecars = find_sidecars(root, None, boundary).missing
     except UnsafeError:
         raise
     except ZexportError as error:

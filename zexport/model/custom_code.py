@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.files import read_regular, version
+from zexport.store.files import read_regular, reading, version
 from zexport.store.folders import is_file
 from zexport.store.json import Json
 
@@ -61,10 +61,8 @@ def code_files(folder: Path, config: Mapping[str, Json]) -> dict[str, Path]:
 
 
 def _source_of(path: Path) -> bytes:
-    try:
+    with reading(path, DamagedCheckpointError):
         source = read_regular(path, _SOURCE_NBYTES_MAX)
-    except OSError as cause:
-        raise DamagedCheckpointError(f"cannot be read: {cause.strerror}", path=path) from cause
     if source is None:
         raise DamagedCheckpointError(
             "is too large for a Python module",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from zexport.errors import NotACheckpointError, ZexportError
-from zexport.store.files import read_regular
+from zexport.store.files import read_regular, reading
 from zexport.store.folders import exists, hub_cache_folder, is_folder
 from zexport.store.json import read_json_object
 
@@ -47,8 +47,9 @@ def plain_name(name: str) -> str:
 def model_folder(given: Path) -> Path:
     """A model's folder: the path itself, or the cached copy of what the hub has by this name."""
     name = str(given)
-    if exists(given) or not is_hub_id(name):
-        return given
+    with reading(given, hint="Check the path and its permissions"):
+        if exists(given) or not is_hub_id(name):
+            return given
     if (cached := cached_snapshot(name)) is not None:
         return cached
     raise NotACheckpointError(

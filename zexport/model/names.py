@@ -14,13 +14,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Timer
-from typing import Literal, Self, cast
+from typing import IO, Literal, Self, cast
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.errors import MissingExtraError
+from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import HUB_WANTED, installed, lack_for_names, to_install_apart
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
@@ -265,7 +265,7 @@ class _NamesProcess:
     """``zexport.model.names_process``, as it runs."""
 
     def __init__(self) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the process
+        self._output = _temporary_file()
         answers, to_answer = os.pipe()
         # -P: without it the current folder, perhaps the checkpoint's, would be searched for code.
         self._popen = subprocess.Popen(  # noqa: S603 - our own module
@@ -325,6 +325,16 @@ class _NamesProcess:
         self._popen.kill()
         with contextlib.suppress(BrokenPipeError), self._popen, self._answers:
             self._output.close()
+
+
+def _temporary_file() -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as cause:
+        raise OutputError(
+            f"no temporary file can be made: {cause.strerror}",
+            hint="Set TMPDIR to a folder that you may write to",
+        ) from cause
 
 
 def _cache_home() -> Path | None:

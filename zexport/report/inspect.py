@@ -78,7 +78,7 @@ def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple
     module = checkpoint.module_dtype and f"{checkpoint.module_dtype.torch_name} module"
     here = working_folder()
     root = location.root
-    shown = root.relative_to(here) if root.is_relative_to(here) else root
+    shown = root.relative_to(here) if here and root.is_relative_to(here) else root
     yield "Folder", f"{shown} ({location.framework.value})"
     yield "Tag", f"{location.tag} ({location.chosen.value})"
     yield "Step", "" if step is None else f"{step:,}"

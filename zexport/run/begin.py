@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
 
-from zexport.errors import CheckpointError, OutputError
+from zexport.errors import OutputError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
@@ -22,6 +21,7 @@ from zexport.store.files import (
     blocks,
     check_space,
     open_regular,
+    reading,
     sync_path,
     version,
     writing,
@@ -139,7 +139,7 @@ def _notes_nbytes(plan: ExportPlan) -> int:
 def _side_nbytes(side: SideFile) -> int:
     if side.origin is None:
         return len(side.content or b"")
-    with _reading(side.origin):
+    with reading(side.origin):
         return version(side.origin).nbytes
 
 
@@ -148,7 +148,7 @@ def _side_content(side: SideFile) -> Iterator[bytes]:
     if side.origin is None:
         yield side.content or b""
         return
-    with _reading(side.origin), open_regular(side.origin) as file:
+    with reading(side.origin), open_regular(side.origin) as file:
         while data := steadily(lambda: file.read(_COPY_NBYTES)):
             yield data
 
@@ -163,11 +163,3 @@ def write_file(path: Path, content: Iterable[bytes]) -> FileEntry:
             digest.update(data)
             nbytes = offset + len(data)
     return FileEntry(nbytes, digest.hexdigest())
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as cause:
-        raise CheckpointError(f"cannot be read: {cause.strerror}", path=path) from cause

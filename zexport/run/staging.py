@@ -122,11 +122,10 @@ def check_place(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _inhabited() -> Iterator[tuple[Path, str]]:
-    yield home(), "your home folder"
-    try:
-        yield working_folder(), "the working directory"
-    except FileNotFoundError:
-        return  # it was removed: nobody can be hurt there
+    if (own := home()) is not None:
+        yield own, "your home folder"
+    if (here := working_folder()) is not None:
+        yield here, "the working directory"
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:

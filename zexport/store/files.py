@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from zexport.errors import CheckpointError, OutputError
+from zexport.errors import CheckpointError, OutputError, ZexportError
 from zexport.store.retries import steadily, synced
 
 _T = TypeVar("_T")
@@ -131,14 +131,10 @@ def read_at(file: FileIO, offset: int, nbytes: int) -> bytes:
 
 def same_bytes(one: Path, other: Path) -> bool:
     """Whether two files are equal; both are read to the first difference, a megabyte at a time."""
-    try:
+    with reading(other):
         if version(one).nbytes != version(other).nbytes:
             return False
         return all(a == b for a, b in zip(_blocks_of(one), _blocks_of(other), strict=True))
-    except OSError as cause:
-        raise CheckpointError(
-            f"cannot be read: {cause.strerror}", path=Path(cause.filename or other)
-        ) from cause
 
 
 def _blocks_of(path: Path) -> Iterator[bytes]:
@@ -204,6 +200,25 @@ _NO_ROOM_TO_TAKE = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, err
 """What a file system says that cannot take room before there are bytes."""
 
 _BLOCK_NBYTES = 1 << 20
+
+
+@contextmanager
+def reading(
+    path: Path, error: type[ZexportError] = CheckpointError, hint: str = ""
+) -> Iterator[None]:
+    """Turn an operating system's refusal to read into an error about what it names, else ``path``.
+
+    What was not to be read is not for this block: refusals to write are for ``writing``.
+    """
+    try:
+        yield
+    except OSError as cause:
+        named = isinstance(cause.filename, str | os.PathLike)
+        raise error(
+            f"cannot be read: {cause.strerror or cause}",
+            path=Path(cause.filename) if named else path,
+            hint=hint,
+        ) from cause
 
 
 @contextmanager

@@ -112,14 +112,20 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def home() -> Path:
-    """The user's home folder, links followed."""
-    return real(Path("~").expanduser())
+def home() -> Path | None:
+    """The user's home folder, links followed; ``None`` for a user who has none."""
+    try:
+        return real(Path("~").expanduser())
+    except RuntimeError:
+        return None
 
 
-def working_folder() -> Path:
-    """The working directory."""
-    return Path.cwd()
+def working_folder() -> Path | None:
+    """The working directory; ``None`` where it was removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 def cache_folder() -> Path:

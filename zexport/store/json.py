@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import msgspec
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.files import read_regular
+from zexport.store.files import read_regular, reading
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
@@ -26,6 +26,8 @@ _NBYTES_MAX = 64 << 20
 _MEMORY_NBYTES_MAX = 128 << 20
 """What the values of one file may take, as ``_parsed`` estimates it; an index of 100,000
 weights takes a third. Sixty million bytes of empty lists would take more than a gigabyte."""
+
+_MEND = "Mend or remove the file"
 
 _DICT_NBYTES, _LIST_NBYTES, _ITEM_NBYTES = 240, 96, 180  # CPython 3.11 to 3.14, upwards
 _CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
@@ -67,10 +69,11 @@ def read_json_list(path: Path) -> list[Json]:
 
 
 def _read(path: Path, kind: str) -> Json:
-    try:
+    with reading(path, DamagedCheckpointError, _MEND):
         content = read_regular(path, _NBYTES_MAX)
+    try:
         value = None if content is None else _parsed(content)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _is_not(path, kind, error) from error
     return cast("Json", value)
 
@@ -90,6 +93,4 @@ def _made(kind: type[Any], value: object) -> object:
 
 
 def _is_not(path: Path, kind: str, found: object) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"is not a JSON {kind}", path=path, found=found, hint="Mend or remove the file"
-    )
+    return DamagedCheckpointError(f"is not a JSON {kind}", path=path, found=found, hint=_MEND)

@@ -23,6 +23,7 @@ from zexport.options import AdapterMode
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, compare_casts
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
 from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
@@ -161,15 +162,19 @@ def _merged_before(base: Path, location: Location) -> Iterator[Statement]:
 
 def _on_this_machine(base: BaseName) -> Path | None:
     """The folder of the model that an adapter names: a path, or the hub's cache; if it is here."""
-    if Path(base.name).is_absolute():
-        return Path(base.name) if is_folder(Path(base.name)) else None
+    if (folder := Path(base.name)).is_absolute():
+        try:
+            return folder if is_folder(folder) else None
+        except OSError:  # it may be another user's
+            return None
     return cached_snapshot(base.name, base.revision) if is_hub_id(base.name) else None
 
 
 def _headers(folder: Path, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
     """Headers of a model's weight files; none where they cannot be read: it only might tell."""
     try:
-        return read_base(folder, follow_symlinks=follow_symlinks)
+        with reading(folder):
+            return read_base(folder, follow_symlinks=follow_symlinks)
     except ZexportError:
         return ()
 
