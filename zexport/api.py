@@ -139,6 +139,7 @@ def verify_export(
     *,
     against: Checkpoint | None = None,
     base: Path | str | None = None,
+    adapter_config: Path | str | None = None,
     check: CheckMode = CheckMode.SAMPLED,
     follow_symlinks: bool = False,
     progress: OnProgress | None = None,
@@ -147,9 +148,11 @@ def verify_export(
 
     Args:
         out_dir: a folder that ``consolidate`` made.
-        against: the checkpoint it came from; every tensor is then made again from it.
+        against: the checkpoint it came from; every tensor is then made again from it. Several
+            folders where nodes kept their own parts.
         base: the base model, where weights came from one: a folder, or the hub's name of a model
             in its cache on this machine.
+        adapter_config: the adapter's configuration, where the export was given one.
         follow_symlinks: read what a link leads to, wherever that is.
         check: how much of the masters is held against the module's own copy of them.
         progress: told of every step.
@@ -170,7 +173,9 @@ def verify_export(
     manifest = read_manifest(out_dir)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
-    plan = _plan_again(checkpoint, out_dir, manifest, check, base)
+    adapter_config = local_path(adapter_config) if adapter_config is not None else None
+    given = ExportOptions(base=base, adapter_config=adapter_config, check=check)
+    plan = _plan_again(checkpoint, out_dir, manifest, given)
     if base is None:
         _check_names(plan, manifest)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
@@ -345,8 +350,8 @@ class Request(Struct, frozen=True):
     def plan(self, out_dir: Path) -> ExportPlan:
         """The plan, made again."""
         base, adapter = (local_path(p) if p else None for p in (self.base, self.adapter_config))
-        options = ExportOptions.from_recorded(values_of(self.options), base=base)
-        options = replace(options, adapter_config=adapter, overwrite=self.overwrite)
+        options = ExportOptions.from_recorded(values_of(self.options))
+        options = replace(options, base=base, adapter_config=adapter, overwrite=self.overwrite)
         opened = open_checkpoint(
             self.checkpoint, tag=self.tag, follow_symlinks=self.follow_symlinks
         )
@@ -432,20 +437,27 @@ def _plan_again(
     checkpoint: ZeroCheckpoint,
     out_dir: Path,
     manifest: Manifest,
-    check: CheckMode,
-    base: Path | None,
+    given: ExportOptions,
 ) -> ExportPlan:
-    """The plan that a folder was made by, for what the checkpoint holds today."""
+    """The plan that a folder was made by, for what the checkpoint holds today.
+
+    Of what is ``given`` all counts that is not recorded.
+    """
     from zexport.resume.plan import plan_again, recorded_settings  # noqa: PLC0415 - verify's alone
 
     again: Callable[[], ExportPlan]
     try:
         if "settings" in manifest.provenance:
             settings = recorded_settings(manifest.provenance)
-            again = partial(plan_again, checkpoint, out_dir, manifest, settings, check)
+            again = partial(plan_again, checkpoint, out_dir, manifest, settings, given.check)
         else:
             recorded = manifest.provenance.get("options")
-            options = replace(ExportOptions.from_recorded(recorded, base=base), check=check)
+            options = replace(
+                ExportOptions.from_recorded(recorded),
+                base=given.base,
+                adapter_config=given.adapter_config,
+                check=given.check,
+            )
             again = partial(plan_export, checkpoint, out_dir, options)
     except ValueError as cause:
         raise VerificationError(

@@ -175,11 +175,14 @@ class ExportOptions(RecordedOptions):
         return RecordedOptions(**kept)
 
     @classmethod
-    def from_recorded(cls, recorded: object, *, base: Path | None) -> ExportOptions:
-        """The choices that ``recorded`` came from; the native engine, whichever was used."""
+    def from_recorded(cls, recorded: object) -> ExportOptions:
+        """The recorded choices that ``recorded`` came from, and else the defaults.
+
+        The engine is the native one, whichever was used.
+        """
         found = msgspec.convert(recorded, RecordedOptions)
         kept = {one.name: getattr(found, one.name) for one in fields(RecordedOptions)}
-        return cls(**kept | {"engine": Engine.NATIVE, "base": base})
+        return cls(**kept | {"engine": Engine.NATIVE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

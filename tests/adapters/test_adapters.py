@@ -278,12 +278,17 @@ def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
     assert (tmp_path / "as_stored" / "model.safetensors").exists()
     consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(adapter_config=config))
     assert (tmp_path / "out" / "adapter_config.json").exists()
+    verified = verify_export(tmp_path / "out", against=trained.checkpoint, adapter_config=config)
+    assert verified.ok
 
 
 def test_a_configuration_that_is_given_may_have_any_name(tmp_path: Path) -> None:
     """If it is one."""
     trained = train(tmp_path, "plain")
     given = (trained.checkpoint / "adapter_config.json").rename(tmp_path / "mine.json")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(NotACheckpointError, match="is no adapter_config"):
+        consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(adapter_config=empty))
     consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(adapter_config=given))
     found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert found == json.loads(given.read_text()) | {"inference_mode": True}

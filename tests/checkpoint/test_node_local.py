@@ -129,7 +129,11 @@ def test_the_parts_give_the_model_of_the_whole(name: str, tmp_path: Path) -> Non
     whole = exported(FIXTURES / name / "ckpt", tmp_path / "whole")
     assert exported(parts, tmp_path / "out") == whole
     assert exported(parts[::-1], tmp_path / "turned") == whole
-    assert zexport.verify_export(tmp_path / "out", against=parts).ok
+    moved = [parts[0], parts[1].rename(tmp_path / "whole" / "elsewhere")]
+    assert zexport.verify_export(tmp_path / "out", against=moved).ok
+    if name == REAL[0]:
+        done = command("verify", tmp_path / "out", "--against", moved[0], "--against", moved[1])
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["z3_w4_bf16_odd", "moe_z2_w4_ep2"])

@@ -26,7 +26,7 @@ from zexport.errors import (
 )
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
-from zexport.store.folders import is_file, is_folder
+from zexport.store.folders import is_file, matching
 from zexport.store.json import read_json_object
 from zexport.weights.named import PEFT_PREFIX, Weights
 
@@ -119,7 +119,7 @@ def adapter_places(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[
 
 def _place_of(path: Path) -> Path:
     """What ``--adapter-config`` means: a folder, the one of a file that peft named, or any file."""
-    if is_folder(path):
+    if any(matching(path, name) for name in (ADAPTER_CONFIG, f"*/{ADAPTER_CONFIG}")):
         return path
     if is_file(path):
         if path.name == ADAPTER_CONFIG:

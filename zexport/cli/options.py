@@ -171,6 +171,9 @@ progress_options = together(
     ),
     click.option("-q", "--quiet", is_flag=True, help="No progress and no notes; warnings stay."),
 )
+adapter_config_option = click.option(
+    "--adapter-config", type=PATH, help="The adapter's adapter_config.json, where it is elsewhere."
+)
 adapter_options = together(
     click.option(
         "--adapter",
@@ -181,9 +184,7 @@ adapter_options = together(
         "merges where --base is given.",
     ),
     click.option("--adapter-name", metavar="NAME", help="Which, where there are several."),
-    click.option(
-        "--adapter-config", type=PATH, help="Its adapter_config.json, where it is elsewhere."
-    ),
+    adapter_config_option,
     click.option(
         "--base-dtype",
         type=Named(ExportDType),

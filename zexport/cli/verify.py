@@ -6,7 +6,14 @@ from pathlib import Path
 
 import click
 
-from zexport.cli.options import PATH, Named, json_option, links_option, progress_options
+from zexport.cli.options import (
+    PATH,
+    Named,
+    adapter_config_option,
+    json_option,
+    links_option,
+    progress_options,
+)
 from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 from zexport.options import CheckMode
@@ -15,9 +22,15 @@ from zexport.options import CheckMode
 @click.command(short_help="Check an export against its manifest and its checkpoint.")
 @click.argument("out", type=PATH)
 @click.option(
-    "--against", type=PATH, metavar="CKPT", help="Make every tensor again from this checkpoint."
+    "--against",
+    type=PATH,
+    multiple=True,
+    metavar="CKPT",
+    help="Make every tensor again from this checkpoint; repeatable, where nodes kept their own "
+    "parts.",
 )
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")
+@adapter_config_option
 @click.option(
     "--check",
     type=Named(CheckMode),
@@ -31,8 +44,9 @@ from zexport.options import CheckMode
 def verify(
     *,
     out: Path,
-    against: Path | None,
+    against: tuple[Path, ...],
     base: Path | None,
+    adapter_config: Path | None,
     check: CheckMode,
     follow_symlinks: bool,
     json: bool,
@@ -50,8 +64,9 @@ def verify(
     with progress_printer(progress, quiet=quiet) as on_progress:
         found = verify_export(
             out,
-            against=against,
+            against=against or None,
             base=base,
+            adapter_config=adapter_config,
             check=check,
             follow_symlinks=follow_symlinks,
             progress=on_progress,

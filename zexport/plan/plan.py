@@ -250,15 +250,19 @@ class ExportPlan:
     def source_names(self) -> dict[Path, str]:
         """The sources by their paths below the checkpoint's folder, which is left out.
 
-        So they are the same wherever it lies. Those of files elsewhere are their last part.
+        So they are the same wherever it lies, or the parts of it that nodes kept. Those of files
+        elsewhere are their last part.
         """
-        folders = [source.path.parent for source in self.sources if source.path.suffix == ".pt"]
+        paths = [source.path for source in self.sources]
+        folders = {path.parent for path in paths if path.suffix == ".pt"}
+        if len({folder.name for folder in folders}) == 1:  # one tag, in a folder or one a node
+            return {path: path.name for path in paths}
         root = PurePath(os.path.commonpath(folders)) if folders else None
         return {
             path: path.relative_to(root).as_posix()
             if root is not None and path.is_relative_to(root)
             else path.name
-            for path in (source.path for source in self.sources)
+            for path in paths
         }
 
 
