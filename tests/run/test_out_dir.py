@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_a_folder_with_a_file_of_a_model_is_replaced(
 ) -> None:
     (out := tmp_path / "out").mkdir()
     (out / name).write_text(content)
-    (out / "1_Pooling").mkdir()
+    for below in ("1_Pooling/config.json", "additional_chat_templates/tools.jinja"):
+        (out / below).parent.mkdir()
+        (out / below).touch()
     assert _make(out) == []
     assert _names(tmp_path) == ["out"]
     assert _names(out) == ["model.safetensors"]
@@ -73,6 +76,19 @@ def test_a_folder_that_is_no_model_s_is_not_replaced(
     assert caught.value.found == name.rstrip("/")
     assert (out / name).exists()
     assert _names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", ["runs/7/optimizer.pt", "src/train.py", "1_Pooling/notes.md"])
+def test_a_model_s_folder_with_work_below_it_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """Weights beside a project do not make the project a model's own."""
+    (out := tmp_path / "out").mkdir()
+    (out / "model.safetensors").touch()
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("work")
+    with pytest.raises(OutputError, match="holds what is not the export's own") as caught:
+        _make(out)
+    assert caught.value.found == name
+    assert (out / name).read_text() == "work"
 
 
 def _exported(out: Path) -> None:
@@ -129,6 +145,14 @@ def test_the_home_folder_and_what_holds_it_is_not_replaced(
     with pytest.raises(OutputError, match="is or holds your home folder"):
         _make(tmp_path / out)
     assert _names(home) == ["model.safetensors"]
+
+
+def test_without_a_home_there_is_none_to_protect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container, of a bare number
+    assert _make(tmp_path / "out") == []
 
 
 def test_a_working_directory_that_was_removed_is_told(

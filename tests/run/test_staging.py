@@ -297,6 +297,15 @@ def test_a_base_model_may_have_an_export_below_it_but_not_in_its_place(tmp_path:
         _make(tmp_path / "base", overwrite=True, sources=[source])
 
 
+@pytest.mark.parametrize("ending", [".partial", ".replaced"])
+def test_what_is_read_lies_in_no_folder_that_the_work_makes(tmp_path: Path, ending: str) -> None:
+    source = tmp_path / f"out{ending}" / "model.safetensors"
+    source.parent.mkdir()
+    source.write_text("weights")
+    with pytest.raises(OutputError, match="would be mixed"):
+        _make(tmp_path / "out", sources=[source])
+
+
 def test_a_symbolic_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

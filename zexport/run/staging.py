@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -181,11 +182,12 @@ def _check_replaceable(target: Path) -> None:
     """Refuse a folder with anything in it that is no export's and no model's."""
     with writing(target):
         names = {str(path.relative_to(target)) for path in leaves(target)}
+        empty = {name for name in names if is_folder(target / name)}
         is_model = _is_model(target)
     try:
         own = {MANIFEST_NAME, *read_manifest(target).files}
     except VerificationError:
-        own = names if is_model else set()
+        own = {n for n in names if _is_models_own(n) or n in empty} if is_model else set()
     if not own:
         raise OutputError(
             "is neither an export nor a model's folder, and nothing else is replaced",
@@ -199,9 +201,21 @@ def _check_replaceable(target: Path) -> None:
             "holds what is not the export's own, and --overwrite would remove it",
             path=target,
             found=some(sorted(names - own)),
-            expected=f"what {MANIFEST_NAME} lists",
+            expected=f"what {MANIFEST_NAME} lists, or a model's files and no more",
             hint="Move it elsewhere, or choose another name for the output",
         )
+
+
+_BELOW = re.compile(
+    r"additional_chat_templates/[^/]+\.jinja"
+    r"|\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)"
+)
+"""What models have in folders: transformers' further templates, sentence-transformers' modules."""
+
+
+def _is_models_own(name: str) -> bool:
+    """Whether a model without a manifest may have this beside its weights."""
+    return "/" not in name or _BELOW.fullmatch(name) is not None
 
 
 def _is_model(folder: Path) -> bool:
