@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -301,3 +302,28 @@ def test_an_adapter_for_another_task_than_the_base_is_warned_of(
     told = [one for one in report.warnings if "trained for another task" in one]
     assert len(told) == is_told
     assert all("SEQ_CLS in adapter_config.json; CAUSAL_LM in config.json" in one for one in told)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"((\w|\.|\d)*)*!", False),
+        (r".*(q|v)_proj", True),
+        (r"^(?!.*visual).*(q_proj|v_proj)$", True),
+        (r"^(?!.*layers).*(q_proj|v_proj)$", False),
+        (r".*layers\.\d{,2}\..*", True),
+    ],
+)
+def test_a_pattern_of_targets_means_what_it_means_to_peft_and_never_takes_long(
+    pattern: str, expected: bool
+) -> None:
+    name = "model.layers.11.self_attn.q_proj"
+    assert AdapterConfig(Path("x"), {"target_modules": pattern}).does_target(name) is expected
+    if "!" not in pattern[-1]:
+        assert bool(re.fullmatch(pattern, name)) is expected
+
+
+def test_a_pattern_that_may_take_for_ever_is_refused() -> None:
+    config = AdapterConfig(Path("x"), {"target_modules": r"(?!x)((\w|\.|\d)*)*!"})
+    with pytest.raises(DamagedCheckpointError, match="for ever"):
+        config.does_target("model.layers.11.self_attn.q_proj")

@@ -114,3 +114,14 @@ def test_a_result_of_something_else_is_refused() -> None:
     trace = Trace(_SHAPES)
     with pytest.raises(UntraceableError, match="none of the tensors"):
         trace.entry_of(torch.empty(3, device="meta"))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_description_that_unfolds_without_end_is_refused(twice: bool) -> None:
+    """Each part is made of the one before it, once or twice."""
+    shape, box = [1], [[number] for number in range(3000)]
+    parts = [[shape, one, one] if twice else [shape, one] for one in box]
+    described = {"label": "", "sources": ["x"], "parts": parts, "tensors": {"y": 3000}}
+    layout = msgspec.convert(described, StoredLayout)
+    with pytest.raises(ValueError, match=r"not a description of a model's files: .* deep"):
+        layout.unfolded({"x": (1,)})

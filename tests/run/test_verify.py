@@ -286,3 +286,16 @@ def test_a_folder_without_a_manifest_is_not_gone_into(
 ) -> None:
     monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"went into {path}"))
     assert [problem.file for problem in api.verify_export(tmp_path).problems] == [MANIFEST_NAME]
+
+
+def test_names_that_no_file_can_have_are_problems(plan: ExportPlan) -> None:
+    index, manifest = plan.out_dir / INDEX_NAME, plan.out_dir / MANIFEST_NAME
+    index.write_text(json.dumps({**INDEX, "weight_map": [[1, 2]]}))
+    assert "is not an index" in " ".join(p.problem for p in verify_export(plan.out_dir).problems)
+    entry = {"nbytes": 1, "blake3": ""}
+    long = f"{'x' * 300}.safetensors"
+    _edit_json(manifest, lambda table: table["files"].update({long: entry}))
+    found = verify_export(plan.out_dir).problems
+    assert Problem(long, "", "cannot be read: File name too long") in found
+    _edit_json(manifest, lambda table: table["files"].update({"\ud800": entry}))
+    assert [p.problem for p in verify_export(plan.out_dir).problems] == ["is not a manifest"]

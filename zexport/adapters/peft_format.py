@@ -16,6 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.checkpoint.layouts.patterns import match_whole
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
@@ -181,8 +182,8 @@ class AdapterConfig(Struct, frozen=True):
     def _match(self, key: str, pattern: str, text: str) -> re.Match[str] | None:
         """The whole text as matched by a pattern under a key of the file."""
         try:
-            return re.fullmatch(pattern, text)
-        except (re.error, OverflowError, RecursionError) as error:
+            return match_whole(pattern, text)
+        except ValueError as error:
             raise DamagedCheckpointError(
                 f"has a pattern in {key} that is none", path=self.path, found=error
             ) from error

@@ -12,6 +12,7 @@ from typing import TypeGuard
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
 from zexport.store.files import LFS_POINTER, Version, open_regular, reading, version_of
@@ -286,6 +287,8 @@ def _entry(
         raise error(
             f"tensor {name!r} has a shape or offsets that are not natural numbers", path=path
         )
+    if len(shape) > MAX_NDIM or prod(filter(None, shape)) > MAX_SIZE:
+        raise error(f"tensor {name!r} has a shape beyond every memory", path=path)
     begin, end = offsets
     return begin, end, HeaderEntry(name, _dtype(path, name, fields["dtype"]), tuple(shape))
 

@@ -90,6 +90,24 @@ class _StoredBox(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shape: _Numbers | None = None
 
 
+_BOXES_MAX, _DEPTH_MAX = 1 << 14, 16
+"""What a part may be made of: transformers' own models have a box each, in parts of sources."""
+
+
+class _Known(Struct, frozen=True):
+    """A tensor that entries may refer to, and how many boxes it unfolds to, in how many layers."""
+
+    tensor: HubTensor
+    boxes: int = 1
+    depth: int = 0
+
+    def checked(self) -> _Known:
+        """Itself; parts that are named twice by each next one would be more than any memory."""
+        if self.boxes > _BOXES_MAX or self.depth > _DEPTH_MAX:
+            raise _malformed(f"{self.boxes} boxes, {self.depth} deep")
+        return self
+
+
 class StoredLayout(Struct, frozen=True):
     """A layout as ``zexport.model.conversion`` writes it; see ``zexport.model.trace``."""
 
@@ -107,16 +125,16 @@ class StoredLayout(Struct, frozen=True):
         """
         if not all(name in shapes for name in self.sources):
             raise _malformed("a source that the model does not have")
-        known = [whole(name, shapes[name]) for name in self.sources]
+        known = [_Known(whole(name, shapes[name])) for name in self.sources]
         shared: dict[Shape, Shape] = {}
 
-        def numbered(number: int) -> HubTensor:
+        def numbered(number: int) -> _Known:
             if number >= len(known):
                 raise _malformed(number)
             return known[number]
 
         def box_of(box: _StoredBox, all_of_it: Shape) -> Box:
-            source = numbered(box.source)
+            source = numbered(box.source).tensor
             shape = all_of_it if box.shape is None else box.shape
             start = (0,) * len(all_of_it) if box.start is None else box.start
             stride = row_major(shape) if box.stride is None else box.stride
@@ -126,7 +144,7 @@ class StoredLayout(Struct, frozen=True):
             is_in_memory = box.source < len(self.sources)
             return Box(self.sources[box.source] if is_in_memory else source, box.offset, *place)
 
-        def tensor(entry: _Entry) -> HubTensor:
+        def tensor(entry: _Entry) -> _Known:
             if isinstance(entry, int):
                 return numbered(entry)
             if not entry:
@@ -134,11 +152,16 @@ class StoredLayout(Struct, frozen=True):
             numbers = msgspec.convert(entry[0], _Numbers)
             shape = shared.setdefault(numbers, numbers)
             boxes = msgspec.convert(entry[1:], tuple[_StoredBox, ...])
-            return HubTensor(shape, tuple(box_of(box, shape) for box in boxes))
+            made_of = [numbered(box.source) for box in boxes]
+            return _Known(
+                HubTensor(shape, tuple(box_of(box, shape) for box in boxes)),
+                sum(one.boxes for one in made_of),
+                1 + max((one.depth for one in made_of), default=0),
+            ).checked()
 
         for part in self.parts:
             known.append(tensor(part))  # noqa: PERF401 - the next ones may refer to it
-        tensors = {name: tensor(entry) for name, entry in self.tensors.items()}
+        tensors = {name: tensor(entry).tensor for name, entry in self.tensors.items()}
         return HubLayout(self.label, tensors, self.aliases)
 
 

@@ -173,8 +173,10 @@ def read_card(folder: Path) -> str:
     if not is_file(path):
         return ""
     text = read_range(path, 0, _CARD_NBYTES_MAX).decode(errors="replace")
-    found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text.lstrip("\ufeff"), re.DOTALL)
-    return found[1] if found else ""
+    first, *lines = text.lstrip("\ufeff").split("\n")
+    bounds = (number for number, line in enumerate(lines) if line.rstrip() == "---")
+    end = next(bounds, None) if first.rstrip() == "---" else None
+    return "" if end is None else "\n".join(lines[:end])
 
 
 def _check(paths: Iterable[Path], folders: Sequence[Path], boundary: Boundary) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -208,5 +209,6 @@ def _json(value: object) -> str:
 def _check_inside(name: str) -> None:
     """Refuse a path that leads out of the folder; ``templates/tools.jinja`` does not."""
     path = PurePosixPath(name)
+    os.fsencode(name)  # a ValueError where no file can have it
     if name != str(path) or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"expected a file in the folder, found {name!r}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
@@ -30,7 +31,7 @@ from zexport.run.manifest import (
 from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Phase, Progress
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
-from zexport.store.files import read_regular, version
+from zexport.store.files import read_regular, reading, version
 from zexport.store.folders import exists, is_file, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART
@@ -181,11 +182,12 @@ def _written(out_dir: Path, manifest: Manifest) -> tuple[dict[str, WrittenFile],
     problems = []
     for name in _holding_tensors(manifest):
         path = out_dir / name
-        if is_file(path):
-            try:
-                found[name] = read_written(path, name)
-            except ZexportError as error:
-                problems.append(Problem(name, "", error.problem))
+        try:
+            with reading(path, VerificationError):
+                if is_file(path):
+                    found[name] = read_written(path, name)
+        except ZexportError as error:
+            problems.append(Problem(name, "", error.problem))
     return found, problems
 
 
@@ -238,7 +240,7 @@ def _index_problems(out_dir: Path, headers: dict[str, WrittenFile]) -> list[Prob
         return []
     try:
         index = json.loads(read_regular(path, _INDEX_NBYTES_MAX) or b"")
-        weight_map = dict(index["weight_map"])
+        weight_map = msgspec.convert(index["weight_map"], dict[str, str])
         total_nbytes = index["metadata"]["total_size"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [Problem(INDEX_NAME, "", f"is not an index: {type(error).__name__}: {error}")]
