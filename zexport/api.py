@@ -253,6 +253,8 @@ def diff_models(
         UnsupportedError: an element type that zexport does not know.
     """
     jobs = ExportOptions().jobs if jobs is None else jobs
+    if jobs < 1:
+        raise UsageError("jobs are too few", found=jobs, expected="1 or more")
     from zexport.compare.diff import diff_weights  # noqa: PLC0415 - an export compares no models
 
     one, other = (model_folder(local_path(side)) for side in (a, b))

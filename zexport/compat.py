@@ -217,7 +217,10 @@ def _open(
         checkpoint = open_checkpoint(Path(checkpoint_dir), tag=tag)
     kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
-        raise_problems(checkpoint)
+        findings = raise_problems(checkpoint)
+    found = (f"{one.kind.value}: {one.detail or one.tensor}" for one in findings)
+    for told in (*checkpoint.newer, *checkpoint.warnings, *found):
+        warnings.warn(told, stacklevel=3)
     if may_lack_frozen or not (checkpoint.left_out or checkpoint.frozen_left_out):
         return checkpoint
     with _as_builtin(ValueError):

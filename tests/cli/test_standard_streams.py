@@ -9,6 +9,7 @@ import subprocess
 import sys
 from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -95,6 +96,29 @@ def test_what_is_not_taken_is_an_error_of_results_and_not_of_notes() -> None:
     notes.write("note")
     notes.flush()
     notes.close()
+
+
+def test_a_pipe_that_is_full_is_waited_for_by_results_and_not_by_notes() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text = b"x" * (1 << 20)
+    taken = bytearray()
+
+    def drain() -> None:
+        while data := os.read(reader, 1 << 16):
+            taken.extend(data)
+
+    with BufferedWriter(_Notes(writer, "w", closefd=False)) as notes:
+        assert notes.write(text) == len(text)
+    there = len(os.read(reader, 1 << 20))
+    assert 0 < there < len(text)
+    thread = Thread(target=drain)
+    with BufferedWriter(_Results(writer, "w")) as results:
+        thread.start()
+        results.write(text)
+    thread.join()
+    os.close(reader)
+    assert bytes(taken) == text
 
 
 @pytest.mark.parametrize(

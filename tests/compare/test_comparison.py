@@ -26,7 +26,13 @@ from zexport.compare.diff import DiffReport
 from zexport.compare.roundings import Side
 from zexport.compare.tensor import Outcome, PairValues, TensorDiff
 from zexport.compare.verdict import Cause, judge
-from zexport.errors import CheckpointError, DamagedCheckpointError, UnsafeError, ZexportError
+from zexport.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnsafeError,
+    UsageError,
+    ZexportError,
+)
 from zexport.formats.safetensors_file import HeaderEntry, build_header
 from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
@@ -629,3 +635,12 @@ def test_a_model_that_may_not_be_read_is_told(
     monkeypatch.setattr(Path, "is_file", is_file)
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
         diff_models(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("size", [1e160, 1e200, 1e300])
+def test_numbers_whose_squares_no_double_holds_are_compared(tmp_path: Path, size: float) -> None:
+    a = random(torch.float64, 64, 1, odd=False) * size
+    report = compared(tmp_path, {"w": a, "v": a + size}, {"w": a + size, "v": a})
+    assert {tensor.outcome for tensor in report.tensors} == {Outcome.DIFFERENT}
+    with pytest.raises(UsageError, match="jobs are too few"):
+        diff_models(tmp_path / "a", tmp_path / "b", jobs=0)

@@ -16,6 +16,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Sidecars, read_card
 from zexport.ranges.dtypes import DType
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 _HUB_CARD = (
     "---\nlicense: other\nlicense_name: llama3\nlicense_link: LICENSE\nbase_model: {}\n---\nx"
 )
@@ -143,3 +144,19 @@ def test_a_tag_cannot_write_into_the_card(tmp_path: Path) -> None:
     card = _card(root)
     assert "<b>" not in str(card)
     assert "`ckpt/a'(b)(c)(d)`" in str(card)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("uni_z2_w2_bf16_odd", "of the universal checkpoint `"),
+        ("pp2_z0_w4_fp32_tied", "of the ZeRO-0, 2 pipeline stages checkpoint `"),
+        ("z0_w2_bf16", "of the ZeRO-0 checkpoint `"),
+        ("z3_w2_bf16", "of the ZeRO-3 checkpoint `"),
+    ],
+)
+def test_a_card_says_what_is_known_of_the_checkpoint_and_no_more(name: str, told: str) -> None:
+    text = _card_of(FIXTURES / name / "ckpt", None, None, {}).text
+    assert told in text
+    assert "None" not in text
+    assert "  " not in text

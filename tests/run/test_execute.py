@@ -8,7 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.support.plans import (
 from zexport.errors import (
     CheckpointError,
     DamagedCheckpointError,
+    OutputError,
     VerificationError,
 )
 from zexport.findings import Finding, FindingKind
@@ -38,9 +39,11 @@ from zexport.plan.plan import ExportPlan, SideFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
 from zexport.ranges.ledger import Ledger
+from zexport.run import finish, part
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
-from zexport.run.manifest import read_manifest
+from zexport.run.manifest import FileEntry, read_manifest
 from zexport.run.receipts import RECEIPTS_NAME, finished_files
+from zexport.store.files import OutputFile
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -398,6 +401,41 @@ def test_a_disk_that_changes_a_byte_is_noticed(
 
     with pytest.raises(VerificationError, match="does not read back as it was written"):
         run_plan(plan, verify=mode, progress=spoil)
+    assert not plan.out_dir.exists()
+
+
+def test_a_small_file_that_a_disk_changes_is_noticed(
+    checkpoint: Callable[..., ExportPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = finish.write_file
+
+    def spoil(path: Path, content: Iterable[bytes]) -> FileEntry:
+        (path.parent / "config.json").write_bytes(b"[]\n")
+        return write(path, content)
+
+    monkeypatch.setattr(finish, "write_file", spoil)
+    plan = checkpoint()
+    with pytest.raises(VerificationError, match="does not read back as it was written"):
+        run_plan(plan)
+    assert not plan.out_dir.exists()
+
+
+def test_a_disk_that_once_did_not_take_bytes_is_not_believed_later(
+    checkpoint: Callable[..., ExportPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk tells of lost bytes once: what is asked of it after that succeeds."""
+    asked: list[OutputFile] = []
+
+    def sync(file: OutputFile) -> None:
+        asked.append(file)
+        if len(asked) == 1:
+            raise OutputError("cannot be written: Input/output error", path=file.path)
+
+    monkeypatch.setattr(part, "_FLUSH_NBYTES", 1)
+    monkeypatch.setattr(OutputFile, "sync", sync)
+    plan = checkpoint(chunk_nbytes=28)
+    with pytest.raises(OutputError, match="Input/output error"):
+        run_plan(plan)
     assert not plan.out_dir.exists()
 
 

@@ -233,6 +233,12 @@ def test_a_lazy_tensor_of_a_file_that_was_changed_is_refused(zero3: Path) -> Non
         lazy["emb.weight"].contiguous()
 
 
+def test_what_a_user_should_know_of_a_checkpoint_is_a_warning(tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=3), tmp_path / "run", "global_step9")
+    with pytest.warns(UserWarning, match="step"):
+        get_fp32_state_dict_from_zero_checkpoint(root)
+
+
 # --- into a model ---
 
 

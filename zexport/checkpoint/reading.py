@@ -110,7 +110,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
 ) -> ZeroCheckpoint:
     cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
     model, optimizer = cell.first_model, cell.first_optimizer
-    stage = _stage(cell)
+    stage = _stage(cell, structure)
     parallelism = parallelism_of(structure, files, cells)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     missing_model_ranks = {rank for one in cells.values() for rank in one.missing_model_ranks}
@@ -158,12 +158,14 @@ def _missing_ranks(cells: Mapping[int, RankStates], structure: Structure) -> tup
     return tuple(sorted({rank for cell in cells.values() for rank in cell.missing_ranks}))
 
 
-def _stage(cell: RankStates) -> int | None:
+def _stage(cell: RankStates, structure: Structure) -> int | None:
     """The ZeRO stage; BF16_Optimizer, which records none, is a form of ZeRO-1."""
     if is_zero0(cell):
         return 0
     if cell.first_optimizer is None:
-        return None
+        model = cell.first_model
+        is_pipeline = structure is Structure.PIPELINE  # its weights are in layer files
+        return 0 if is_pipeline and model is not None and not any(model.param_shapes) else None
     stage = cell.first_optimizer.stage
     return 1 if stage is None else stage
 

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 @click.option(
     "--stats", is_flag=True, help="Read the data too: norm, min, max, mean, NaN and Inf of tensors."
 )
-@click.option("--fail", is_flag=True, help="End with the code that consolidate would end with.")
+@click.option(
+    "--fail",
+    is_flag=True,
+    help="End with the code that consolidate would end with, as far as metadata tells; with "
+    "--stats as values tell, too.",
+)
 @links_option
 @json_option
 @progress_options
@@ -48,7 +53,7 @@ def inspect(
     itself. Without --stats no tensor data is read; with it, values that an export would refuse are
     among the problems. Whatever can be described ends with exit code 0; the verdict says whether it
     can be exported. With --fail an export is planned as well, and the exit code is the one that
-    zexport consolidate CKPT OUT would end with.
+    zexport consolidate CKPT OUT would end with, as far as what was read can tell.
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """

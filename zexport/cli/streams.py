@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -105,10 +107,14 @@ class _Results(FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         """How many bytes were taken.
 
-        What is still to come vanishes then, so that Python can end in peace.
+        One that takes none just now (a pipe whose other end made it so) is waited for. What is
+        still to come vanishes after an error, so that Python can end in peace.
         """
         try:
-            return super().write(data)
+            while True:
+                if (taken := super().write(data)) is not None:
+                    return taken
+                select.select([], [self], [])
         except OSError as cause:
             _silence(self.fileno())
             if isinstance(cause, BrokenPipeError):
@@ -123,8 +129,8 @@ class _Notes(FileIO):
     """Standard error: what cannot be told does not end the work."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """The number of bytes; they are lost where the system refuses them."""
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
+        """The number of bytes; they are lost where the system does not take them at once."""
+        with suppress(OSError):
+            if (taken := super().write(data)) is not None:
+                return taken
+        return memoryview(data).nbytes

@@ -6,6 +6,7 @@ better than another where it leaves less than half of the difference.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -85,7 +86,7 @@ class SecondLook(Struct):
         for cross, sums in sums_of(crossed, self.reader, self.jobs).items():
             before = self.sums[crossed[cross]]
             is_nearer = sums.difference_squares < _BETTER * before.difference_squares
-            if is_nearer and sums.shift_rest**2 <= _BETTER * before.shift_rest**2:
+            if is_nearer and sums.shift_rest <= math.sqrt(_BETTER) * before.shift_rest:
                 yield crossed[cross], cross.b.tensor.name
 
     def renamed(
@@ -114,15 +115,13 @@ class SecondLook(Struct):
     ) -> Iterator[tuple[PlacedTensor, PlacedTensor]]:
         """Suspects with the one of the others that is nearer than their own, by few elements."""
         sketches = [self._sketch(suspect) for suspect in suspects]
-        best = [
-            _BETTER * float(np.square(s - o).sum()) for s, o in zip(sketches, owns, strict=True)
-        ]
+        best = [_BETTER * float(_squares(s - o)) for s, o in zip(sketches, owns, strict=True)]
         nearest: list[PlacedTensor | None] = [None] * len(suspects)
         for begin in range(0, len(others) if any(best) else 0, _TOGETHER):
             group = others[begin : begin + _TOGETHER]
             there = np.array([self._sketch(other) for other in group])
             for index, sketch in enumerate(sketches):
-                squares = np.square(there - sketch).sum(axis=1)
+                squares = _squares(there - sketch)
                 if squares.size and squares.min() < best[index]:
                     best[index] = float(squares.min())
                     nearest[index] = group[int(squares.argmin())]
@@ -210,6 +209,13 @@ class SecondLook(Struct):
         for start in range(0, total, step):
             values = numbers(placed, start, min(step, total - start), self.reader)
             yield start // width, values.reshape(-1, width)
+
+
+def _squares(differences: Doubles) -> Doubles:
+    """The sum of squares of each row; infinite where it is beyond what a double holds."""
+    with np.errstate(over="ignore"):
+        total: Doubles = np.square(differences).sum(axis=-1)
+    return total
 
 
 def _sketch_numel(placed: PlacedTensor) -> int:

@@ -142,10 +142,14 @@ class PairSums(Struct, frozen=True):
 
     @property
     def shift_rest(self) -> float:
-        """What the difference is beside the shift: its standard deviation."""
+        """What the difference is beside the shift: its standard deviation.
+
+        Infinite where squares are beyond what a double holds: then nobody knows.
+        """
         if self.shift is None:
             return 0.0
-        return math.sqrt(max(0.0, self.difference_squares / self.finite - self.shift**2))
+        rest = self.difference_squares / self.finite - self.shift * self.shift
+        return math.sqrt(max(0.0, rest)) if math.isfinite(rest) else math.inf
 
     @property
     def factor(self) -> float | None:

@@ -90,10 +90,8 @@ def model_card(
         "",
         f"# {_inline(architecture or 'Model')} from a DeepSpeed checkpoint",
         "",
-        f"The weights are those of the {checkpoint.layout} checkpoint "
-        f"{_inlined(checkpoint.location)},",
-        f"written by {checkpoint.ranks} ranks of DeepSpeed "
-        f"{_inline(str(checkpoint.ds_version))}{step} and",
+        f"The weights are those of the {_of_layout(checkpoint)} {_inlined(checkpoint.location)},",
+        f"written by {_writer(checkpoint)}{step} and",
         f"consolidated to {dtype.torch_name} by zexport {__version__}. "
         "`zexport_manifest.json` has a digest of every tensor;",
         "`zexport verify .` checks them.",
@@ -135,6 +133,18 @@ def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[St
             text = read_range(file, 0, _LICENSE_NBYTES).decode(errors="replace")
             known = (key for key, start in _LICENSE_TEXTS if re.search(start, text, re.IGNORECASE))
             yield Statement(Fact.LICENSE, next(known, None), name)
+
+
+def _of_layout(checkpoint: ZeroCheckpoint) -> str:
+    """What kind of checkpoint it is, as far as that is known."""
+    return f"{checkpoint.layout.removesuffix('checkpoint')} checkpoint".strip().replace("  ", " ")
+
+
+def _writer(checkpoint: ZeroCheckpoint) -> str:
+    """Who wrote it, as far as that is known."""
+    ranks, version = checkpoint.ranks, checkpoint.ds_version
+    by = "" if ranks is None else f"{ranks} rank{'s' * (ranks != 1)} of "
+    return f"{by}DeepSpeed{f' {_inline(version)}' if version else ''}"
 
 
 def _inlined(location: Location) -> str:

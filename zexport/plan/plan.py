@@ -206,8 +206,8 @@ class ExportPlan:
         shards: the files of tensors, in order.
         side_files: everything else but the manifest.
         sources: the checkpoint files that are read, each once.
-        replicas: second copies that must agree with what is exported; compared before any byte is
-            written.
+        replicas: second copies that must agree with what is exported; compared before any tensor
+            is written.
         gathered: copies beside the checkpoint; where they differ, that is told.
         check: how much of them is compared.
         allow: kinds of findings that do not end the export.
