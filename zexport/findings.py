@@ -47,7 +47,7 @@ _REFUSED = frozenset(
 )
 
 
-class Finding(Struct, frozen=True, order=True):
+class Finding(Struct, frozen=True):
     """Something remarkable, which did not prevent the export.
 
     Attributes:

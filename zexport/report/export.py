@@ -129,7 +129,11 @@ def print_part(console: Console, report: PartReport) -> None:
         (
             ("Written", size(report.nbytes_written)),
             ("Time", duration(report.seconds)),
-            ("To come", f"{some(missing, 8)}; the last one publishes the folder"),
+            (
+                "To come",
+                f"{some(missing, 8)}; the last one publishes the folder" if missing else "",
+            ),
+            ("Published", "" if missing else "by another part"),
         ),
     )
     print_warnings(console, report)

@@ -146,8 +146,8 @@ def run_plan(
 
 
 def compare_copies(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
-    """Hold second copies in the checkpoint against what is exported; what is found, sorted."""
+    """Hold second copies in the checkpoint against what is exported."""
     if not (found := sources.compare()):
         return ()
     names = {tensor.stored_name: tensor.name for file in plan.shards for tensor in file.tensors}
-    return tuple(sorted({replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found}))
+    return tuple(replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found)

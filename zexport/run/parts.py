@@ -46,7 +46,7 @@ class PartReport:
         out_dir: the folder that will exist when all are done.
         part: which part it was, from 1.
         parts: how many there are.
-        missing: those that are not done yet.
+        missing: those that were not done yet; none where another worker has published the folder.
         origin: the checkpoint.
         nbytes_read: bytes read from the checkpoint's tensors.
         nbytes_written: bytes of tensors that were written.
@@ -99,9 +99,11 @@ def run_part(
             work = _workplace(plan, target, verify, meter)
             begin_together(work, share.count, request or {})
         nbytes_read, nbytes_written, findings = _write(work, share)
-        with _alone(plan, target):
-            missing = _missing(work, share.count)
-            if not missing:
+        with locked(target, seconds=_TURN_SECONDS):
+            is_published = not exists(work.folder)  # by another, who came to the end of it first
+            missing = () if is_published else _missing(work, share.count)
+            if not (missing or is_published):
+                check_content(target, overwrite=plan.overwrite)
                 return _published(work, share.count, target, began)
     return PartReport(
         out_dir=plan.out_dir,
@@ -192,18 +194,15 @@ def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter)
 
 
 def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]]:
-    """Write a share, compare this worker's part of the copies, and note both.
+    """Write a share and note it: bytes read, bytes written, and what was found.
 
-    Bytes read, bytes written, and what was found.
+    The first worker compares the copies, all of them: which elements are looked at depends on how
+    many copies there are.
     """
-    plan = work.plan
+    plan, is_first = work.plan, share.number == 1
     stretches = divide(plan.shards, share.count)[share.number - 1]
     rest = without_written(work, stretches)
-    own = replace(
-        plan,
-        replicas=plan.replicas[share.number - 1 :: share.count],
-        gathered=plan.gathered[share.number - 1 :: share.count],
-    )
+    own = plan if is_first else replace(plan, replicas=(), gathered=())
     with WeightReader.of_plan(own) as sources:
         findings = compare_copies(own, sources)
         write_part(work, rest, FileReader(sources))
@@ -220,7 +219,7 @@ def _published(work: Workplace, parts: int, target: Path, began: float) -> Expor
     """Complete the folder, and give it its name."""
     plan, warnings = work.plan, [*work.plan.warnings]
     compared = [found for n in range(1, parts + 1) if (found := work.receipts.part(n))]
-    findings = sorted({*chain.from_iterable(one.findings for one in compared)})
+    findings = chain.from_iterable(one.findings for one in compared)
     with WeightReader.of_plan(plan) as sources:
         sources.take_compared(one.ranges for one in compared)
         finished = finish(work, FileReader(sources), (*plan.findings, *findings))
