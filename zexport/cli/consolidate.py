@@ -34,6 +34,8 @@ from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
+    from zexport.run.execute import ExportReport
+    from zexport.run.parts import PartReport
     from zexport.run.shares import Share
 
 _DEFAULTS = ExportOptions()
@@ -138,11 +140,7 @@ def consolidate(
     from zexport.api import Request, plan_export, run_export, run_part
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
-    from zexport.report.export import print_export, print_part, print_warnings
-    from zexport.report.text import PlainConsole
-    from zexport.run.execute import ExportReport, VerifyMode
-    from zexport.run.parts import PartReport
-    from zexport.store.json import form_of
+    from zexport.run.execute import VerifyMode
 
     ckpts, out = _split(paths, output)
     mode = VerifyMode("none" if no_verify else verify)
@@ -151,24 +149,16 @@ def consolidate(
     with progress_printer(progress, quiet=quiet) as on_progress:
         checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
         plan = plan_export(checkpoint, out, options)
-        if dry_run:
-            _show(plan, as_json=json, quiet=quiet)
-            return
-        done: ExportReport | PartReport
-        if part is None:
-            done = run_export(plan, verify=mode, progress=on_progress)
-        else:
+        done: ExportReport | PartReport | None = None
+        if part is not None and not dry_run:
             request = Request.of(ckpts, options, tag, follow=follow_symlinks)
             done = run_part(plan, part, request, verify=mode, progress=on_progress)
-    done = replace(done, seconds=time.monotonic() - began)
-    if quiet and not json:
-        print_warnings(PlainConsole(sys.stderr), done)
-        return
-    if isinstance(done, PartReport):
-        put_out(done.to_json, lambda console: print_part(console, done), as_json=json)
-        return
-    told = form_of(done, plan.provenance)
-    put_out(lambda: told, lambda console: print_export(console, done), as_json=json)
+        elif not dry_run:
+            done = run_export(plan, verify=mode, progress=on_progress)
+    if done is None:
+        _show(plan, as_json=json, quiet=quiet)
+    else:
+        _tell(replace(done, seconds=time.monotonic() - began), plan, as_json=json, quiet=quiet)
 
 
 def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:
@@ -219,3 +209,21 @@ def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
         lambda console: print_plan(console, summary, side_nbytes(plan), quiet=quiet),
         as_json=as_json,
     )
+
+
+def _tell(done: ExportReport | PartReport, plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
+    from zexport.report.export import print_export, print_part, print_warnings
+    from zexport.report.text import PlainConsole
+    from zexport.run.parts import PartReport
+    from zexport.store.json import form_of
+
+    if quiet and not as_json:
+        print_warnings(PlainConsole(sys.stderr), done)
+    elif isinstance(done, PartReport):
+        put_out(done.to_json, lambda console: print_part(console, done), as_json=as_json)
+    else:
+        put_out(
+            lambda: form_of(done, plan.provenance),
+            lambda console: print_export(console, done),
+            as_json=as_json,
+        )

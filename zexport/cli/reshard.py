@@ -28,6 +28,7 @@ from zexport.options import ReshardOptions
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
+    from zexport.run.execute import ExportReport
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
@@ -96,12 +97,7 @@ def reshard(
     from zexport.api import plan_reshard, run_export
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
-    from zexport.report.export import print_warnings
-    from zexport.report.reshard import print_reshard
-    from zexport.report.text import PlainConsole
-    from zexport.resume.plan import recorded_settings
     from zexport.run.execute import VerifyMode
-    from zexport.store.json import form_of
 
     if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
         raise click.MissingParameter(param_hint="'OUT'", param_type="argument")
@@ -114,16 +110,8 @@ def reshard(
             done = run_export(plan, verify=VerifyMode(verify), progress=on_progress)
     if done is None:
         _show(plan, as_json=json, quiet=quiet)
-        return
-    done = replace(done, seconds=time.monotonic() - began)
-    if quiet and not json:
-        print_warnings(PlainConsole(sys.stderr), done)
-        return
-    put_out(
-        lambda: form_of(done, plan.provenance),
-        lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
-        as_json=json,
-    )
+    else:
+        _tell(replace(done, seconds=time.monotonic() - began), plan, as_json=json, quiet=quiet)
 
 
 def _options(
@@ -145,5 +133,22 @@ def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
         lambda console: print_reshard_plan(
             console, summary, side_nbytes(plan), settings, quiet=quiet
         ),
+        as_json=as_json,
+    )
+
+
+def _tell(done: ExportReport, plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
+    from zexport.report.export import print_warnings
+    from zexport.report.reshard import print_reshard
+    from zexport.report.text import PlainConsole
+    from zexport.resume.plan import recorded_settings
+    from zexport.store.json import form_of
+
+    if quiet and not as_json:
+        print_warnings(PlainConsole(sys.stderr), done)
+        return
+    put_out(
+        lambda: form_of(done, plan.provenance),
+        lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
         as_json=as_json,
     )

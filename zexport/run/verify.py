@@ -127,12 +127,7 @@ def verify_export(
         problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
-    in_index = {
-        name: header
-        for name, header in headers.items()
-        if is_safetensors(name) and name not in FILES_APART
-    }
-    problems += _index_problems(out_dir, in_index)
+    problems += _index_problems(out_dir, headers)
     unread = {*_holding_tensors(manifest)} - headers.keys()
     for name in manifest.files:
         there, is_unread = headers.get(name), name in unread
@@ -231,9 +226,11 @@ def _header_problems(manifest: Manifest, headers: dict[str, WrittenFile]) -> lis
     return problems
 
 
-def _index_problems(out_dir: Path, headers: dict[str, WrittenFile]) -> list[Problem]:
+def _index_problems(out_dir: Path, written: dict[str, WrittenFile]) -> list[Problem]:
     """Where the index and the headers differ; one shard of the plain name needs no index."""
     path = out_dir / INDEX_NAME
+    own = {name for name in written if is_safetensors(name) and name not in FILES_APART}
+    headers = {name: written[name] for name in sorted(own)}
     if not exists(path):
         if sum("/" not in name for name in headers) > 1:
             return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
