@@ -58,6 +58,24 @@ def test_a_resharded_checkpoint_is_a_checkpoint_with_the_same_model_and_states(
     assert one["files"]["model.safetensors"] == other["files"]["model.safetensors"]
 
 
+def test_weights_that_were_copied_beside_the_rank_files_are_held_against_the_manifest(
+    tmp_path: Path,
+) -> None:
+    """As the adapter that a peft run saves beside its checkpoint."""
+    source, out = FIXTURES / "z2_w2_bf16_lora" / "ckpt", tmp_path / "on-1"
+    zexport("reshard", source, out, "--world-size", 1)
+    copied = out / "adapter_model.safetensors"
+    assert copied.read_bytes() == (source / copied.name).read_bytes()
+    report = zexport("verify", out, "--against", source)
+    assert report["ok"]
+    assert copied.name in report["by_manifest_alone"]
+    content = bytearray(copied.read_bytes())
+    content[-1] ^= 1
+    copied.write_bytes(content)
+    done = run(out, "--json", command=(sys.executable, "-m", "zexport", "verify"))
+    assert [one["file"] for one in done.result["problems"]] == [copied.name]
+
+
 def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "on-1"
     shutil.copytree(SOURCE, source)

@@ -187,9 +187,14 @@ def _written(out_dir: Path, manifest: Manifest) -> tuple[dict[str, WrittenFile],
 
 
 def _holding_tensors(manifest: Manifest) -> list[str]:
-    """The files that hold tensors, as the manifest has it or their form does."""
+    """The files whose tensors were written one by one, and all of their form where that is a model.
+
+    Safetensors beside rank files, such as a peft adapter, were copied as they were.
+    """
     told = {entry.shard for entry in manifest.tensors.values()}
-    return [n for n in manifest.files if is_of_tensors(n) and (n in told or is_safetensors(n))]
+    is_model = any(map(is_safetensors, told)) or not told
+    own = (name for name in manifest.files if is_of_tensors(name))
+    return [name for name in own if name in told or (is_model and is_safetensors(name))]
 
 
 def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
