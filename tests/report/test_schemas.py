@@ -197,7 +197,9 @@ def _kinds(root: type[ZexportError]) -> list[type[ZexportError]]:
 
 
 PRINTED = {
-    "consolidate": ["export", "plan"],
+    "consolidate": ["export", "part", "plan"],
+    "finish": ["finish"],
+    "reshard": ["reshard", "reshard_plan"],
     "inspect": ["inspect"],
     "verify": ["verify"],
     "diff": ["diff"],
@@ -210,7 +212,9 @@ def test_every_schema_is_of_a_command_of_a_failure_or_of_the_manifest() -> None:
     commands = click.Context(cli)
     assert list(PRINTED) == cli.list_commands(commands)
     printed = {name for names in PRINTED.values() for name in names}
-    assert printed | {"error", "manifest"} == {path.stem for path in SCHEMAS.glob("*.json")}
+    assert printed | {"error", "manifest", "reshard_manifest"} == {
+        path.stem for path in SCHEMAS.glob("*.json")
+    }
 
 
 def printed(*words: object) -> tuple[int, Any]:

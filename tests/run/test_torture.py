@@ -58,18 +58,18 @@ def test_bytes_that_a_disk_once_did_not_take_end_the_export(
     plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk says so once, here while the shard is being written; the next sync succeeds."""
-    whole = part._FileWriter.flush
+    whole = part._StretchWriter.flush
     calls: list[str] = []
 
-    def flush(self: part._FileWriter) -> None:
-        calls.append(self.file.filename)
+    def flush(self: part._StretchWriter) -> None:
+        calls.append(self.stretch.file.filename)
         if len(calls) == 1:
             time.sleep(0.3)  # until the shard's last flush is asked for
             raise OutputError("cannot be written: Input/output error") from OSError(5, "lost")
         whole(self)
 
     monkeypatch.setattr(part, "_FLUSH_NBYTES", 1)
-    monkeypatch.setattr(part._FileWriter, "flush", flush)
+    monkeypatch.setattr(part._StretchWriter, "flush", flush)
     with pytest.raises(OutputError, match="Input/output error"):
         run_plan(plan)
     assert calls[0] == SHARDS[0]

@@ -190,7 +190,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     full = os.statvfs_result((4096, 4096, 1000, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     monkeypatch.setattr(
-        "zexport.run.part._write_files", lambda *_, **__: pytest.fail("writing began")
+        "zexport.run.part._write_stretches", lambda *_, **__: pytest.fail("writing began")
     )
     before = _tree(tmp_path)
     with pytest.raises(OutputError, match="no room") as caught:

@@ -66,7 +66,8 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     user's to avoid.
     """
     path = _beside(target, f"{_PARTIAL}.lock")
-    there = [place for place in workplaces(target) if place.exists()]
+    with writing(path):
+        there = [place for place in workplaces(target) if place.exists()]
     foreign = there if _is_made(path) else []
     lock = _taken(path, target, "another export is writing this folder", seconds)
     try:
