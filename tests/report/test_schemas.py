@@ -254,6 +254,8 @@ def test_a_failure_of_every_command_fits_its_schema(tmp_path: Path) -> None:
     nothing, full = tmp_path / "nothing", tmp_path / "full"
     failures: dict[str, list[tuple[int, tuple[object, ...]]]] = {
         "consolidate": [(3, (nothing, tmp_path / "out")), (6, (PLAIN, full)), (2, ())],
+        "finish": [(6, (nothing,)), (2, ())],
+        "reshard": [(3, (nothing, tmp_path / "out", "-n", 2)), (2, (PLAIN, tmp_path / "out"))],
         "inspect": [(3, (nothing,)), (2, ("--unknown",))],
         "verify": [(7, (nothing, "--against", PLAIN)), (2, ())],
         "diff": [(3, (nothing, PLAIN)), (2, (nothing,))],
