@@ -70,9 +70,11 @@ import json, sys
 import deepspeed, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.llama import fit
+from zexport.train.ranks import prepare_cpu
 
 folder, layouts = sys.argv[1], json.loads(sys.argv[2])
 model = fit(10**5)
+prepare_cpu()
 deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 for stage, frozen in layouts:
     net = LlamaForCausalLM(LlamaConfig(**model.config()))
@@ -107,6 +109,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layouts = str([list(layout) for layout in _LAYOUTS]).lower()
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": str(_ROOT)}
+    env["DS_ACCELERATOR"] = "cpu"
     argv = [sys.executable, "-c", _TRAIN, str(folder), layouts]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

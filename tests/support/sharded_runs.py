@@ -132,10 +132,10 @@ def _join(rank: int, world: int, folder: Path) -> None:
     import deepspeed
     import torch
 
-    from zexport.train.ranks import _prepare_cpu
+    from zexport.train.ranks import prepare_cpu
 
     torch.set_num_threads(1)
-    _prepare_cpu()
+    prepare_cpu()
     store = f"file://{folder / 'store'}"
     deepspeed.init_distributed(
         "gloo", init_method=store, rank=rank, world_size=world, auto_mpi_discovery=False

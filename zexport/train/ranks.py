@@ -78,7 +78,7 @@ def join_ranks(timeout_s: int) -> Ranks:
     import deepspeed  # noqa: PLC0415 - only after the accelerator is chosen
 
     if not on_gpu:
-        _prepare_cpu()
+        prepare_cpu()
     timeout = timedelta(seconds=timeout_s)
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return Ranks(
@@ -89,7 +89,7 @@ def join_ranks(timeout_s: int) -> Ranks:
     )
 
 
-def _prepare_cpu() -> None:
+def prepare_cpu() -> None:
     """DeepSpeed 0.19.8 trains on any CPU, in any precision, and compiles nothing for it."""
     import deepspeed  # noqa: PLC0415 - only after the accelerator is chosen
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - likewise
