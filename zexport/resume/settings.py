@@ -117,7 +117,10 @@ def _read(path: Path) -> Mapping[str, object]:
         return read_json_object(path)
     except ZexportError as cause:
         raise UsageError(
-            f"--ds-config cannot be read: {cause.problem}", path=path, found=cause.found
+            f"{cause.problem}, and was given with --ds-config",
+            path=path,
+            found=cause.found,
+            hint="Give the JSON file that the run will have as its DeepSpeed configuration",
         ) from cause
 
 
