@@ -104,7 +104,7 @@ def run_part(
             missing = () if is_published else _missing(work, share.count)
             if not (missing or is_published):
                 check_content(target, overwrite=plan.overwrite)
-                return _published(work, share.count, target, began)
+                return _published(work, share.count, target, began, nbytes_read)
     return PartReport(
         out_dir=plan.out_dir,
         part=share.number,
@@ -147,7 +147,7 @@ def finish_parts(
                 expected=f"also {some([f'{number}/{parts}' for number in missing])}",
                 hint="Run them again with --part",
             )
-        return _published(work, parts, target, began)
+        return _published(work, parts, target, began, 0)
 
 
 def requested(out_dir: Path) -> JsonObject:
@@ -215,8 +215,10 @@ def _missing(work: Workplace, parts: int) -> tuple[int, ...]:
     return tuple(number for number in numbers if work.receipts.part(number) is None)
 
 
-def _published(work: Workplace, parts: int, target: Path, began: float) -> ExportReport:
-    """Complete the folder, and give it its name."""
+def _published(
+    work: Workplace, parts: int, target: Path, began: float, nbytes_read: int
+) -> ExportReport:
+    """Complete the folder, and give it its name; this worker read ``nbytes_read`` before."""
     plan, warnings = work.plan, [*work.plan.warnings]
     compared = [found for n in range(1, parts + 1) if (found := work.receipts.part(n))]
     findings = chain.from_iterable(one.findings for one in compared)
@@ -229,7 +231,7 @@ def _published(work: Workplace, parts: int, target: Path, began: float) -> Expor
     return ExportReport.of(
         work,
         finished,
-        nbytes_read=sources.nbytes_read,
+        nbytes_read=nbytes_read + sources.nbytes_read,
         seconds=time.monotonic() - began,
         warnings=tuple(warnings),
     )
