@@ -285,6 +285,32 @@ def test_what_is_no_checkpoint_is_named_as_such(tmp_path: Path) -> None:
         assert caught.value.hint
 
 
+def test_of_several_runs_in_a_folder_none_is_taken(tmp_path: Path) -> None:
+    """One saved by DeepSpeed alone has its tags a level above those of a Trainer's."""
+    _tag(tmp_path / "plain", "global_step2")
+    assert locate(tmp_path).tag == "global_step2"
+    _tag(tmp_path / "trainer" / "checkpoint-4", "global_step4")
+    for choose in (locate, locate_all):
+        with pytest.raises(AmbiguousTagError, match="whole runs") as caught:
+            choose(tmp_path)
+        assert caught.value.found == "trainer, plain"
+        assert str(tmp_path / "trainer") in (caught.value.hint or "")
+    assert locate(tmp_path, "plain").tag == "global_step2"
+    _tag(tmp_path / "checkpoint-3", "global_step3")
+    assert locate(tmp_path, "checkpoint-3").tag == "global_step3"
+
+
+def test_unfinished_work_of_ours_is_no_finished_model(tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    with pytest.raises(NotACheckpointError, match="holds a finished model"):
+        locate(folder)
+    (tmp_path / "out.partial.lock").touch()
+    with pytest.raises(NotACheckpointError, match="is unfinished work of zexport"):
+        locate(folder)
+
+
 @pytest.mark.parametrize("below", [".", "checkpoint-2"])
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_model.safetensors"])
 def test_a_finished_model_is_named_as_such(tmp_path: Path, below: str, name: str) -> None:

@@ -74,13 +74,18 @@ def list_ages(folder: Path) -> tuple[str, ...]:
     """
     runs = list_run_checkpoints(folder)
     if list_tags(folder):
-        return tuple(run for run in runs if _is_age(run))
+        return tuple(run for run in runs if is_age(run))
     return runs if are_of_one_run(runs) else ()
 
 
 def list_run_checkpoints(folder: Path) -> tuple[str, ...]:
     """Names of the folders in a run's ``output_dir`` that hold tags, by the numbers in them."""
     return _list_children(folder, lambda child: is_folder(child) and bool(list_tags(child)))
+
+
+def list_runs(folder: Path) -> tuple[str, ...]:
+    """Names of the folders in ``folder`` that are themselves a run's ``output_dir``."""
+    return _list_children(folder, lambda it: is_folder(it) and bool(list_run_checkpoints(it)))
 
 
 def list_tags(folder: Path) -> tuple[str, ...]:
@@ -124,7 +129,7 @@ def are_of_one_run(names: Iterable[str]) -> bool:
     Others (an actor and a critic, say) are models beside one another, none of them the newer.
     """
     names = tuple(names)
-    return len({_without_numbers(name) for name in names}) <= 1 or all(map(_is_age, names))
+    return len({_without_numbers(name) for name in names}) <= 1 or all(map(is_age, names))
 
 
 def are_tied(one: Path, other: Path) -> bool:
@@ -145,7 +150,8 @@ def written_at(tag_dir: Path) -> int:
     return max(times, default=0) // 10**9
 
 
-def _is_age(name: str) -> bool:
+def is_age(name: str) -> bool:
+    """Whether a name says when a checkpoint was made, and nothing else."""
     return all(word in _AGES for word in _WORD.findall(name.lower()))
 
 

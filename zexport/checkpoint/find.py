@@ -15,10 +15,12 @@ from zexport.checkpoint.candidates import (
     are_of_one_run,
     are_tied,
     beside,
+    is_age,
     is_tag_dir,
     list_ages,
     list_candidates,
     list_run_checkpoints,
+    list_runs,
     list_tags,
     models_of_accelerate,
 )
@@ -40,6 +42,7 @@ from zexport.errors import (
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
+from zexport.store.publish import is_unfinished
 
 _LATEST = ("latest", "latest_universal")
 _CHECK = "Check the path and its permissions"
@@ -69,7 +72,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
             return _handed_over(path, tag, boundary)
         has_tags = bool(list_tags(path)) or is_file(path / _LATEST[0])
         if not has_tags:
-            _check_any(path)
+            _check_any(path, tag)
         if tag is not None:
             return _named(path, tag, boundary)
         if has_tags:
@@ -267,10 +270,25 @@ def _example(candidates: Sequence[Candidate]) -> str:
     return "" if tied else f", for example --tag {newest.name}"
 
 
-def _check_any(path: Path) -> None:
-    """Refuse a folder without tags that holds no folder with tags either."""
-    if list_run_checkpoints(path):
+def _check_any(path: Path, tag: str | None = None) -> None:
+    """Refuse a folder without tags that holds no folder with tags either, or whole runs."""
+    checkpoints = list_run_checkpoints(path)
+    is_run = tag in checkpoints or any(map(is_age, checkpoints))
+    if not is_run and (runs := list_runs(path)):
+        raise AmbiguousTagError(
+            "holds the folders of whole runs, and is no run itself",
+            path=path,
+            found=_listed([*runs, *checkpoints]),
+            hint=f"Give one of them, for example {path / runs[0]}",
+        )
+    if checkpoints:
         return
+    if is_unfinished(path):
+        raise NotACheckpointError(
+            "is unfinished work of zexport, which has another name once it is complete",
+            path=path,
+            hint="Run the same command again; where all parts are written, zexport finish OUT",
+        )
     if finished := _finished(path):
         raise NotACheckpointError(
             "holds a finished model, no ZeRO checkpoint",

@@ -36,6 +36,11 @@ def _beside(target: Path, ending: str) -> Path:
     return target.with_name(target.name + ending)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether it is being filled, or was when that was stopped: it has a lock beside it."""
+    return folder.name.endswith(_PARTIAL) and folder.with_name(f"{folder.name}.lock").exists()
+
+
 @contextmanager
 def parents(parent: Path) -> Iterator[None]:
     """Make the missing folders above the target; take them away again when the block fails."""
