@@ -25,18 +25,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zexport.api import (
-        consolidate,
-        consolidate_part,
-        diff_models,
-        diff_states,
-        finish_export,
-        plan_export,
-        plan_reshard,
-        reshard,
-        run_export,
-        verify_export,
-    )
+    from zexport.api.compare import diff_models, diff_states
+    from zexport.api.export import consolidate, plan_export, run_export
+    from zexport.api.parts import consolidate_part, finish_export
+    from zexport.api.reshard import plan_reshard, reshard
+    from zexport.api.verify import verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
@@ -95,18 +88,11 @@ __version__ = "0.1.0"
 
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
-    "api": (
-        "consolidate",
-        "consolidate_part",
-        "diff_models",
-        "diff_states",
-        "finish_export",
-        "plan_export",
-        "plan_reshard",
-        "reshard",
-        "run_export",
-        "verify_export",
-    ),
+    "api.compare": ("diff_models", "diff_states"),
+    "api.export": ("consolidate", "plan_export", "run_export"),
+    "api.parts": ("consolidate_part", "finish_export"),
+    "api.reshard": ("plan_reshard", "reshard"),
+    "api.verify": ("verify_export",),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),

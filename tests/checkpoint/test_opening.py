@@ -13,7 +13,7 @@ import torch
 
 from tests.support.checkpoints import Run, edit, model_file, save, small_model
 from tests.support.expert_checkpoints import MoeRun, save_moe
-from zexport.api import consolidate
+from zexport import consolidate
 from zexport.checkpoint import problems
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.problems import raise_problems

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zexport
-from zexport import api
+from zexport.api import export
 from zexport.cli.main import cli
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -115,8 +115,8 @@ def test_the_time_shown_is_that_of_planning_too(
         time.sleep(1.5)
         return plan_export(*words)
 
-    plan_export = api.plan_export
-    monkeypatch.setattr(api, "plan_export", slowly)
+    plan_export = export.plan_export
+    monkeypatch.setattr(export, "plan_export", slowly)
     done = json.loads(zexport_says("consolidate", ZERO3, tmp_path / "model", "--json").stdout)
     assert done["seconds"] > 1.5
     assert zexport.consolidate(ZERO3, tmp_path / "other").seconds > 1.5

@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from zexport.api import verify_export
+from zexport import verify_export
 from zexport.cli.streams import _Notes, _Results
 from zexport.errors import OutputError
 

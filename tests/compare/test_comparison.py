@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from zexport.api import consolidate, diff_models
+from zexport import consolidate, diff_models
 from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli

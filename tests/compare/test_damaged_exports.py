@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from zexport.api import consolidate, diff_models
+from zexport import consolidate, diff_models
 from zexport.compare.tensor import Kind
 from zexport.compare.verdict import Cause
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.live_models import live_model
-from zexport.api import consolidate, diff_models
+from zexport import consolidate, diff_models
 from zexport.compare.verdict import Cause
 from zexport.options import AdapterMode, ExportDType, ExportOptions
 from zexport.train.model import make_model

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.fuzz.pickles import FIXTURES
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from zexport.api import plan_export
+from zexport import plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout

@@ -15,7 +15,7 @@ import torch
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
 from tests.support.checkpoints import Run, deepspeed_names, save, small_model
-from zexport.api import plan_export
+from zexport import plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout

@@ -28,7 +28,7 @@ from tests.support.checkpoints import (
     small_model,
 )
 from tests.support.sparse_checkpoint import write_sparse_zero3
-from zexport.api import consolidate, plan_export
+from zexport import consolidate, plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import UnsafeError, UnsupportedError
 from zexport.formats import torch_zip as zip_container

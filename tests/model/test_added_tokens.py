@@ -13,7 +13,7 @@ from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from tests.support import checkpoints
 from tests.support.checkpoints import Run, save
 from tests.support.live_models import checkpoint_of, live_model
-from zexport.api import consolidate
+from zexport import consolidate
 from zexport.facts.statements import judge
 from zexport.facts.table import Fact
 from zexport.model.sidecars import find_sidecars

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import Run, save, small_model
-from zexport.api import consolidate
+from zexport import consolidate
 from zexport.model.sidecars import spoilt_files
 
 _LARGE = json.dumps({f"word{number}": number for number in range(200_000)})

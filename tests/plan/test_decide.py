@@ -17,7 +17,7 @@ from msgspec import structs
 from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
-from zexport.api import plan_export
+from zexport import plan_export
 from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.location import Framework, Location, TagChoice
 from zexport.checkpoint.opening import open_checkpoint

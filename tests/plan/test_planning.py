@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
-from zexport.api import plan_export
+from zexport import plan_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
 from zexport.options import ExportDType, ExportOptions

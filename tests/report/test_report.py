@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save
-from zexport.api import plan_export, run_export, verify_export
+from zexport import plan_export, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError

@@ -11,8 +11,7 @@ import torch
 from tests.support.oracles import same
 from tests.support.raw_states import raw_states
 from tests.support.real_cases import FIXTURES
-from zexport import open_checkpoint
-from zexport.api import run_export
+from zexport import open_checkpoint, run_export
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.options import ReshardOptions
 from zexport.resume.plan import plan_reshard

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.support.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
-from zexport.api import consolidate, plan_export
+from zexport import consolidate, plan_export
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
-from zexport.api import consolidate_part
+from zexport import consolidate_part
 from zexport.errors import DamagedCheckpointError, OutputError, UsageError
 from zexport.options import Engine, ExportOptions
 from zexport.plan.plan import ExportPlan

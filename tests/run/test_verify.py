@@ -15,7 +15,7 @@ from msgspec import structs
 from safetensors.torch import save_file
 
 from tests.support.plans import Wanted, digest_on_disk, export_plan, save, source_file
-from zexport import api
+from zexport.api import verify as api
 from zexport.errors import DamagedCheckpointError, VerificationError
 from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType

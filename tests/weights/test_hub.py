@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import Model, Run, save
 from tests.support.live_models import FAMILIES, checkpoint_of, files_of, in_training, live_model
 from tests.support.real_cases import facts
-from zexport.api import consolidate, verify_export
+from zexport import consolidate, verify_export
 from zexport.errors import (
     DamagedCheckpointError,
     FrozenLeftOutError,

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
-from zexport.api import consolidate
+from zexport import consolidate
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError, ZexportError

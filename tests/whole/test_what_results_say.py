@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.support.checkpoints import Run, save, small_model
-from zexport.api import consolidate, verify_export
+from zexport import consolidate, verify_export
 from zexport.options import ExportOptions
 from zexport.store.json import decoded
 

@@ -137,7 +137,8 @@ def consolidate(
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
-    from zexport.api import Request, plan_export, run_export, run_part
+    from zexport.api.export import plan_export, run_export
+    from zexport.api.parts import Request, run_part
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
     from zexport.run.execute import VerifyMode

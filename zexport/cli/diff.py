@@ -60,7 +60,7 @@ def diff(
 
     Example: zexport diff model base
     """
-    from zexport.api import diff_models, diff_states
+    from zexport.api.compare import diff_models, diff_states
     from zexport.cli.progress import progress_printer
     from zexport.compare.states import are_checkpoints
     from zexport.report.diff import diff_json, print_diff

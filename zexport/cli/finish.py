@@ -23,7 +23,7 @@ def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
 
     Example: zexport finish model
     """
-    from zexport.api import finish_export
+    from zexport.api.parts import finish_export
     from zexport.cli.progress import progress_printer
     from zexport.report.export import print_export, print_warnings
     from zexport.report.text import PlainConsole

@@ -78,7 +78,7 @@ def inspect(
 
 def _exit_code(found: Inspection) -> int:
     """What an export that is asked for with nothing but the checkpoint would end with."""
-    from zexport.api import plan_export
+    from zexport.api.export import plan_export
 
     if found.checkpoint is None:
         return AmbiguousTagError.exit_code

@@ -94,7 +94,8 @@ def reshard(
 
     Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
     """
-    from zexport.api import plan_reshard, run_export
+    from zexport.api.export import run_export
+    from zexport.api.reshard import plan_reshard
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
     from zexport.run.execute import VerifyMode

@@ -57,7 +57,7 @@ def verify(
 
     Example: zexport verify model --against run/checkpoint-100
     """
-    from zexport.api import verify_export
+    from zexport.api.verify import verify_export
     from zexport.cli.progress import progress_printer
     from zexport.report.export import print_verify
 

@@ -80,7 +80,7 @@ def diff_weights(
     jobs: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
-    """How the weights of two model folders differ; see ``zexport.api.diff_models``."""
+    """How the weights of two model folders differ; see ``zexport.api.compare.diff_models``."""
     return diff_tensors((a, b), (open_weights(a), open_weights(b)), jobs=jobs, progress=progress)
 
 

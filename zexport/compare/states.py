@@ -45,7 +45,7 @@ def diff_states(
     jobs: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
-    """How two trainings differ; see ``zexport.api.diff_states``."""
+    """How two trainings differ; see ``zexport.api.compare.diff_states``."""
     a, b = (_sides(checkpoint) for checkpoint in opened)
     weights, states = (
         diff_tensors(paths, (one, other), jobs=jobs, progress=progress)

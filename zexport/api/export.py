@@ -1,0 +1,95 @@
+"""An export: planned, run, or both at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.collect import collect
+from zexport.decide import decide
+from zexport.options import ExportOptions, chosen
+from zexport.plan.plan import ExportPlan
+from zexport.run import execute
+from zexport.run.execute import ExportReport, Progress, VerifyMode
+
+OnProgress = Callable[[Progress], None]
+
+
+def plan_export(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+) -> ExportPlan:
+    """The whole plan of an export; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint has problems, or weights were left out of it.
+        UnsupportedError: its layout is not one that can be exported.
+        UsageError: an option cannot be meant.
+    """
+    return decide(collect(checkpoint, options), out_dir)
+
+
+def run_export(
+    plan: ExportPlan,
+    *,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Make the plan's output folder, whole and on the disk, or nothing at all.
+
+    Args:
+        plan: from ``plan_export``.
+        verify: how the result is read again before the folder gets its name.
+        progress: told of every step.
+
+    Raises:
+        OutputError: the folder cannot be made.
+        CheckpointError: a source cannot be read, is damaged, or was changed since the plan.
+        UnsupportedError: the reference engine cannot rebuild this checkpoint.
+        UnsafeError: the reference engine would have to run unknown code.
+        VerificationError: what was written is not what was meant.
+    """
+    verify = chosen("verify", VerifyMode, verify)
+    with ExitStack() as stack:
+        reader = None
+        if plan.reference is not None:
+            from zexport.run.deepspeed_engine import open_reference  # noqa: PLC0415 - imports DeepSpeed
+
+            one = plan.reference
+            reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
+        return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)
+
+
+def consolidate(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    options: ExportOptions | None = None,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Turn a ZeRO checkpoint into a Hugging Face model folder.
+
+    Args:
+        checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
+        out_dir: the folder to make; it appears complete or not at all.
+        options: element type, names, sizes; see ``ExportOptions``.
+        tag: which checkpoint, where there are several.
+        follow_symlinks: read what a link leads to, wherever that is.
+        verify: how the result is read again before the folder gets its name.
+        progress: told of every step.
+
+    Raises:
+        ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
+    """
+    began = time.monotonic()
+    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+    plan = plan_export(opened, out_dir, options)
+    done = run_export(plan, verify=verify, progress=progress)
+    return replace(done, seconds=time.monotonic() - began)

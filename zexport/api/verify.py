@@ -1,0 +1,151 @@
+"""A folder that was made, held against its manifest and the checkpoint it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from zexport.api.export import OnProgress, plan_export
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.opening import Checkpoint, open_recorded
+from zexport.errors import NoSuchTagError, OtherTagError, UsageError, VerificationError
+from zexport.model.sidecars import CONFIG
+from zexport.options import CheckMode, ExportOptions
+from zexport.plan.plan import ExportPlan
+from zexport.run import verify
+from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zexport.run.verify import VerifyReport
+from zexport.store.boundary import Boundary
+from zexport.store.files import reading
+from zexport.store.folders import exists, is_folder, local_path
+
+
+def verify_export(
+    out_dir: Path | str,
+    *,
+    against: Checkpoint | None = None,
+    base: Path | str | None = None,
+    adapter_config: Path | str | None = None,
+    check: CheckMode = CheckMode.SAMPLED,
+    follow_symlinks: bool = False,
+    progress: OnProgress | None = None,
+) -> VerifyReport:
+    """What is wrong with an export, if anything.
+
+    Args:
+        out_dir: a folder that ``consolidate`` made.
+        against: the checkpoint it came from; every tensor is then made again from it. Several
+            folders where nodes kept their own parts.
+        base: the base model, where weights came from one: a folder, or the hub's name of a model
+            in its cache on this machine.
+        adapter_config: the adapter's configuration, where the export was given one.
+        follow_symlinks: read what a link leads to, wherever that is.
+        check: how much of the masters is held against the module's own copy of them.
+        progress: told of every step.
+
+    Raises:
+        VerificationError: there is no such folder, it cannot be read, or it has no readable
+            manifest to hold ``against`` against.
+        CheckpointError: ``against`` cannot be opened or read, is damaged, or does not have the tag
+            that the export was made from.
+        UsageError: the export's names come from a base model, and ``base`` is not given.
+        UnsafeError: a link leads outside the folder that it lies in.
+    """
+    out_dir = local_path(out_dir)
+    base = local_path(base) if base is not None else None
+    _check_folder(out_dir, follow_symlinks=follow_symlinks)
+    if against is None:
+        return verify.verify_export(out_dir, progress=progress)
+    manifest = read_manifest(out_dir)
+    made_from = manifest.provenance.get("checkpoint")
+    checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
+    adapter_config = local_path(adapter_config) if adapter_config is not None else None
+    given = ExportOptions(base=base, adapter_config=adapter_config, check=check)
+    plan = _plan_again(checkpoint, out_dir, manifest, given)
+    if base is None:
+        _check_names(plan, manifest)
+    return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
+    """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
+    hint = "Check its permissions, and that nothing is writing there"
+    with reading(out_dir, VerificationError, hint):
+        if not is_folder(out_dir):
+            raise VerificationError(
+                "is not a folder" if exists(out_dir) else "does not exist",
+                path=out_dir,
+                hint="Name a folder that zexport consolidate has written",
+            )
+        boundary = Boundary.of(out_dir, follow=follow_symlinks)
+        boundary.check(out_dir / MANIFEST_NAME)
+        if exists(out_dir / MANIFEST_NAME):
+            boundary.check_tree(out_dir)
+
+
+def _open_source(
+    against: Checkpoint, made_from: object, *, follow_symlinks: bool
+) -> ZeroCheckpoint:
+    """The checkpoint that an export was made from, by the tag and step in its manifest."""
+    recorded = made_from if isinstance(made_from, dict) else {}
+    tag, step = recorded.get("tag"), recorded.get("global_steps")
+    tag = tag if isinstance(tag, str) else None
+    step = step if isinstance(step, int) else None
+    try:
+        return open_recorded(against, tag, step, follow_symlinks=follow_symlinks)
+    except (NoSuchTagError, OtherTagError) as cause:
+        raise NoSuchTagError(
+            f"does not have the tag {tag!r}, which the export was made from",
+            path=cause.path,
+            found=cause.found if isinstance(cause, NoSuchTagError) else None,
+            hint="Give the checkpoint that it was made from, or the run with it",
+        ) from cause
+
+
+def _plan_again(
+    checkpoint: ZeroCheckpoint,
+    out_dir: Path,
+    manifest: Manifest,
+    given: ExportOptions,
+) -> ExportPlan:
+    """The plan that a folder was made by, for what the checkpoint holds today.
+
+    Of what is ``given`` all counts that is not recorded.
+    """
+    from zexport.resume.plan import plan_again, recorded_settings  # noqa: PLC0415 - verify's alone
+
+    again: Callable[[], ExportPlan]
+    try:
+        if "settings" in manifest.provenance:
+            settings = recorded_settings(manifest.provenance)
+            again = partial(plan_again, checkpoint, out_dir, manifest, settings, given.check)
+        else:
+            recorded = manifest.provenance.get("options")
+            options = replace(
+                ExportOptions.from_recorded(recorded),
+                base=given.base,
+                adapter_config=given.adapter_config,
+                check=given.check,
+            )
+            again = partial(plan_export, checkpoint, out_dir, options)
+    except ValueError as cause:
+        raise VerificationError(
+            "records options that no export can have",
+            path=out_dir / MANIFEST_NAME,
+            found=cause,
+        ) from cause
+    return again()
+
+
+def _check_names(plan: ExportPlan, manifest: Manifest) -> None:
+    """Refuse to compare names that only a config tells which does not lie with the checkpoint."""
+    planned = {tensor.name for shard in plan.shards for tensor in shard.tensors}
+    had_config = CONFIG in manifest.files and plan.form.weights_only
+    if had_config and planned != manifest.tensors.keys():
+        raise UsageError(
+            "the export's names are those of a base model, and without it cannot be compared",
+            path=plan.out_dir,
+            hint="Name the model that the export was given, as in --base MODEL",
+        )
