@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
@@ -19,9 +18,11 @@ from zexport.model.sidecars import (
     GENERATION_CONFIG,
     PROCESSOR,
     TOKENIZER_CONFIG,
+    Files,
     Sidecars,
 )
-from zexport.store.json import Json, JsonObject, read_json_list, read_json_object
+from zexport.model.tokenizer import table_of
+from zexport.store.json import Json, read_json_list
 
 _TOKENIZER_KEYS = re.compile(
     r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy|tokenizer_class"
@@ -57,9 +58,9 @@ def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
     for name, keys in _COMPARED.items():
         if (path := sidecars.copied.get(name)) is None:
             continue
-        own = _settings(path, keys)
+        own = _settings(sidecars.copied, name, keys)
         for where, files in sidecars.folders.items():
-            other = _settings(files[name], keys) if files.get(name, path) != path else {}
+            other = _settings(files, name, keys) if files.get(name, path) != path else {}
             fact = Fact.BASE_FILE if where == BASE else Fact.RUN_FILE
             for key in sorted(own.keys() & other.keys()):
                 yield Statement(fact, own[key], "the export's", f"{name}, {key}:")
@@ -68,7 +69,7 @@ def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
 
 def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The modules of its own folder that a config or tokenizer names, and what there is of them."""
-    stated = {name: _read(sidecars.copied.get(name)) for name in (TOKENIZER_CONFIG, *PROCESSOR)}
+    stated = {name: table_of(sidecars.copied, name) for name in (TOKENIZER_CONFIG, *PROCESSOR)}
     if sidecars.config is not None:
         stated["config.json"] = dict(sidecars.config.content)
         for by, content in stated.items():
@@ -85,7 +86,7 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
     vision = next((table for table in inner if isinstance(table, dict)), config)
     yield from _image_processors(sidecars)
     for name in (*PROCESSOR, TOKENIZER_CONFIG):
-        content = _read(sidecars.copied.get(name))
+        content = table_of(sidecars.copied, name)
         yield Statement(Fact.PROCESSOR, content.get("processor_class"), name)
         for key, keys in _PATCHES.items() if name != TOKENIZER_CONFIG else ():
             for other in keys:
@@ -100,7 +101,7 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
 
 def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
     """What the two files say that a processor for images may have its settings in."""
-    processor, alone = (_read(sidecars.copied.get(name)) for name in PROCESSOR[:2])
+    processor, alone = (table_of(sidecars.copied, name) for name in PROCESSOR[:2])
     inner = processor.get("image_processor")
     for by, table in (("processor_config.json", inner), ("preprocessor_config.json", alone)):
         for key, value in table.items() if isinstance(table, dict) and inner else ():
@@ -118,7 +119,7 @@ def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
     given, by = hidden, "config.json"
     for step in steps:
         name = f"{step.get('path')}/config.json" if isinstance(step, dict) else ""
-        content = _read(copied.get(name))
+        content = table_of(copied, name)
         takes = next(
             (content[key] for key in (*_DIMENSIONS, "in_features") if key in content), None
         )
@@ -141,8 +142,8 @@ def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
     """The positions that a model has, and the longest text that a file lets in."""
     config = sidecars.config
     positions = None if config is None else config.content.get("max_position_embeddings")
-    for name, path in sidecars.copied.items():
-        most = _read(path).get("max_seq_length") if name.startswith("sentence_") else None
+    for name in (name for name in sidecars.copied if name.startswith("sentence_")):
+        most = table_of(sidecars.copied, name).get("max_seq_length")
         if isinstance(positions, int) and most is not None:
             yield Statement(Fact.SENTENCE_LENGTH, positions + 1, "one more than all positions")
             yield Statement(Fact.SENTENCE_LENGTH, most, name)
@@ -172,9 +173,9 @@ def _side(size: Json) -> int | None:
     return side if isinstance(side, int) else None
 
 
-def _settings(path: Path, keys: re.Pattern[str]) -> dict[str, object]:
+def _settings(files: Files, name: str, keys: re.Pattern[str]) -> dict[str, object]:
     """What a file says under some keys, in values of one line; what says nothing is left out."""
-    plain = {k: _plain(value) for k, value in _read(path).items() if keys.fullmatch(k)}
+    plain = {k: _plain(value) for k, value in table_of(files, name).items() if keys.fullmatch(k)}
     return {key: value for key, value in plain.items() if value is not None}
 
 
@@ -190,10 +191,3 @@ def _plain(value: Json) -> object:
     if len(text) <= _LONG:
         return text
     return f"{text[:_LONG]}... ({zlib.crc32(text.encode(errors='replace')):08x})"
-
-
-def _read(path: Path | None) -> JsonObject:
-    """What a file says; nothing where it cannot be read, which is told elsewhere."""
-    with suppress(ZexportError, OSError):
-        return read_json_object(path) if path is not None else {}
-    return {}

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
-import msgspec
-from msgspec import Struct
-
-from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.chat_template import marks
@@ -23,10 +18,9 @@ from zexport.model.sidecars import (
     TOKENIZER_CONFIG,
     Files,
 )
-from zexport.store.files import read_regular
-from zexport.store.json import Json, JsonObject, read_json_object
+from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
+from zexport.store.json import Json
 
-_NBYTES_MAX = 64 << 20
 _SPECIAL_MAP = "special_tokens_map.json"
 _END, _PAD = "eos_token", "pad_token"
 _END_OF_TURN = re.compile(r"<\|(?:im_end|eot_id|eot|end|end_of_turn|return)\|>")
@@ -51,23 +45,9 @@ Source: transformers 5.23, ``__init__`` of the most used tokenizers.
 """
 
 
-class _Token(Struct, frozen=True):
-    id: int
-    content: str
-
-
-class _Model(Struct, frozen=True):
-    vocab: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Tokenizer(Struct, frozen=True):
-    added_tokens: list[_Token] = []
-    model: _Model = _Model()
-
-
 def decoder_tokens(files: Files) -> dict[str, int]:
     """The added tokens that a tokenizer's config tells of."""
-    found = _read(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
+    found = table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
     table = found if isinstance(found, dict) else {}
     named = {_text(token): number for number, token in table.items()}
     return {token: int(n) for token, n in named.items() if token and re.fullmatch(r"\d{1,12}", n)}
@@ -75,11 +55,11 @@ def decoder_tokens(files: Files) -> dict[str, int]:
 
 def added_statements(files: Files) -> Iterator[Statement]:
     """The number of each token that one of several files adds."""
-    numbers = {token: n for token, n in _read(files, ADDED).items() if type(n) is int}
+    numbers = {token: n for token, n in table_of(files, ADDED).items() if type(n) is int}
     beside = {TOKENIZER_CONFIG: decoder_tokens(files), ADDED: numbers}
     if not any(beside.values()):
         return
-    stated = {TOKENIZER: {token.content: token.id for token in _tokenizer(files).added_tokens}}
+    stated = {TOKENIZER: read_tokenizer(files).added}
     for by, tokens in (stated | beside).items():
         for token, number in tokens.items():
             yield Statement(Fact.ADDED_TOKEN, number, by, repr(token))
@@ -92,12 +72,12 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     is made of the model's.
     """
     content = {} if config is None else config.content
-    stated = {GENERATION_CONFIG: _read(files, GENERATION_CONFIG), CONFIG: content}
+    stated = {GENERATION_CONFIG: table_of(files, GENERATION_CONFIG), CONFIG: content}
     ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
     if not any(ends.values()):
         return
     for by in (TOKENIZER_CONFIG, "special_tokens_map.json"):
-        token = _text(_read(files, by).get(_END))
+        token = _text(table_of(files, by).get(_END))
         if token:
             ends[f"{by} ({token})"] = _numbers(_number_of(token, files))
             break
@@ -114,7 +94,7 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
     Those that end texts and fill them up are stated apart.
     """
     tables = {CONFIG: {} if config is None else config.content}
-    tables[GENERATION_CONFIG] = _read(files, GENERATION_CONFIG)
+    tables[GENERATION_CONFIG] = table_of(files, GENERATION_CONFIG)
     for by, table in tables.items():
         for key, value in table.items():
             found = _TOKEN_ID.fullmatch(key)
@@ -123,7 +103,7 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
     named = [
         (by, key, token)
         for by in (TOKENIZER_CONFIG, "processor_config.json", _SPECIAL_MAP)
-        for key, value in _read(files, by).items()
+        for key, value in table_of(files, by).items()
         if key.endswith("_token") and (token := _text(value))
     ]
     numbers = _numbers_of((token for _, key, token in named if key not in (_END, _PAD)), files)
@@ -137,8 +117,8 @@ def lacking_statements(files: Files) -> Iterator[Statement]:
     """Special tokens that files name, or a template uses, and ``tokenizer.json`` does not have."""
     if TOKENIZER not in files:
         return
-    found = _tokenizer(files)
-    added = {one.content for one in found.added_tokens} | decoder_tokens(files).keys()
+    found = read_tokenizer(files)
+    added = found.added.keys() | decoder_tokens(files).keys()
     template, used = marks(files)
     named = dict.fromkeys(used, (Fact.TEMPLATE_TOKEN, template))
     named |= {token: (Fact.SPECIAL_TOKEN, by) for token, by in _named_special(files).items()}
@@ -150,13 +130,13 @@ def lacking_statements(files: Files) -> Iterator[Statement]:
 
 def _named_special(files: Files) -> dict[str, str]:
     """Special tokens, each with who names it: a file, or the tokenizer's class for want of one."""
-    content = _read(files, TOKENIZER_CONFIG)
+    content = table_of(files, TOKENIZER_CONFIG)
     of_class = str(content.get("tokenizer_class")).removesuffix("Fast")
     named: dict[str, str] = {}
     for key, token in _OF_CLASS.get(of_class, {}).items():
         if key not in content:
             named[token] = f"{of_class}, the tokenizer_class"
-    for by, table in ((TOKENIZER_CONFIG, content), (_SPECIAL_MAP, _read(files, _SPECIAL_MAP))):
+    for by, table in ((TOKENIZER_CONFIG, content), (_SPECIAL_MAP, table_of(files, _SPECIAL_MAP))):
         for key, value in table.items():
             several = value if isinstance(value, list) else [value]
             tokens = several if key.endswith(("_token", "_special_tokens")) else []
@@ -170,7 +150,7 @@ def pad_statements(files: Files, config: ConfigFile) -> Iterator[Statement]:
     Source: transformers 5.23, ``modeling_layers.py``, ``GenericForSequenceClassification``.
     """
     stated = config.content.get("pad_token_id")
-    token = _text(_read(files, TOKENIZER_CONFIG).get(_PAD))
+    token = _text(table_of(files, TOKENIZER_CONFIG).get(_PAD))
     number = _number_of(token, files) if token else None
     if stated is None and number is None:
         yield Statement(Fact.PAD_TOKEN, "one", "a classifier that is given several texts at once")
@@ -185,8 +165,8 @@ def _number_of(token: str, files: Files) -> int | None:
 
 def _numbers_of(tokens: Iterable[str], files: Files) -> dict[str, int]:
     """The numbers of tokens, but for those that are not certain."""
-    found = _tokenizer(files)
-    added = {one.content: one.id for one in found.added_tokens} or decoder_tokens(files)
+    found = read_tokenizer(files)
+    added = found.added or decoder_tokens(files)
     numbers: dict[str, int] = {}
     for token in tokens:
         if token in added:
@@ -198,7 +178,7 @@ def _numbers_of(tokens: Iterable[str], files: Files) -> dict[str, int]:
     return numbers
 
 
-def _in_vocabulary(token: str, found: _Tokenizer, then: bytes) -> list[bytes]:
+def _in_vocabulary(token: str, found: Tokenizer, then: bytes) -> list[bytes]:
     """What follows a token's name in a vocabulary, wherever a pattern does."""
     names = (json.dumps(token, ensure_ascii=is_escaped) for is_escaped in (False, True))
     name = b"|".join({re.escape(one.encode(errors="replace")) for one in names})
@@ -216,18 +196,3 @@ def _text(token: Json) -> str:
     """A token, which is written as it is or in a table."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
-
-
-def _tokenizer(files: Files) -> _Tokenizer:
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError, OSError, KeyError):
-        return msgspec.json.decode(
-            read_regular(files[TOKENIZER], _NBYTES_MAX) or b"", type=_Tokenizer
-        )
-    return _Tokenizer()
-
-
-def _read(files: Files, name: str) -> JsonObject:
-    """What a file says; nothing where it cannot be read, which is told elsewhere."""
-    with suppress(ZexportError, OSError):
-        return read_json_object(files[name]) if name in files else {}
-    return {}

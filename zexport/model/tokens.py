@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import ADDED, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from zexport.model.sidecars import ADDED, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, Files
 from zexport.model.special_tokens import decoder_tokens
+from zexport.model.tokenizer import content_of, read_tokenizer, table_of
 from zexport.ranges.dtypes import Shape
-from zexport.store.files import read_regular
-from zexport.store.json import Json, read_json_object
+from zexport.store.json import Json
 
 ADDED_TOKENS = "added tokens up to"
 _VOCABULARY = "vocabulary up to"
 _SLOW_VOCABULARIES = {"vocab.json": _VOCABULARY, ADDED: ADDED_TOKENS}
 _DECODER, _BESIDE = "added_tokens_decoder up to", "tokens added beside the tokenizer up to"
-_NBYTES_MAX = 64 << 20
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"\s*(?::\s*(\d{1,12})|,)', re.DOTALL)
 """A token of a vocabulary with its number, or with its score where its place is its number."""
@@ -44,54 +39,20 @@ class TokenNumber(Struct, frozen=True):
     by: str
 
 
-class _Added(Struct, frozen=True):
-    id: int
-
-
-class _Vocabulary(Struct, frozen=True):
-    vocab: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Tokenizer(Struct, frozen=True):
-    added_tokens: list[_Added] = []
-    model: _Vocabulary = _Vocabulary()
-
-
-def token_numbers(files: Mapping[str, Path]) -> tuple[TokenNumber, ...]:
+def token_numbers(files: Files) -> tuple[TokenNumber, ...]:
     """Those that a tokenizer and a generation config name; what cannot be read names none."""
-    found = list(_of_tokenizer(files[TOKENIZER])) if TOKENIZER in files else []
+    tokenizer = read_tokenizer(files)
+    largest = {_VOCABULARY: _largest(memoryview(tokenizer.model.vocab))}
+    largest[ADDED_TOKENS] = max(tokenizer.added.values(), default=-1)
+    found = [TokenNumber(about, n, TOKENIZER) for about, n in largest.items() if n >= 0]
     if beside := decoder_tokens(files):
         found.append(TokenNumber(_DECODER, max(beside.values()), TOKENIZER_CONFIG))
-    if TOKENIZER in files and (content := _read_of(files, ADDED)):
+    if TOKENIZER in files and (content := content_of(files, ADDED)):
         found.append(TokenNumber(_BESIDE, _largest(content), ADDED))
     for name, about in () if TOKENIZER in files else _SLOW_VOCABULARIES.items():
-        if content := _read_of(files, name):
+        if content := content_of(files, name):
             found.append(TokenNumber(about, _largest(content), name))
-    if GENERATION_CONFIG in files:
-        with suppress(ZexportError):  # it is copied, whatever it is
-            found += _ids(read_json_object(files[GENERATION_CONFIG]), GENERATION_CONFIG)
-    return tuple(found)
-
-
-def _of_tokenizer(path: Path) -> Iterator[TokenNumber]:
-    """The added tokens, and the vocabulary, of which no value but the largest number is kept."""
-    try:
-        found = msgspec.json.decode(_read(path), type=_Tokenizer)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return
-    yield TokenNumber(_VOCABULARY, _largest(memoryview(found.model.vocab)), TOKENIZER)
-    yield TokenNumber(ADDED_TOKENS, max((t.id for t in found.added_tokens), default=-1), TOKENIZER)
-
-
-def _read_of(files: Mapping[str, Path], name: str) -> bytes:
-    return _read(files[name]) if name in files else b""
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_regular(path, _NBYTES_MAX) or b""
-    except OSError:
-        return b""
+    return (*found, *_ids(table_of(files, GENERATION_CONFIG), GENERATION_CONFIG))
 
 
 def _largest(vocabulary: bytes | memoryview) -> int:

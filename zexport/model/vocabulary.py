@@ -12,9 +12,8 @@ from msgspec import Raw, Struct
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.sidecars import BASE, TOKENIZER, Files, Sidecars
-from zexport.store.files import read_regular
+from zexport.model.tokenizer import Tokenizer, content_of, read_tokenizer
 
-_NBYTES_MAX = 64 << 20
 _VOCABULARY = "vocab.json"
 _MERGES = "merges"
 _COPIED = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
@@ -26,23 +25,6 @@ _COMMAS_MAX = 1_000_000
 
 _BETWEEN = b' \t\r\n",[]\\'
 """What stands between letters of merges, in JSON and in lines."""
-
-
-class _Token(Struct, frozen=True):
-    id: int
-    content: str
-
-
-class _Model(Struct, frozen=True):
-    vocab: Raw = Raw(b"{}")
-    merges: Raw = Raw(b"[]")
-
-
-class _Tokenizer(Struct, frozen=True):
-    added_tokens: list[_Token] = []
-    model: _Model = _Model()
-    normalizer: Raw = Raw(b"null")
-    pre_tokenizer: Raw = Raw(b"null")
 
 
 class _Vocabulary(Struct, frozen=True):
@@ -63,12 +45,12 @@ def vocabulary_statements(sidecars: Sidecars) -> Iterator[Statement]:
     beside = {"the export's": {n: path for n, path in copied.items() if n != TOKENIZER}}
     others = beside | {f"{where}'s": files for where, files in sidecars.folders.items()}
     yield from _of_copies(copied, others)
-    raw = _raw(copied)
+    tokenizer = read_tokenizer(copied)
     own = None
-    for by, files in others.items() if raw else ():
-        is_same = files.get(TOKENIZER) == copied[TOKENIZER] or _raw(files) == raw
+    for by, files in others.items() if TOKENIZER in copied else ():
+        is_same = files.get(TOKENIZER) == copied[TOKENIZER] or read_tokenizer(files) == tokenizer
         other = None if is_same else _of_folder(files, by)
-        own = own or (other and _of_tokenizer(raw, f"the export's {TOKENIZER}"))
+        own = own or (other and _of_tokenizer(tokenizer, f"the export's {TOKENIZER}"))
         if own is not None and other is not None:
             yield from _compared(own, other)
 
@@ -94,7 +76,7 @@ def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
 def _of_copies(copied: Files, others: dict[str, Files]) -> Iterator[Statement]:
     for name in () if TOKENIZER in copied else _COPIED:
         for by, files in {"the export's": copied, **others}.items() if name in copied else ():
-            if (content := _content(files, name)) is not None:
+            if (content := content_of(files, name)) is not None:
                 told = f"{len(content):,} bytes ({zlib.crc32(content):08x})"
                 yield Statement(Fact.VOCABULARY, told, f"{by} {name}")
 
@@ -102,24 +84,22 @@ def _of_copies(copied: Files, others: dict[str, Files]) -> Iterator[Statement]:
 def _of_folder(files: Files, by: str) -> _Vocabulary | None:
     """The vocabulary of a folder's tokenizer, or, where it has none, of its older form."""
     if TOKENIZER in files:
-        return _of_tokenizer(_raw(files), f"{by} {TOKENIZER}")
+        return _of_tokenizer(read_tokenizer(files), f"{by} {TOKENIZER}")
     with suppress(msgspec.MsgspecError, RecursionError):
-        tokens = _tokens(_content(files, _VOCABULARY) or b"")
-        lines = (_content(files, f"{_MERGES}.txt") or b"").splitlines()
+        tokens = _tokens(content_of(files, _VOCABULARY) or b"")
+        lines = (content_of(files, f"{_MERGES}.txt") or b"").splitlines()
         merges = _merges(b"".join(one for one in lines if not one.startswith(b"#version")))
         return _Vocabulary(f"{by} {_VOCABULARY}", tokens, {_MERGES: merges})
     return None
 
 
-def _of_tokenizer(raw: bytes, by: str) -> _Vocabulary | None:
+def _of_tokenizer(found: Tokenizer, by: str) -> _Vocabulary | None:
     with suppress(msgspec.MsgspecError, RecursionError):
-        found = msgspec.json.decode(raw, type=_Tokenizer)
         tokens = _tokens(found.model.vocab)
         merges = _merges(bytes(found.model.merges))
         rules = {_MERGES: merges, "normalizer": _rule(found.normalizer)}
         rules["pre_tokenizer"] = _rule(found.pre_tokenizer)
-        added = {one.content: one.id for one in found.added_tokens}
-        return _Vocabulary(by, tokens | added, rules) if tokens else None
+        return _Vocabulary(by, tokens | found.added, rules) if tokens else None
     return None
 
 
@@ -149,14 +129,3 @@ def _rule(raw: Raw) -> str:
     value = msgspec.json.decode(raw)
     kind = value.get("type") if isinstance(value, dict) else "none"
     return f"{kind} ({zlib.crc32(msgspec.json.encode(value, order='deterministic')):08x})"
-
-
-def _raw(files: Files) -> bytes:
-    return _content(files, TOKENIZER) or b""
-
-
-def _content(files: Files, name: str) -> bytes | None:
-    """What a file holds; nothing where it cannot be read, which is told elsewhere."""
-    with suppress(OSError):
-        return read_regular(files[name], _NBYTES_MAX) if name in files else None
-    return None
