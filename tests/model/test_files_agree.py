@@ -300,6 +300,32 @@ def test_texts_longer_than_the_model_are_told(root: Path) -> None:
     assert "514 in sentence_bert_config.json, expected below 513" in warned(root)[0]
 
 
+def test_a_length_that_a_tokenizer_was_left_with_is_noted(root: Path) -> None:
+    left = Tokenizer.from_file(str(tokenizer(root, WORDS) / "tokenizer.json"))
+    left.enable_truncation(16)
+    left.enable_padding(length=16)
+    left.save(str(root / "tokenizer.json"))
+    put(root, tokenizer_config={"model_max_length": 10**30})
+    assert len(left.encode("ab" * 40)) == len(left.encode("a")) == 16
+    (note,) = judged(root).notes
+    assert "texts are cut to no length in the other files; 16 in tokenizer.json" in note
+    assert "texts are filled up to no length in the other files; 16 in tokenizer.json" in note
+    put(root, config={**CONFIG, "max_position_embeddings": 64})
+    (note,) = judged(root).notes
+    assert "cut to [64] in the other files; 16 in" in note
+
+
+@pytest.mark.parametrize("padding", [None, {"strategy": "BatchLongest"}, {"strategy": 5}, 5])
+def test_a_length_that_is_the_models_or_none_is_not_told(root: Path, padding: object) -> None:
+    content = json.loads((tokenizer(root, WORDS) / "tokenizer.json").read_text())
+    length = {"max_length": 128, "strategy": "LongestFirst"}
+    put(root, tokenizer={**content, "truncation": length, "padding": padding})
+    put(root, tokenizer_config={"model_max_length": 512})
+    put(root, sentence_bert_config={"max_seq_length": 128})
+    put(root, modules=[{"path": "", "type": "Transformer"}])
+    assert not judged(root).notes
+
+
 def test_the_two_files_of_an_image_processor_say_the_same(root: Path) -> None:
     put(root, processor_config={"image_processor": {"do_resize": True, "image_mean": [0.5]}})
     put(root, preprocessor_config={"do_resize": True, "image_mean": [0.4]})

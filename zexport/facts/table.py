@@ -247,6 +247,13 @@ class Fact(Enum):
         "special tokens that the chat template uses",
         "the chat template has marks that are no tokens, and are read as plain text",
     )
+    TEXT_LENGTH = Row(  # transformers does not go by it
+        "length of texts, in tokens",
+        "tokenizer.json has a length set, as its training left it: programs that use it without "
+        "transformers give all texts that length",
+        severity=Severity.NOTED,
+        agreement=Agreement.SHARED,
+    )
     PAD_TOKEN = _warned(
         "token that fills up texts, for a classifier",
         "a classifier looks for the last token that is not pad_token_id: set it in config.json to "

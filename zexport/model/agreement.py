@@ -8,6 +8,7 @@ from zexport.facts.statements import Statement
 from zexport.model.beside import (
     code_statements,
     file_statements,
+    length_statements,
     processor_statements,
     sentence_statements,
 )
@@ -44,6 +45,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from lacking_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars)
     yield from file_statements(sidecars)
+    yield from length_statements(sidecars)
     yield from code_statements(sidecars)
     yield from processor_statements(sidecars)
     yield from sentence_statements(sidecars)

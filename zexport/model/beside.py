@@ -17,11 +17,12 @@ from zexport.model.sidecars import (
     BASE,
     GENERATION_CONFIG,
     PROCESSOR,
+    TOKENIZER,
     TOKENIZER_CONFIG,
     Files,
     Sidecars,
 )
-from zexport.model.tokenizer import table_of
+from zexport.model.tokenizer import read_tokenizer, table_of
 from zexport.store.json import Json, read_json_list
 
 _TOKENIZER_KEYS = re.compile(
@@ -50,7 +51,7 @@ _DIMENSIONS = ("embedding_dimension", "word_embedding_dimension")
 _ANY_CLASS = re.compile(r"(PreTrainedTokenizer|TokenizersBackend|PythonBackend)(Fast)?")
 """Classes of tokenizers that say nothing of which one it is."""
 
-_LONG = 60
+_LONG, _NO_LENGTH = 60, 10**9
 
 
 def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
@@ -142,11 +143,30 @@ def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
     """The positions that a model has, and the longest text that a file lets in."""
     config = sidecars.config
     positions = None if config is None else config.content.get("max_position_embeddings")
-    for name in (name for name in sidecars.copied if name.startswith("sentence_")):
+    for name in _sentence_files(sidecars.copied):
         most = table_of(sidecars.copied, name).get("max_seq_length")
         if isinstance(positions, int) and most is not None:
             yield Statement(Fact.SENTENCE_LENGTH, positions + 1, "one more than all positions")
             yield Statement(Fact.SENTENCE_LENGTH, most, name)
+
+
+def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The length that ``tokenizer.json`` cuts texts to, or fills them up to, and what others name.
+
+    Source: transformers 5.23, ``tokenization_utils_base.py``: what names no length has 10**30.
+    """
+    copied, config = sidecars.copied, sidecars.config
+    named = [table_of(copied, TOKENIZER_CONFIG).get("model_max_length")]
+    named += [table_of(copied, name).get("max_seq_length") for name in _sentence_files(copied)]
+    named += [config.content.get("max_position_embeddings")] if config is not None else []
+    known = sorted({n for n in named if isinstance(n, int) and n < _NO_LENGTH})
+    for done, length in read_tokenizer(copied).lengths.items():
+        yield Statement(Fact.TEXT_LENGTH, known or "no length", "the other files", done)
+        yield Statement(Fact.TEXT_LENGTH, length, TOKENIZER, done)
+
+
+def _sentence_files(files: Files) -> list[str]:
+    return [name for name in files if name.startswith("sentence_")]
 
 
 def _hidden_size(config: ConfigFile) -> Json:

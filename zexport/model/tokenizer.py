@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
@@ -35,11 +36,30 @@ class Tokenizer(Struct, frozen=True):
     model: _Model = _Model()
     normalizer: Raw = Raw(b"null")
     pre_tokenizer: Raw = Raw(b"null")
+    truncation: object = None
+    padding: object = None
 
     @property
     def added(self) -> dict[str, int]:
         """The numbers of tokens that were added to the vocabulary."""
         return {one.content: one.id for one in self.added_tokens}
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """What is done to texts, with the length in tokens that it is done to.
+
+        Programs that use the tokenizers library alone go by it; transformers does not.
+        """
+        padding = _of(self.padding, "strategy")
+        told = {
+            "texts are cut to": _of(self.truncation, "max_length"),
+            "texts are filled up to": _of(padding, "Fixed"),
+        }
+        return {done: length for done, length in told.items() if isinstance(length, int)}
+
+
+def _of(table: object, key: str) -> object:
+    return table.get(key) if isinstance(table, Mapping) else None
 
 
 def read_tokenizer(files: Files) -> Tokenizer:
