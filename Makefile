@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it, load it, generate
+demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it, load it, generate, go on elsewhere
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to generated text: train a tiny model on two ranks with DeepSpeed ZeRO-3, look at the
-# checkpoint, turn it into a Hugging Face model folder, load that with transformers and let it speak.
+# From nothing to generated text, and on from there: train a tiny model on two ranks with DeepSpeed
+# ZeRO-3, look at the checkpoint, turn it into a Hugging Face model folder, load that with transformers
+# and let it speak; then cut the checkpoint anew for three ranks, which go on with the training.
 # It takes about a minute; everything is written to ./demo. Run it as `make demo`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,3 +19,5 @@ say zexport inspect demo/run
 say zexport consolidate demo/run demo/model
 say zexport verify demo/model --against demo/run
 say python examples/generate.py demo/model "The tide"
+say zexport reshard demo/run demo/on-3 --world-size 3
+say zexport train demo/on-3 --resume --steps 210

@@ -102,15 +102,26 @@ def test_accelerates_counts_of_one_number_of_ranks_are_left_out_or_warned_of(
     assert other.warnings == (expected if epoch == 6 else ())
 
 
-def test_the_options_of_a_run_of_zexport_train_get_the_new_ranks_and_stage(tmp_path: Path) -> None:
+def test_the_options_of_a_run_of_zexport_train_are_put_right_for_the_new_ranks(
+    tmp_path: Path,
+) -> None:
+    """What was typed for the run with ``--ds-config`` is among them, and must say nothing else."""
     location = _location(tmp_path, "global_step4", "latest", "zexport_source.json", "config.json")
     (tmp_path / "gathered").mkdir()
     (tmp_path / "gathered" / "model.safetensors").touch()
-    (tmp_path / "zexport_train.json").write_text(
-        json.dumps({"world_size": 2, "lr": 0.5, "stage": 3})
-    )
+    typed = {"zero_optimization": {"stage": 3, "sub_group_size": 9}, "train_batch_size": 8}
+    stored = {"world_size": 2, "lr": 0.5, "stage": 3, "ds_config": typed}
+    (tmp_path / "zexport_train.json").write_text(json.dumps(stored))
     found = beside(location, Ranks(2, 5), 1, 4)
     contents = {file.filename: file.content for file in found.files}
     assert set(contents) == {"config.json", "zexport_source.json", "zexport_train.json"}
     options = json.loads(contents["zexport_train.json"] or b"")
-    assert options == {"world_size": 5, "lr": 0.5, "stage": 1}
+    typed["zero_optimization"]["stage"] = 1
+    assert options == {"world_size": 5, "lr": 0.5, "stage": 1, "ds_config": typed}
+    given = {"zero_optimization": {"stage": 1}, "train_batch_size": 20, "bf16": {"enabled": "auto"}}
+    (file,) = (one for one in beside(location, Ranks(2, 5), 1, 4, given).files if one.content)
+    assert json.loads(file.content or b"")["ds_config"] == {
+        "zero_optimization": {"stage": 1},
+        "train_batch_size": 20,
+        "bf16": {},
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -20,6 +20,7 @@ from zexport.plan.plan import SideFile
 from zexport.printable import some
 from zexport.store.folders import children, exists, is_file, is_folder, leaves
 from zexport.store.json import read_json_object
+from zexport.train.options import OPTIONS_FILE, without_auto
 
 
 class Ranks(Struct, frozen=True):
@@ -45,14 +46,20 @@ _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
 _SCHEDULER = "scheduler.bin"
 _LATEST = ("latest", "latest_universal")
-TRAIN_OPTIONS = "zexport_train.json"
 _MANIFEST = "zexport_manifest.json"
 
 
-def beside(location: Location, ranks: Ranks, stage: int | None, step: int | None) -> Beside:
+def beside(
+    location: Location,
+    ranks: Ranks,
+    stage: int | None,
+    step: int | None,
+    ds_config: Mapping[str, object] | None = None,
+) -> Beside:
     """The files that lie around a tag folder, for ``ranks`` that go on from it.
 
-    ``stage`` is the new one, where it is one; ``step`` counts updates.
+    ``stage`` is the new one, where it is one, and ``ds_config`` the configuration that was given
+    for it; ``step`` counts updates.
 
     Raises:
         UnsafeError: a link leads outside the checkpoint's folder.
@@ -78,7 +85,7 @@ def beside(location: Location, ranks: Ranks, stage: int | None, step: int | None
         warnings += _scheduler_counts(location.root, ranks, step)
     files = [SideFile(name, origin=path) for name, path in sorted(kept.items())]
     if location.framework is Framework.ZEXPORT:
-        files = [_for_train(file, ranks.after, stage) for file in files]
+        files = [_for_train(file, ranks.after, stage, ds_config) for file in files]
     return Beside(tuple(files), tuple(warnings), (*notes, *_not_looked_into(kept)))
 
 
@@ -148,13 +155,28 @@ def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[st
         )
 
 
-def _for_train(file: SideFile, world_size: int, stage: int | None) -> SideFile:
-    """The options of ``zexport train`` with the new world size and stage; others as they are."""
-    if file.filename != TRAIN_OPTIONS or file.origin is None:
+def _for_train(
+    file: SideFile, world_size: int, stage: int | None, ds_config: Mapping[str, object] | None
+) -> SideFile:
+    """The options of ``zexport train`` for the new ranks; other files as they are.
+
+    Its own ``ds_config`` is what was typed, which the one that was given for the target replaces.
+    """
+    if file.filename != OPTIONS_FILE or file.origin is None:
         return file
     options = read_json_object(file.origin)
-    changed = {"world_size": world_size} | ({} if stage is None else {"stage": stage})
-    return SideFile(TRAIN_OPTIONS, (json.dumps({**options, **changed}, indent=2) + "\n").encode())
+    typed = options.get("ds_config") if ds_config is None else without_auto(ds_config)
+    changed: dict[str, object] = {"world_size": world_size, "ds_config": _at_stage(typed, stage)}
+    changed |= {} if stage is None else {"stage": stage}
+    return SideFile(OPTIONS_FILE, (json.dumps({**options, **changed}, indent=2) + "\n").encode())
+
+
+def _at_stage(config: object, stage: int | None) -> object:
+    """A configuration that says the stage, if it says any."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(zero, dict) or "stage" not in zero:
+        return config
+    return {**config, "zero_optimization": {**zero, "stage": stage}}
 
 
 def _not_looked_into(names: Iterable[str]) -> list[str]:

@@ -128,9 +128,10 @@ def _around(
     location, before = checkpoint.location, checkpoint.world_size or 1
     models = (checkpoint.ranks or before) // before
     ranks = Ranks(before * models, settings.world_size * models)
-    found = beside(location, ranks, settings.stage, checkpoint.global_steps)
-    given = read_json_object(options.ds_config) if options.ds_config else {}
-    batches = batch_of(source_config(checkpoint), before), batch_of(given, settings.world_size)
+    given = read_json_object(options.ds_config) if options.ds_config else None
+    found = beside(location, ranks, settings.stage, checkpoint.global_steps, given)
+    target = batch_of(given or {}, settings.world_size)
+    batches = batch_of(source_config(checkpoint), before), target
     told = tuple(told_of_batch(batches[0], settings.world_size, batches[1]))
     return Beside(
         files=(*found.files, SideFile("latest", location.tag.encode())),

@@ -107,12 +107,13 @@ def read_ds_config(path: Path) -> dict[str, Any]:
             found=type(config).__name__,
             expected="a JSON object",
         )
-    return _without_auto(config)
+    return without_auto(config)
 
 
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what it leaves to others."""
     return {
-        key: _without_auto(value) if isinstance(value, dict) else value
+        key: without_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if value != "auto"
     }
