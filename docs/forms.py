@@ -28,7 +28,8 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
     "manifest": ("`zexport_manifest.json`", MANIFEST_SCHEMA, (Manifest, Provenance)),
     "finish": ("What `zexport finish --json` prints", SCHEMA, (ExportReport,)),
     "part": (
-        "What `zexport consolidate --part --json` prints while other parts are to come",
+        "What `zexport consolidate --part --json` and `zexport reshard --part --json` print while "
+        "other parts are to come",
         SCHEMA,
         (PartReport,),
     ),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from zexport.api.compare import diff_models, diff_states
     from zexport.api.export import consolidate, plan_export, run_export
-    from zexport.api.parts import consolidate_part, finish_export
+    from zexport.api.parts import consolidate_part, finish_export, reshard_part
     from zexport.api.reshard import plan_reshard, reshard
     from zexport.api.verify import verify_export
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -80,6 +80,7 @@ __all__ = [
     "plan_export",
     "plan_reshard",
     "reshard",
+    "reshard_part",
     "run_export",
     "verify_export",
 ]
@@ -90,7 +91,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "api.compare": ("diff_models", "diff_states"),
     "api.export": ("consolidate", "plan_export", "run_export"),
-    "api.parts": ("consolidate_part", "finish_export"),
+    "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
     "api.reshard": ("plan_reshard", "reshard"),
     "api.verify": ("verify_export",),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),

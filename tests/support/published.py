@@ -61,9 +61,10 @@ def check_printed(words: Sequence[object], stdout: str | bytes | None) -> None:
         return
     if "error" in told:
         check("error", told)
+    elif "missing" in told:
+        check("part", told)
     elif command == "consolidate":
-        made = "part" if "missing" in told else "export"
-        check("plan" if "--dry-run" in words else made, told)
+        check("plan" if "--dry-run" in words else "export", told)
     elif command == "reshard":
         check("reshard_plan" if "--dry-run" in words else "reshard", told)
     else:

@@ -1,4 +1,4 @@
-"""An export by several workers, each of which makes the same plan and writes its share of it."""
+"""A folder by several workers, each of which makes the same plan and writes its share of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.api.export import OnProgress, plan_export
+from zexport.api.reshard import plan_reshard
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
-from zexport.options import ExportOptions, RecordedOptions, chosen
+from zexport.options import ExportOptions, ReshardOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import parts
 from zexport.run.execute import ExportReport, VerifyMode
@@ -24,42 +25,45 @@ from zexport.store.json import decoded, values_of
 
 
 class Request(Struct, frozen=True):
-    """What a plan is made of, so that whoever completes its parts can make it again."""
+    """What a plan is made of, so that whoever completes its parts can make it again.
+
+    The options are those of what was asked for: an export, or a resharding.
+    """
 
     checkpoint: tuple[str, ...]
     tag: str | None
     follow_symlinks: bool
-    options: RecordedOptions
-    base: str | None
-    adapter_config: str | None
-    overwrite: bool
+    export: ExportOptions | None = None
+    reshard: ReshardOptions | None = None
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, options: ExportOptions, tag: str | None, *, follow: bool
+        cls,
+        checkpoint: Checkpoint,
+        options: ExportOptions | ReshardOptions,
+        tag: str | None,
+        *,
+        follow: bool,
     ) -> Request:
         """That of a checkpoint and options as they are given, wherever that is."""
-        paths = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
-        base, adapter = options.base and model_folder(options.base), options.adapter_config
-        return cls(
-            tuple(str(absolute(local_path(path))) for path in paths),
-            tag,
-            follow,
-            options.recorded(),
-            str(absolute(base)) if base else None,
-            str(absolute(adapter)) if adapter else None,
-            options.overwrite,
-        )
+        given = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
+        paths = tuple(str(absolute(local_path(path))) for path in given)
+        if isinstance(options, ReshardOptions):
+            config = options.ds_config and absolute(options.ds_config)
+            return cls(paths, tag, follow, reshard=replace(options, ds_config=config))
+        base = options.base and absolute(model_folder(options.base))
+        adapter = options.adapter_config and absolute(options.adapter_config)
+        options = replace(options, base=base, adapter_config=adapter)
+        return cls(paths, tag, follow, export=options)
 
     def plan(self, out_dir: Path) -> ExportPlan:
         """The plan, made again."""
-        base, adapter = (local_path(p) if p else None for p in (self.base, self.adapter_config))
-        options = ExportOptions.from_recorded(values_of(self.options))
-        options = replace(options, base=base, adapter_config=adapter, overwrite=self.overwrite)
         opened = open_checkpoint(
             self.checkpoint, tag=self.tag, follow_symlinks=self.follow_symlinks
         )
-        return plan_export(opened, out_dir, options)
+        if self.reshard is not None:
+            return plan_reshard(opened, out_dir, self.reshard)
+        return plan_export(opened, out_dir, self.export)
 
 
 def run_part(
@@ -109,10 +113,35 @@ def consolidate_part(
         ZexportError: as ``consolidate`` does.
     """
     began = time.monotonic()
-    options = options or ExportOptions()
-    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_export(opened, out_dir, options)
+    request = Request.of(checkpoint, options or ExportOptions(), tag, follow=follow_symlinks)
+    plan = request.plan(local_path(out_dir))
+    done = run_part(plan, part, request, verify=verify, progress=progress)
+    return replace(done, seconds=time.monotonic() - began)
+
+
+def reshard_part(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    part: Share,
+    options: ReshardOptions,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport | PartReport:
+    """Write one worker's share of a resharding; the worker that completes the set publishes it.
+
+    As ``consolidate_part`` does of an export: the folder is byte for byte that of ``reshard``.
+
+    Raises:
+        OutputError: the folder was begun for another plan or another number of workers, or another
+            process writes this part.
+        ZexportError: as ``reshard`` does.
+    """
+    began = time.monotonic()
     request = Request.of(checkpoint, options, tag, follow=follow_symlinks)
+    plan = request.plan(local_path(out_dir))
     done = run_part(plan, part, request, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)
 
@@ -123,11 +152,11 @@ def finish_export(
     verify: VerifyMode = VerifyMode.READBACK,
     progress: OnProgress | None = None,
 ) -> ExportReport:
-    """Complete an export all of whose parts are written, where no worker was left to do it.
+    """Complete a folder all of whose parts are written, where no worker was left to do it.
 
     Raises:
         OutputError: there are no parts of ``out_dir``, or some are missing.
-        ZexportError: as ``consolidate`` does; the plan is made again.
+        ZexportError: as ``consolidate`` or ``reshard`` does; the plan is made again.
     """
     began = time.monotonic()
     verify = chosen("verify", VerifyMode, verify)

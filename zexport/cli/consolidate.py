@@ -25,7 +25,7 @@ from zexport.cli.options import (
     tag_option,
     verify_option,
 )
-from zexport.cli.part import Part
+from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
@@ -101,12 +101,7 @@ _SHARD_NBYTES_MIN = 10**6
 @allow_option
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
-@click.option(
-    "--part",
-    type=Part(),
-    help="Write a share alone: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says; the "
-    "last of all publishes OUT.",
-)
+@part_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option(
     "--overwrite",

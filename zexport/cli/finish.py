@@ -11,12 +11,12 @@ from zexport.cli.options import PATH, json_option, progress_options
 from zexport.cli.streams import put_out
 
 
-@click.command(short_help="Publish what the parts of an export have written.")
+@click.command(short_help="Publish what several parts have written.")
 @click.argument("out", type=PATH)
 @json_option
 @progress_options
 def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
-    """Complete OUT, all of whose parts are written (`consolidate --part`).
+    """Complete OUT, all of whose parts are written (`consolidate --part`, `reshard --part`).
 
     The worker that writes the last part does this by itself; it is for a set whose last worker died
     before it was done.

@@ -110,3 +110,11 @@ def _checked(number: int, count: int) -> Share:
     if not 1 <= number <= count:
         raise ValueError(f"part {number}/{count} is none of 1/{count} to {count}/{count}")
     return Share(number, count)
+
+
+part_option = click.option(
+    "--part",
+    type=Part(),
+    help="Write a share alone: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says; the "
+    "last of all publishes OUT.",
+)

@@ -22,6 +22,7 @@ from zexport.cli.options import (
     tag_option,
     verify_option,
 )
+from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import ReshardOptions
@@ -29,6 +30,8 @@ from zexport.options import ReshardOptions
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport
+    from zexport.run.parts import PartReport
+    from zexport.run.shares import Share
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 @check_option
 @allow_option
 @links_option
+@part_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option(
     "--overwrite",
@@ -80,6 +84,7 @@ def reshard(
     tag: str | None,
     follow_symlinks: bool,
     verify: str,
+    part: Share | None,
     dry_run: bool,
     json: bool,
     progress: str,
@@ -95,6 +100,7 @@ def reshard(
     Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
     """
     from zexport.api.export import run_export
+    from zexport.api.parts import Request, run_part
     from zexport.api.reshard import plan_reshard
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.cli.progress import progress_printer
@@ -102,13 +108,17 @@ def reshard(
 
     if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
         raise click.MissingParameter(param_hint="'OUT'", param_type="argument")
+    ckpts, out, options, mode = paths[:-1], paths[-1], _options(**chosen), VerifyMode(verify)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
-        checkpoint = open_checkpoint(paths[:-1], tag=tag, follow_symlinks=follow_symlinks)
-        plan = plan_reshard(checkpoint, paths[-1], _options(**chosen))
-        done = None
-        if not dry_run:
-            done = run_export(plan, verify=VerifyMode(verify), progress=on_progress)
+        checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
+        plan = plan_reshard(checkpoint, out, options)
+        done: ExportReport | PartReport | None = None
+        if part is not None and not dry_run:
+            request = Request.of(ckpts, options, tag, follow=follow_symlinks)
+            done = run_part(plan, part, request, verify=mode, progress=on_progress)
+        elif not dry_run:
+            done = run_export(plan, verify=mode, progress=on_progress)
     if done is None:
         _show(plan, as_json=json, quiet=quiet)
     else:
@@ -138,18 +148,21 @@ def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
     )
 
 
-def _tell(done: ExportReport, plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
-    from zexport.report.export import print_warnings
+def _tell(done: ExportReport | PartReport, plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
+    from zexport.report.export import print_part, print_warnings
     from zexport.report.reshard import print_reshard
     from zexport.report.text import PlainConsole
     from zexport.resume.plan import recorded_settings
+    from zexport.run.parts import PartReport
     from zexport.store.json import form_of
 
     if quiet and not as_json:
         print_warnings(PlainConsole(sys.stderr), done)
-        return
-    put_out(
-        lambda: form_of(done, plan.provenance),
-        lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
-        as_json=as_json,
-    )
+    elif isinstance(done, PartReport):
+        put_out(done.to_json, lambda console: print_part(console, done), as_json=as_json)
+    else:
+        put_out(
+            lambda: form_of(done, plan.provenance),
+            lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
+            as_json=as_json,
+        )

@@ -186,6 +186,11 @@ class Form(Struct, frozen=True):
     names: str
     weights_only: bool
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether training goes on from it."""
+        return self.names == "checkpoint"
+
 
 class Reference(Struct, frozen=True):
     """A checkpoint that DeepSpeed's converter is to rebuild, and what the plan needs of it."""

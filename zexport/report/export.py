@@ -75,6 +75,8 @@ def _print_first(
 
 
 def _form(form: Form) -> str:
+    if form.is_checkpoint:
+        return "in files for other ranks"
     whose = {"hub": "the hub", "memory": "the module in memory", "peft": "peft"}
     return f"{' and '.join(form.dtypes)} under names of {whose[form.names]}".lstrip()
 
@@ -97,10 +99,9 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
     yield "zexport_manifest.json", "", ""
 
 
-def print_export(
-    console: Console, report: ExportReport, *, done: str = "Exported", what: str = ""
-) -> None:
+def print_export(console: Console, report: ExportReport, *, what: str = "") -> None:
     """The report for people. ``what`` was made is said by its form else."""
+    done = "Resharded" if report.form.is_checkpoint else "Exported"
     speed = report.nbytes_written / max(report.seconds, 1e-9)
     _print_first(console, f"{done} to {report.out_dir}", report, "bold green")
     print_facts(

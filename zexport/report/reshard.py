@@ -28,7 +28,7 @@ def print_reshard_plan(
 
 def print_reshard(console: Console, report: ExportReport, settings: TargetSettings) -> None:
     """The report for people."""
-    print_export(console, report, done="Resharded", what=_for_whom(settings))
+    print_export(console, report, what=_for_whom(settings))
 
 
 def _for_whom(settings: TargetSettings) -> str:
