@@ -355,6 +355,13 @@ def test_a_tie_that_the_config_does_not_declare_is_noted(zero3: Path) -> None:
     assert not judge(tie_statements(declared), zero3).notes
 
 
+def test_renames_that_change_no_name_are_told(zero3: Path, tmp_path: Path) -> None:
+    renames = (("^base=", "="), ("^emb", "word"), ("^word", "emb"))
+    report = consolidate(zero3, tmp_path / "out", ExportOptions(renames=renames))
+    (warning,) = (one for one in report.warnings if "--rename" in one)
+    assert "'^base=' some names in --rename; none in the checkpoint" in warning
+
+
 def test_renames_onto_the_names_of_other_weights_are_told(zero3: Path, tmp_path: Path) -> None:
     swap = (("^norm.weight$", "x"), ("^norm.bias$", "norm.weight"), ("^x$", "norm.bias"))
     report = consolidate(zero3, tmp_path / "out", ExportOptions(renames=swap))

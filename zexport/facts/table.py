@@ -332,6 +332,10 @@ class Fact(Enum):
         "--rename gives weights the names that other weights had: take care that none were "
         "exchanged, since nothing but their names tells",
     )
+    RENAMED_NONE = _warned(
+        "names that --rename is for",
+        "--rename changes no name: take care that its pattern is what was meant",
+    )
     BASE_DTYPE = _warned(
         "element type that the base was trained in",
         "--base-dtype is not the type that the module was trained in",

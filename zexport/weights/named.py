@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -107,9 +108,17 @@ class Weights(Struct, frozen=True):
         return self.named(bare.__getitem__), tuple(p for p in INNER_WRAPPERS if p in parts)
 
     def rename_statements(self, renames: tuple[tuple[str, str], ...]) -> Iterator[Statement]:
-        """The names that renames give which other weights had."""
+        """The names that renames give which other weights had, and renames that change none."""
         names = [*self.tensors, *self.aliases, *self.left_out]
         had = frozenset(names)
+        changed: set[int] = set()
+        for name in names:
+            each = [name, *_steps(name, renames)]
+            changed |= {n for n, (old, new) in enumerate(pairwise(each)) if old != new}
+        for number, (pattern, _) in enumerate(renames):
+            if number not in changed:
+                yield Statement(Fact.RENAMED_NONE, "some names", "--rename", repr(pattern))
+                yield Statement(Fact.RENAMED_NONE, "none", "the checkpoint", repr(pattern))
         for name, new in _rename(names, renames).items() if renames else ():
             if new != name and new in had:
                 yield Statement(Fact.RENAMED_ONTO, name, "--rename", new)
@@ -137,12 +146,7 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
     renamed: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
-        new = name
-        for pattern, replacement in renames:
-            try:
-                new = re.sub(pattern, replacement, new)
-            except (re.error, IndexError, OverflowError, RecursionError) as error:
-                raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
+        *_, new = name, *_steps(name, renames)
         is_path = "/" in new and "/" not in name
         if new != name and (is_path or not new or not new.isprintable()):
             raise UsageError(  # tools might stumble over it, as over a path or a terminal's command
@@ -160,3 +164,13 @@ def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[
         renamed[name] = new
         taken[new] = name
     return renamed
+
+
+def _steps(name: str, renames: tuple[tuple[str, str], ...]) -> Iterator[str]:
+    """What a name is after each rename in turn."""
+    for pattern, replacement in renames:
+        try:
+            name = re.sub(pattern, replacement, name)
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            raise UsageError(f"--rename {pattern!r} is no pattern", found=error) from error
+        yield name
