@@ -44,6 +44,7 @@ from zexport.model.tokens import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
+from zexport.printable import some
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType
 from zexport.store.files import reading
@@ -138,6 +139,7 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
             tokens=token_numbers(sidecars.copied),
             statements=tuple(weights.rename_statements(options.renames)),
             warnings=told,
+            notes=tuple(_unknown_code(checkpoint)),
         )
         found = _stated_by_configs(_stated_by_files(_with_adapters(found)))
         if found.mode is AdapterMode.KEEP:
@@ -154,6 +156,13 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
             return found
         unasked = f"config.json was not held against the weights ({transformers.lacked})"
         return structs.replace(found, warnings=(*found.warnings, unasked))
+
+
+def _unknown_code(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    """Tells of code that programs which run pickles would run; `zexport inspect` has the files."""
+    named = {str(one): None for file in checkpoint.files for one in file.unknown_globals}
+    if named:
+        yield f"the checkpoint's files name unknown code, which was not run: {some([*named], 8)}"
 
 
 def _stated_by_files(found: Collected) -> Collected:
