@@ -16,7 +16,8 @@ from zexport.collect import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
 from zexport.findings import FindingKind
-from zexport.options import AdapterMode, Engine, RecordedOptions
+from zexport.model.fit import Fit
+from zexport.options import AdapterMode, Engine, NameLayout, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
@@ -79,9 +80,15 @@ def _form(found: Collected, files: Iterable[FilePlan], sides: Iterable[SideFile]
     dtypes = Counter(t.dtype for file in files for t in file.tensors if t.dtype.is_floating)
     return Form(
         dtypes=tuple(dtype.torch_name for dtype, _ in dtypes.most_common()),
-        names="peft" if is_kept else found.options.layout.value,
+        names="peft" if is_kept else _names(found),
         weights_only=not is_kept and all(side.filename != "config.json" for side in sides),
     )
+
+
+def _names(found: Collected) -> str:
+    """Whose names the tensors have: as they are stored where no model told others."""
+    is_known = isinstance(found.fit, Fit)
+    return (found.options.layout if is_known else NameLayout.MEMORY).value
 
 
 def _judge(found: Collected, selection: Selection) -> Judgement:

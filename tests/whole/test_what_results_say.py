@@ -85,7 +85,9 @@ def test_weights_without_a_config_are_called_so_in_the_first_line(
     accelerate: Path, tmp_path: Path
 ) -> None:
     assert "--base MODEL" in run("inspect", accelerate)[0].splitlines()[-1]
-    first = run("consolidate", accelerate, tmp_path / "out")[0].splitlines()[0]
+    told = run("consolidate", accelerate, tmp_path / "out")[0]
+    assert "under names of the module in memory" in told
+    first = told.splitlines()[0]
     assert "weights only: from_pretrained will not load this" in first
     first = run("consolidate", FIXTURE, tmp_path / "whole")[0].splitlines()[0]
     assert "weights only" not in first
