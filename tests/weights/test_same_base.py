@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.support import peft_models
 from tests.support.checkpoints import Run
 from tests.support.peft_models import FORMS, Trained
-from zexport import ExportOptions, ExportReport, consolidate
-from zexport.errors import UsageError
+from zexport import ExportOptions, ExportReport, consolidate, verify_export
+from zexport.errors import FrozenLeftOutError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, ExportDType
 
@@ -182,6 +182,25 @@ def test_another_base_is_merged_where_that_is_allowed_and_the_manifest_says_so(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Exported although base-mismatch was found" in card
     assert str(tmp_path) not in card
+
+
+def test_a_merged_model_is_verified_with_its_base_and_says_so_without(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, f"elsewhere/{trained.base.name}")
+    merge(trained, trained.base, tmp_path / "out")
+    other = with_config(copied(trained, tmp_path / "other"), rms_norm_eps=1e-5)
+    beside(trained)
+    for base in (None, other):
+        with pytest.raises((FrozenLeftOutError, UsageError)) as caught:
+            verify_export(tmp_path / "out", against=trained.checkpoint, base=base)
+        told = "Name the model that the export was given, as in --base MODEL"
+        assert caught.value.hint == told
+        assert "--a" not in str(caught.value)
+    retrained = sibling(trained, tmp_path / "other" / trained.base.name)
+    found = verify_export(tmp_path / "out", against=trained.checkpoint, base=retrained)
+    (told,) = {problem.problem for problem in found.problems}
+    assert told == "has other values in the checkpoint, or in the base"
+    assert verify_export(tmp_path / "out", against=trained.checkpoint, base=trained.base).ok
 
 
 def test_the_card_of_a_merged_adapter_says_what_came_from_the_base(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from zexport.api.export import OnProgress, plan_export
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_recorded
-from zexport.errors import NoSuchTagError, OtherTagError, UsageError, VerificationError
+from zexport.errors import (
+    FrozenLeftOutError,
+    NoSuchTagError,
+    OtherTagError,
+    UsageError,
+    VerificationError,
+)
+from zexport.findings import FindingKind
 from zexport.model.sidecars import CONFIG
 from zexport.options import CheckMode, ExportOptions
 from zexport.plan.plan import ExportPlan
@@ -20,6 +27,8 @@ from zexport.run.verify import VerifyReport
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_folder, local_path
+
+_GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
 
 
 def verify_export(
@@ -50,7 +59,8 @@ def verify_export(
             manifest to hold ``against`` against.
         CheckpointError: ``against`` cannot be opened or read, is damaged, or does not have the tag
             that the export was made from.
-        UsageError: the export's names come from a base model, and ``base`` is not given.
+        UsageError: the export's names come from a base model, and ``base`` is not given; or it is
+            another model.
         UnsafeError: a link leads outside the folder that it lies in.
     """
     out_dir = local_path(out_dir)
@@ -136,7 +146,18 @@ def _plan_again(
             path=out_dir / MANIFEST_NAME,
             found=cause,
         ) from cause
-    return again()
+    try:
+        return again()
+    except (FrozenLeftOutError, UsageError) as cause:
+        if isinstance(cause, UsageError) and cause.finding is not FindingKind.BASE_MISMATCH:
+            raise
+        raise type(cause)(
+            cause.problem,
+            path=cause.path,
+            found=cause.found,
+            expected=cause.expected,
+            hint=_GIVE_BASE,
+        ) from cause
 
 
 def _check_names(plan: ExportPlan, manifest: Manifest) -> None:
@@ -147,5 +168,5 @@ def _check_names(plan: ExportPlan, manifest: Manifest) -> None:
         raise UsageError(
             "the export's names are those of a base model, and without it cannot be compared",
             path=plan.out_dir,
-            hint="Name the model that the export was given, as in --base MODEL",
+            hint=_GIVE_BASE,
         )

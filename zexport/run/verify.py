@@ -24,7 +24,6 @@ from zexport.run.manifest import (
     MANIFEST_NAME,
     Manifest,
     SourceEntry,
-    TensorEntry,
     is_as_written,
     read_manifest,
 )
@@ -311,6 +310,9 @@ def source_problems(
 ) -> list[Problem]:
     """Where an export is not what the checkpoint gives, every tensor of which is made again."""
     planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
+    values = "has other values in the checkpoint"
+    if manifest.provenance.get("from_base"):
+        values += ", or in the base"
     problems = [
         Problem("", name, "is in the checkpoint but not in the export")
         for name in sorted(planned.keys() - manifest.tensors.keys())
@@ -324,9 +326,11 @@ def source_problems(
         ledger = reader.new_ledger()
         for tensor, digest in _digests_from_source(plan, reader, ledger):
             entry = manifest.tensors.get(tensor.name)
-            difference = _difference(tensor, digest, entry) if entry is not None else ""
-            if entry is not None and difference:
-                problems.append(Problem(entry.shard, tensor.name, difference))
+            if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                other = "has another shape or dtype in the checkpoint"
+                problems.append(Problem(entry.shard, tensor.name, other))
+            elif entry is not None and entry.blake3 != digest:
+                problems.append(Problem(entry.shard, tensor.name, values))
             on_bytes(tensor.nbytes)
         reader.take(ledger.ranges())
         read = source_entries(plan, reader.finish())
@@ -349,12 +353,6 @@ def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> li
         if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
             problems.append(Problem("", "", f"source {path} is not what was read for the export"))
     return problems
-
-
-def _difference(tensor: TensorPlan, digest: str, entry: TensorEntry) -> str:
-    if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-        return "has another shape or dtype in the checkpoint"
-    return "" if entry.blake3 == digest else "has other values in the checkpoint"
 
 
 def _digests_from_source(
