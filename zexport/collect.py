@@ -33,6 +33,7 @@ from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of, model_folder
 from zexport.model.names import Learner, NamesClient
 from zexport.model.sidecars import (
+    CONFIG,
     GENERATION_CONFIG,
     README,
     TOKENIZER,
@@ -144,7 +145,8 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
         found = _stated_by_configs(_stated_by_files(_with_adapters(found)))
         if found.mode is AdapterMode.KEEP:
             adapter, unknown = found.adapters[0], NamesUnknown("not asked")
-            return _held_against_base(found, unknown, weights_of_base(found.weights), adapter)
+            named = _named_by_adapter(adapter)
+            return _held_against_base(found, unknown, weights_of_base(found.weights), named)
         task = ""
         if found.mode is AdapterMode.MERGE:
             adapter = only_adapter(found.adapters, options)
@@ -252,7 +254,8 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     checkpoint, options, config = found.checkpoint, found.options, found.sidecars.config
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     names = learner.names(config, shapes_of_base(found.weights, found.base))
-    found = _held_against_base(found, names, weights_of_base(found.weights), adapter)
+    named = _named_by_adapter(adapter)
+    found = _held_against_base(found, names, weights_of_base(found.weights), named)
     tag_dir = checkpoint.location.tag_dir
     judged = judge(found.statements, tag_dir, chosen=found.base.path, allow=options.allow)
     raise_all(judged.refused, tag_dir)
@@ -298,14 +301,14 @@ def _tokens_of_base(found: Collected) -> tuple[TokenNumber, ...]:
 
 
 def _held_against_base(
-    found: Collected, names: ModelNames | NamesUnknown, stored: Weights, adapter: Adapter | None
+    found: Collected, names: ModelNames | NamesUnknown, stored: Weights, named: BaseName | None
 ) -> Collected:
     """The same with what names and weights tell of the base that was given."""
     same = compare_base(
         stored.tensors,
         under_names_of(names, found.base),
         found.files,
-        named=_named_base(adapter) if adapter is not None else None,
+        named=named,
         location=found.checkpoint.location,
     )
     facts = {Fact.BASE_ROPE: Fact.LONGER_TEXTS} if same.agrees else {}
@@ -317,9 +320,23 @@ def _held_against_base(
     )
 
 
-def _named_base(adapter: Adapter) -> BaseName:
+def _named_by_adapter(adapter: Adapter) -> BaseName:
     name, revision = map(adapter.config.text, ("base_model_name_or_path", "revision"))
     return BaseName(name, revision or "main")
+
+
+def _named_by_config(found: Collected) -> BaseName | None:
+    """What the checkpoint's own config calls the model that training began from.
+
+    None where the checkpoint has all weights: then none is the base's.
+    """
+    fills_in = found.checkpoint.may_lack_weights and not found.options.exclude_frozen
+    if not fills_in or not found.base.tensors.keys() - found.weights.shapes.keys():
+        return None
+    own, base = found.sidecars.config, found.sidecars.base_config
+    is_own = own is not None and (base is None or own.path != base.path)
+    name = own.content.get("_name_or_path") if own is not None and is_own else None
+    return BaseName(str(name or ""), by=CONFIG)
 
 
 def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
@@ -343,7 +360,7 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
         heads=model.heads,
     )
     if found.mode is None:
-        found = _held_against_base(found, names, model.weights, None)
+        found = _held_against_base(found, names, model.weights, _named_by_config(found))
     stated = model_facts(found.sidecars, model.config, names)
     ties = _compared_ties(found)
     return structs.replace(

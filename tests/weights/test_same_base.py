@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from tests.support import peft_models
-from tests.support.checkpoints import Run
+from tests.support.checkpoints import Model, Run, save
 from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, UsageError
@@ -124,6 +124,57 @@ def test_the_base_that_the_adapter_names_is_looked_for_in_the_cache_of_the_hub(
         refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
     )
     assert not merge(trained, trained.base, tmp_path / "out").findings
+
+
+@pytest.mark.parametrize("place", ["working", "run", "runs"])
+def test_a_base_of_a_relative_name_is_looked_for_where_training_was_run(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(tmp_path)
+    places = {"working": tmp_path / "here", "run": tmp_path / "run", "runs": tmp_path}
+    copied(trained, places[place] / "models" / "one")
+    names_its_base(trained, "models/one")
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    other = sibling(trained, tmp_path / "other" / "one")
+    assert "models/one, which adapter_config.json names" in str(
+        refusal(trained, other, tmp_path / "out")
+    )
+
+
+def partly_trained(tmp_path: Path, **said: object) -> tuple[Path, Path]:
+    """A checkpoint without the frozen part, beside its config, and the model it began from."""
+    model = peft_models.llama()
+    model.save_pretrained(tmp_path / "began")
+    tensors = dict(model.state_dict())
+    frozen = {name: one for name, one in tensors.items() if "layers.0." in name}
+    masters = {name: one + 1e-3 for name, one in tensors.items() if name not in frozen}
+    root = save(Model([masters], frozen), WITHOUT_BASE, tmp_path / "run")
+    (root / "config.json").write_text((tmp_path / "began" / "config.json").read_text())
+    return with_config(root, **said), tmp_path / "began"
+
+
+def test_a_stranger_is_no_base_for_what_was_frozen(tmp_path: Path) -> None:
+    root, began = partly_trained(tmp_path)
+    torch.manual_seed(7)
+    stranger = peft_models.llama()
+    stranger.save_pretrained(tmp_path / "stranger")
+    with pytest.raises(UsageError, match=r"weights differ.*mean cosine") as caught:
+        consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "stranger"))
+    assert caught.value.finding is FindingKind.BASE_MISMATCH
+    report = consolidate(root, tmp_path / "out", ExportOptions(base=began))
+    assert "no name in config.json; began in --base" in report.warnings[0]
+
+
+def test_a_base_that_the_config_names_fills_in_what_was_frozen(tmp_path: Path) -> None:
+    root, began = partly_trained(tmp_path, _name_or_path="acme/began")
+    report = consolidate(root, tmp_path / "out", ExportOptions(base=began))
+    assert not any("training began from" in one for one in report.warnings)
+    cached = tmp_path / "models--acme--sibling" / "snapshots" / "abc"
+    cached.parent.mkdir(parents=True)
+    began.rename(cached)
+    with pytest.raises(UsageError, match=r"acme/began in config\.json; acme/sibling in --base"):
+        consolidate(root, tmp_path / "other", ExportOptions(base=cached))
 
 
 def test_a_base_that_was_moved_and_renamed_is_told_by_its_weights(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Fact(Enum):
     )
     BASE_UNTRACED = _warned(
         "name of the base model, where nothing compares the weights",
-        "nothing shows that the base is the model that the adapter was trained on",
+        "nothing shows that the base is the model that training began from",
     )
     ADAPTER_METHOD = _of_one_adapter("method")
     ADAPTER_RANK = _of_one_adapter("rank")

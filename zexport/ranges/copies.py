@@ -142,6 +142,23 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
     return blake3(_bits(elements, stored, seen_as).tobytes()).digest()
 
 
+def cosine(read: Read, replica: CastReplica) -> float:
+    """The cosine of the angle between short samples of a tensor and its copy; 1 where one is 0."""
+    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
+
+    from zexport.ranges.casts import NUMPY  # noqa: PLC0415
+
+    spans = list(_samples(0, replica.numel, _FINGERPRINT_NUMEL))
+    sides = (replica.kept, replica.kept_dtype), (replica.other, replica.other_dtype)
+    one, other = (
+        np.frombuffer(_elements(read, [(source, s) for s in spans], dtype), NUMPY[dtype])
+        for source, dtype in sides
+    )
+    one, other = np.nan_to_num(one.astype(np.float64)), np.nan_to_num(other.astype(np.float64))
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / norms if norms else 1.0
+
+
 _Part: TypeAlias = tuple[Comparison, Span]
 
 

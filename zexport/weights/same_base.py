@@ -7,6 +7,7 @@ shapes and nearly its name. Where both sides have a weight that was not trained,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,7 +22,7 @@ from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
 from zexport.options import AdapterMode
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Comparison, compare_casts
+from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosine
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
@@ -29,13 +30,19 @@ from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
 _MANIFEST = "zexport_manifest.json"
+_PAIRS_MIN = 3
+"""A head or two may have been made anew before training."""
+
+_UNLIKE = 0.25
+"""A mean cosine of weights that no training of one from the other gives; that of strangers is 0."""
 
 
 class BaseName(Struct, frozen=True):
-    """What an adapter's configuration calls its base; the name may be empty."""
+    """What a file (``by``) calls the model that training began from; the name may be empty."""
 
     name: str
     revision: str = "main"
+    by: str = "adapter_config.json"
 
     def __str__(self) -> str:
         """The name as messages have it."""
@@ -72,7 +79,8 @@ def compare_base(
         base: the one that was given.
         files: all files that may be read.
         location: the checkpoint.
-        named: what an adapter's configuration calls the one it was trained on, if there is any.
+        named: what the one that training began from is called; ``None`` where nothing is taken
+            from the base, so that what it is called does not matter.
     """
     if base.path is None or not base.tensors:
         return SameBase()
@@ -80,20 +88,25 @@ def compare_base(
         return SameBase(merged)
     frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
     found = _compared(frozen, base, files, "the checkpoint, frozen")
-    folder = _on_this_machine(named) if named is not None else None
+    if named is None:
+        return found
+    if not (found.statements or found.agrees):
+        found = _likened(stored, base, files)
+    folder = _on_this_machine(named, location)
     if folder is not None and real(folder) == real(base.path):
         return replace(found, agrees=not found.statements)
     if folder is not None and (
         headers := _headers(folder, follow_symlinks=location.boundary.follow)
     ):
         other = base_of(folder, headers)
-        more = _compared(other.tensors, base, (*files, *headers), f"{named}, which it names")
+        by = f"{folder}, which {named.by} names"
+        more = _compared(other.tensors, base, (*files, *headers), by)
         found = SameBase(
             (*found.statements, *more.statements),
             found.nbytes_read + more.nbytes_read,
             agrees=found.agrees or more.agrees,
         )
-    if named is not None and not found.statements and not found.agrees:
+    if not found.statements and not found.agrees:
         return replace(found, statements=tuple(_names(named, base.path)))
     return found
 
@@ -102,24 +115,7 @@ def _compared(
     trained_on: Mapping[str, StoredTensor], base: Base, files: Iterable[ReadableFile], by: str
 ) -> SameBase:
     """Weights that are known to be those of the training's base, held against the base given."""
-    pairs = [
-        CastReplica(
-            name=name,
-            path=base.path or Path(),
-            kept=given.source,
-            kept_dtype=given.dtype,
-            other=tensor.source,
-            other_dtype=tensor.dtype,
-            names_it=False,
-        )
-        for name, tensor in trained_on.items()
-        if (given := base.tensors.get(name)) is not None
-        and given.shape == tensor.shape
-        and given.dtype.is_floating
-        and tensor.dtype.is_floating
-        and given.source is not None
-        and tensor.source is not None
-    ]
+    pairs = _pairs(trained_on, base)
     with SourceReader(files) as reader:
         differing = [c for c in compare_casts(pairs, reader.read_into, full=False) if _differs(c)]
         nbytes = reader.nbytes_read
@@ -130,6 +126,51 @@ def _compared(
     statements = (
         Statement(Fact.BASE_WEIGHTS, f"{len(pairs)} weights", by),
         Statement(Fact.BASE_WEIGHTS, others, "the base"),
+    )
+    return SameBase(statements, nbytes)
+
+
+def _pairs(stored: Mapping[str, StoredTensor], base: Base) -> list[CastReplica]:
+    """The base's weights beside others of the same names and shapes."""
+    return [
+        CastReplica(
+            name=name,
+            path=base.path or Path(),
+            kept=given.source,
+            kept_dtype=given.dtype,
+            other=tensor.source,
+            other_dtype=tensor.dtype,
+            names_it=False,
+        )
+        for name, tensor in stored.items()
+        if (given := base.tensors.get(name)) is not None
+        and given.shape == tensor.shape
+        and given.dtype.is_floating
+        and tensor.dtype.is_floating
+        and given.source is not None
+        and tensor.source is not None
+    ]
+
+
+def _likened(
+    stored: Mapping[str, StoredTensor], base: Base, files: Iterable[ReadableFile]
+) -> SameBase:
+    """Trained weights held against the base's, from which a training moves them a little way.
+
+    That they are near proves little: those of the base's siblings are near as well.
+    """
+    trained = {n: one for n, one in stored.items() if one.role is Role.TRAINABLE}
+    pairs = [one for one in _pairs(trained, base) if len(base.tensors[one.name].shape) > 1]
+    with SourceReader(files) as reader:
+        cosines = [cosine(reader.read_into, one) for one in pairs]
+        nbytes = reader.nbytes_read
+    mean = sum(cosines) / len(cosines) if cosines else 1.0
+    if mean > _UNLIKE or len(cosines) < _PAIRS_MIN:
+        return SameBase((), nbytes)
+    one, other = f"{len(pairs)} weights", f"others (mean cosine {mean:.2f})"
+    statements = (
+        Statement(Fact.BASE_WEIGHTS, one, "the checkpoint, trained"),
+        Statement(Fact.BASE_WEIGHTS, other, "the base"),
     )
     return SameBase(statements, nbytes)
 
@@ -160,13 +201,16 @@ def _merged_before(base: Path, location: Location) -> Iterator[Statement]:
             )
 
 
-def _on_this_machine(base: BaseName) -> Path | None:
-    """The folder of the model that an adapter names: a path, or the hub's cache; if it is here."""
-    if (folder := Path(base.name)).is_absolute():
-        try:
-            return folder if is_folder(folder) else None
-        except OSError:  # it may be another user's
-            return None
+def _on_this_machine(base: BaseName, location: Location) -> Path | None:
+    """The folder of the model of a name: a path, or the hub's cache; if it is here.
+
+    A path that begins at no root began where training was run: here, or above its checkpoints.
+    """
+    above = (location.real_root.parent, location.real_root.parent.parent)
+    for start in (Path(), *above) if base.name else ():
+        with suppress(OSError):  # it may be another user's
+            if is_folder(folder := start / base.name):
+                return folder
     return cached_snapshot(base.name, base.revision) if is_hub_id(base.name) else None
 
 
@@ -195,7 +239,7 @@ def _names(named: BaseName, given: Path) -> Iterator[Statement]:
         fact = Fact.BASE_UNTRACED
     else:
         return
-    yield Statement(fact, str(named), "adapter_config.json")
+    yield Statement(fact, str(named), named.by)
     yield Statement(fact, f"{here} at {given.name}" if is_other_commit else here, "--base")
 
 
