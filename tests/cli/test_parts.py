@@ -63,6 +63,9 @@ def test_workers_side_by_side_make_what_one_makes(whole: dict[str, bytes], tmp_p
     assert len(published) == 1
     assert set(published[0]["files"]) == set(whole)
     assert all("missing" in one for one in told if one not in published)
+    (again,) = map(json.loads, _ended([_started([*command, "3/4"])]))  # as a requeued task is
+    assert again["missing"] == []
+    assert files(out) == whole
 
 
 def test_an_array_job_of_slurm_makes_what_one_process_makes(

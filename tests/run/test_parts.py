@@ -8,8 +8,10 @@ from os import utime
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
 
+from tests.support.plans import save
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
 from zexport import consolidate_part
 from zexport.errors import DamagedCheckpointError, OutputError, UsageError
@@ -92,6 +94,46 @@ def test_a_part_tells_which_are_still_to_come(tmp_path: Path, plan: ExportPlan) 
     assert isinstance(report, PartReport)
     assert report.missing == (1, 3, 4)
     assert not plan.out_dir.exists()
+
+
+def test_a_part_that_is_run_again_after_all_finds_its_work_done(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    """As a scheduler does with a task that it had stopped; nothing is left beside the folder."""
+    _parts(tmp_path, 3, 1, 2, 3)
+    before = files(plan.out_dir)
+    for report in _parts(tmp_path, 3, 3, 2):
+        assert isinstance(report, PartReport)
+        assert report.missing == ()
+        assert report.nbytes_written == 0
+        assert report.nbytes_read > 0
+    assert files(plan.out_dir) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "out"}
+
+
+def test_a_folder_of_other_weights_is_not_taken_for_the_parts_own(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    """Also where the checkpoint has the names, sizes and times of the one that it was made of."""
+    _parts(tmp_path, 2, 1, 2)
+    before = files(plan.out_dir)
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        run_part(four_shards(tmp_path / "ckpt", tmp_path / "out", DType.BF16), Share(1, 2))
+    source = tmp_path / "ckpt" / "rank_0.pt"
+    status = source.stat()
+    save(source, [tensor + 1 for tensor in torch.load(source).values()])
+    utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert source.stat().st_size == status.st_size
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        _parts(tmp_path, 2, 1)
+    assert files(plan.out_dir) == before
+
+
+def test_a_folder_that_lost_a_file_is_not_complete(plan: ExportPlan, tmp_path: Path) -> None:
+    _parts(tmp_path, 2, 1, 2)
+    (plan.out_dir / SHARDS[3]).unlink()
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        _parts(tmp_path, 2, 1)
 
 
 def test_nothing_is_published_while_a_part_is_missing(plan: ExportPlan, tmp_path: Path) -> None:

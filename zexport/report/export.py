@@ -134,7 +134,7 @@ def print_part(console: Console, report: PartReport) -> None:
                 "To come",
                 f"{some(missing, 8)}; the last one publishes the folder" if missing else "",
             ),
-            ("Published", "" if missing else "by another part"),
+            ("Published", "" if missing else "the folder is complete"),
         ),
     )
     print_warnings(console, report)

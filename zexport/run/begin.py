@@ -92,7 +92,7 @@ def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: 
     sides = sum(map(_side_nbytes, plan.side_files))
     check_space(folder, sum(file.nbytes for file in rest) + sides + _notes_nbytes(plan))
     entries = {
-        side.filename: write_file(folder / side.filename, _side_content(side))
+        side.filename: write_file(folder / side.filename, side_content(side))
         for side in plan.side_files
     }
     _reserve(rest, folder)
@@ -143,7 +143,7 @@ def _side_nbytes(side: SideFile) -> int:
         return version(side.origin).nbytes
 
 
-def _side_content(side: SideFile) -> Iterator[bytes]:
+def side_content(side: SideFile) -> Iterator[bytes]:
     """The bytes of a small file, in pieces."""
     if side.origin is None:
         yield side.content or b""

@@ -21,6 +21,7 @@ from zexport.printable import brief, some
 from zexport.run.begin import Workplace, begin_together, without_written
 from zexport.run.execute import ExportReport, compare_copies
 from zexport.run.finish import finish
+from zexport.run.made_again import holds_share, looks_made
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter, Progress
@@ -46,7 +47,7 @@ class PartReport:
         out_dir: the folder that will exist when all are done.
         part: which part it was, from 1.
         parts: how many there are.
-        missing: those that were not done yet; none where another worker has published the folder.
+        missing: those that were not done yet; none where the folder is complete.
         origin: the checkpoint.
         nbytes_read: bytes read from the checkpoint's tensors.
         nbytes_written: bytes of tensors that were written.
@@ -85,6 +86,7 @@ def run_part(
 
     The folder is byte for byte that of ``run_plan``. What this worker had finished before it was
     stopped is taken over; nothing is removed when it fails, since others work in the same folder.
+    Where the folder is complete already, and holds what this worker would write, it stays as it is.
     ``request`` is what the plan was made of, for ``requested``.
 
     Raises:
@@ -95,16 +97,33 @@ def run_part(
     target = real_path(plan.out_dir)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with parents(target.parent), locked_part(target, share.number):
-        with _alone(plan, target):
-            work = _workplace(plan, target, verify, meter)
-            begin_together(work, share.count, request or {})
-        nbytes_read, nbytes_written, findings = _write(work, share)
+        with _alone(target):
+            work = None
+            if plan.overwrite or not looks_made(plan, target):
+                work = _workplace(plan, target, verify, meter)
+                begin_together(work, share.count, request or {})
+        if work is None:
+            nbytes_read = _compared(plan, share, target, meter)
+            return _report(plan, share, began, (), (nbytes_read, 0, ()))
+        done = _write(work, share)
         with locked(target, seconds=_TURN_SECONDS):
             is_published = not exists(work.folder)  # by another, who came to the end of it first
             missing = () if is_published else _missing(work, share.count)
             if not (missing or is_published):
                 check_content(target, overwrite=plan.overwrite)
-                return _published(work, share.count, target, began, nbytes_read)
+                return _published(work, share.count, target, began, done[0])
+    return _report(plan, share, began, missing, done)
+
+
+def _report(
+    plan: ExportPlan,
+    share: Share,
+    began: float,
+    missing: tuple[int, ...],
+    done: tuple[int, int, tuple[Finding, ...]],
+) -> PartReport:
+    """What a worker did: bytes read, bytes written, and what was found."""
+    nbytes_read, nbytes_written, findings = done
     return PartReport(
         out_dir=plan.out_dir,
         part=share.number,
@@ -136,7 +155,8 @@ def finish_parts(
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     if not exists(partial):
         raise _no_parts(target)
-    with _alone(plan, target):
+    with _alone(target):
+        check_content(target, overwrite=plan.overwrite)
         work = Workplace.of(plan, partial, verify, meter)
         parts = work.receipts.need_begun().parts
         if missing := _missing(work, parts):
@@ -173,16 +193,24 @@ def _no_parts(target: Path) -> OutputError:
 
 
 @contextmanager
-def _alone(plan: ExportPlan, target: Path) -> Iterator[None]:
+def _alone(target: Path) -> Iterator[None]:
     """One worker at a time, of those that begin or complete the folder."""
     with locked(target, seconds=_TURN_SECONDS):
         restore(target)
-        check_content(target, overwrite=plan.overwrite)
         yield
 
 
+def _compared(plan: ExportPlan, share: Share, target: Path, meter: Meter) -> int:
+    """Bytes read to see that a folder that is complete holds this worker's share."""
+    with WeightReader.of_plan(plan) as sources:
+        if not holds_share(target, plan, share, FileReader(sources), meter):
+            check_content(target, overwrite=False)  # it is another's, and stays
+        return sources.nbytes_read
+
+
 def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter) -> Workplace:
-    """The folder that all workers fill."""
+    """The folder that all workers fill, where nothing is in its way."""
+    check_content(target, overwrite=plan.overwrite)
     paths = [source.path for source in plan.sources]
     paths += [side.origin for side in plan.side_files if side.origin is not None]
     for place in (target, *workplaces(target)):

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 
 import msgspec
-from blake3 import blake3
 from msgspec import Struct
 
 from zexport.errors import VerificationError, ZexportError
 from zexport.plan.plan import ExportPlan, Origin, TensorPlan
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
-from zexport.ranges.ledger import Ledger
 from zexport.run.added import added_files
 from zexport.run.finish import source_entries
+from zexport.run.made_again import digests_from_source
 from zexport.run.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -27,7 +24,7 @@ from zexport.run.manifest import (
     is_as_written,
     read_manifest,
 )
-from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
+from zexport.run.pieces import FileReader
 from zexport.run.progress import Phase, Progress
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.store.files import read_regular, reading, version
@@ -324,7 +321,8 @@ def source_problems(
         files.compare()
         reader = FileReader(files)
         ledger = reader.new_ledger()
-        for tensor, digest in _digests_from_source(plan, reader, ledger):
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+        for tensor, digest in digests_from_source(plan, tensors, reader, ledger):
             entry = manifest.tensors.get(tensor.name)
             if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 other = "has another shape or dtype in the checkpoint"
@@ -353,28 +351,3 @@ def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> li
         if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
             problems.append(Problem("", "", f"source {path} is not what was read for the export"))
     return problems
-
-
-def _digests_from_source(
-    plan: ExportPlan, reader: TensorReader, ledger: Ledger
-) -> Iterator[tuple[TensorPlan, str]]:
-    """Every tensor of a plan with the digest of what it would be written as."""
-    pool: SimpleQueue[Buffers] = SimpleQueue()
-    for _ in range(plan.jobs):
-        pool.put(Buffers(plan.chunk_nbytes))
-
-    def digest_of(tensor: TensorPlan) -> str:
-        buffers = pool.get()
-        try:
-            digest = blake3()
-            for piece in pieces(tensor, plan.chunk_nbytes):
-                out = buffers.out[: piece.nbytes]
-                convert(piece, reader, buffers.stored, out, ledger)
-                digest.update(out)
-            return digest.hexdigest()
-        finally:
-            pool.put(buffers)
-
-    with ThreadPoolExecutor(plan.jobs) as workers:
-        for shard in plan.shards:
-            yield from zip(shard.tensors, workers.map(digest_of, shard.tensors), strict=True)
