@@ -14,6 +14,8 @@ _FROM, _WHERE = ".", "in a clone of zexport"
 _TRANSFORMERS_MIN = 5
 """The first that says how the weights in its files are made of those in memory."""
 
+_NO_TRANSFORMERS, _NO_TORCH = "no transformers", "no torch"
+
 HUB_WANTED = f"transformers {_TRANSFORMERS_MIN} or later, and torch"
 
 
@@ -22,9 +24,16 @@ def to_install(extra: str) -> str:
     return f"Type pip install '{_FROM}[{extra}]' {_WHERE}"
 
 
-def to_install_apart(extra: str) -> str:
-    """The same, in an environment of its own: this one may be pinned to what does not do."""
-    return f"Type uv tool install '{_FROM}[{extra}]', or pipx install '{_FROM}[{extra}]', {_WHERE}"
+def to_have_names() -> str:
+    """The next step where transformers cannot be asked.
+
+    One that is installed and does not do may be what a training is pinned to: then it stays, and
+    zexport gets an environment of its own.
+    """
+    if lack_for_names() in {_NO_TRANSFORMERS, _NO_TORCH}:
+        return to_install("hub")
+    line = f"'{_FROM}[hub]'"
+    return f"Type uv tool install {line}, or pipx install {line}, {_WHERE}"
 
 
 @cache
@@ -53,7 +62,7 @@ def lack_for_names() -> str:
     """What keeps this environment from telling a model's names; empty if nothing does."""
     version = installed("transformers")
     if version is None:
-        return "no transformers"
+        return _NO_TRANSFORMERS
     if int(version.partition(".")[0]) < _TRANSFORMERS_MIN:
         return f"transformers {version}"
-    return "" if find_spec("torch") else "no torch"
+    return "" if find_spec("torch") else _NO_TORCH

@@ -13,8 +13,8 @@ from msgspec import structs
 
 from tests.support.plans import save
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
-from zexport import consolidate_part
-from zexport.errors import DamagedCheckpointError, OutputError, UsageError
+from zexport import consolidate_part, verify_export
+from zexport.errors import DamagedCheckpointError, OutputError, UsageError, VerificationError
 from zexport.options import Engine, ExportOptions
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
@@ -134,6 +134,13 @@ def test_a_folder_that_lost_a_file_is_not_complete(plan: ExportPlan, tmp_path: P
     (plan.out_dir / SHARDS[3]).unlink()
     with pytest.raises(OutputError, match="exists and is not empty"):
         _parts(tmp_path, 2, 1)
+
+
+def test_verifying_what_is_not_finished_says_so(plan: ExportPlan, tmp_path: Path) -> None:
+    _parts(tmp_path, 3, 1)
+    told = r"out: is not finished \(found .*out\.partial\)\. Run .* type zexport finish /.*/out\."
+    with pytest.raises(VerificationError, match=told):
+        verify_export(plan.out_dir)
 
 
 def test_nothing_is_published_while_a_part_is_missing(plan: ExportPlan, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_names_that_are_not_known_end_the_export_with_the_line_to_type(
 ) -> None:
     said = bare.zexport("consolidate", unnamed, tmp_path / "model", status=2)
     assert said.count("\n") == 1
-    assert "uv tool install '.[hub]'" in said
+    assert "pip install '.[hub]'" in said
     assert not (tmp_path / "model").exists()
     kept = bare.zexport("consolidate", unnamed, tmp_path / "kept", "--layout", "memory")
     assert "config.json was not held against the weights (no transformers)" in kept

@@ -21,12 +21,14 @@ from zexport.findings import FindingKind
 from zexport.model.sidecars import CONFIG
 from zexport.options import CheckMode, ExportOptions
 from zexport.plan.plan import ExportPlan
+from zexport.printable import shell_word
 from zexport.run import verify
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.run.verify import VerifyReport
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_folder, local_path
+from zexport.store.publish import unfinished_work
 
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
 
@@ -83,6 +85,14 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
     """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
     hint = "Check its permissions, and that nothing is writing there"
     with reading(out_dir, VerificationError, hint):
+        if not exists(out_dir) and (partial := unfinished_work(out_dir)) is not None:
+            raise VerificationError(
+                "is not finished",
+                path=out_dir,
+                found=f"unfinished work in {partial}",
+                hint="Run the command that makes it again: it goes on from there; where all parts "
+                f"are written, type zexport finish {shell_word(out_dir)}",
+            )
         if not is_folder(out_dir):
             raise VerificationError(
                 "is not a folder" if exists(out_dir) else "does not exist",

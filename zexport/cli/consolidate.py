@@ -21,6 +21,7 @@ from zexport.cli.options import (
     jobs_option,
     json_option,
     links_option,
+    missing_path,
     progress_options,
     tag_option,
     verify_option,
@@ -159,14 +160,9 @@ def consolidate(
 
 def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:
     """The checkpoint's folders, and the one to make: the last, unless an option names it."""
-    if not paths:
-        raise click.MissingParameter(param_hint="'CKPT'", param_type="argument")
-    if output is None and len(paths) == 1:
-        raise click.MissingParameter(
-            f"Name the folder to make, as in: zexport consolidate {shell_word(paths[0])} model",
-            param_hint="'OUT'",
-            param_type="argument",
-        )
+    if not paths or (output is None and len(paths) == 1):
+        first = "".join(map(shell_word, paths[:1]))
+        raise missing_path(paths, f"zexport consolidate {first} model")
     if output is None:
         return paths[:-1], paths[-1]
     if len(paths) > 1 and not exists(paths[-1]):

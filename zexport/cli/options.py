@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
@@ -108,6 +108,13 @@ class Named(click.Choice[str]):
             return self._members(value)
         except ValueError:
             return super().convert(value, param, ctx)  # its refusal lists the values
+
+
+def missing_path(paths: Sequence[Path], example: str) -> click.MissingParameter:
+    """The refusal of a command line without CKPT, or of one without OUT, with an example."""
+    hint = "'OUT'" if paths else "'CKPT'"
+    told = f"Name the folder to make, as in: {example}" if paths else None
+    return click.MissingParameter(told, param_hint=hint, param_type="argument")
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:

@@ -18,6 +18,7 @@ from zexport.cli.options import (
     jobs_option,
     json_option,
     links_option,
+    missing_path,
     progress_options,
     tag_option,
     verify_option,
@@ -26,6 +27,7 @@ from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import ReshardOptions
+from zexport.printable import shell_word
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
@@ -35,15 +37,14 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
-@click.argument("paths", type=PATH, nargs=-1, required=True, metavar="CKPT... OUT")
+@click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
 @tag_option
 @click.option(
     "-n",
     "--world-size",
     type=int,
     metavar="N",
-    required=True,
-    help="Data-parallel ranks that are to go on.",
+    help="Data-parallel ranks that are to go on.  [required]",
 )
 @click.option(
     "--stage",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 def reshard(
     *,
     paths: tuple[Path, ...],
+    world_size: int | None,
     tag: str | None,
     follow_symlinks: bool,
     verify: str,
@@ -106,9 +108,8 @@ def reshard(
     from zexport.cli.progress import progress_printer
     from zexport.run.execute import VerifyMode
 
-    if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
-        raise click.MissingParameter(param_hint="'OUT'", param_type="argument")
-    ckpts, out, options, mode = paths[:-1], paths[-1], _options(**chosen), VerifyMode(verify)
+    options = _options(world_size=_checked(paths, world_size), **chosen)
+    ckpts, out, mode = paths[:-1], paths[-1], VerifyMode(verify)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
         checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
@@ -123,6 +124,18 @@ def reshard(
         _show(plan, as_json=json, quiet=quiet)
     else:
         _tell(replace(done, seconds=time.monotonic() - began), plan, as_json=json, quiet=quiet)
+
+
+def _checked(paths: tuple[Path, ...], world_size: int | None) -> int:
+    """The number of ranks; a command line that lacks it, or OUT, is refused with an example."""
+    source, out = (*map(shell_word, paths), "on-3")[:2] if paths else ("", "")
+    example = f"zexport reshard {source} {out} -n 3"
+    if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
+        raise missing_path(paths, example)
+    if world_size is None:
+        told = f"Say how many ranks are to go on, as in: {example}"
+        raise click.MissingParameter(told, param_hint="'-n'", param_type="option")
+    return world_size
 
 
 def _options(

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.errors import MissingExtraError, OutputError
-from zexport.extras import HUB_WANTED, installed, lack_for_names, to_install_apart
+from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
 from zexport.model.hub_layout import StoredLayout
@@ -249,8 +249,7 @@ class NamesClient:
                 "the names of the model's weights on the hub are not known in this environment",
                 found=self._lack,
                 expected=HUB_WANTED,
-                hint=f"{to_install_apart('hub')}, to have them told; or keep the names that the "
-                "weights have in memory, with --layout memory",
+                hint=f"{to_have_names()}; or keep the names in memory, with --layout memory",
             )
         self.lacked = self._lack
         return {"error": f"transformers cannot be asked: {self._lack}"}

@@ -41,6 +41,12 @@ def is_unfinished(folder: Path) -> bool:
     return folder.name.endswith(_PARTIAL) and folder.with_name(f"{folder.name}.lock").exists()
 
 
+def unfinished_work(target: Path) -> Path | None:
+    """The folder in which ``target`` was begun and not ended, if there is one."""
+    partial = _beside(target, _PARTIAL) if target.name else target
+    return partial if is_unfinished(partial) and partial.exists() else None
+
+
 @contextmanager
 def parents(parent: Path) -> Iterator[None]:
     """Make the missing folders above the target; take them away again when the block fails."""
