@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zexport import consolidate, diff_models
+from zexport.api.compare import diff_states
 from zexport.checkpoint.contents import Role
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
 from zexport.compare.diff import DiffReport
 from zexport.compare.roundings import Side
+from zexport.compare.states import are_checkpoints
 from zexport.compare.tensor import Outcome, PairValues, TensorDiff
 from zexport.compare.verdict import Cause, judge
 from zexport.errors import (
@@ -410,6 +413,23 @@ def test_of_a_file_and_an_index_what_transformers_would_load_is_compared(tmp_pat
     (folder / "config.json").write_text('{"transformers_weights": "../model.safetensors"}')
     with pytest.raises(UnsafeError, match="transformers_weights"):
         diff_models(folder, folder)
+
+
+def test_it_says_what_of_a_checkpoint_was_compared(tmp_path: Path) -> None:
+    """A gathered model goes first; placeholders beside the rank files are none."""
+    sides = [shutil.copytree(PLAIN, tmp_path / name) for name in "ab"]
+    assert are_checkpoints(*sides)
+    assert diff_states(*sides).compared == "masters and optimizer states in the rank files"
+    for side in sides:
+        written(side, {"x": torch.zeros(0)})
+    assert are_checkpoints(*sides)
+    for side in sides:
+        written(side, {"x": torch.ones(2)})
+    assert not are_checkpoints(*sides)
+    told = "model.safetensors; --states compares the rank files beside it"
+    assert diff_models(*sides).compared == told
+    model = written(tmp_path / "model", {"x": torch.ones(2)})
+    assert diff_models(model, model).compared == "model.safetensors"
 
 
 def test_a_folder_that_loads_from_a_pickle_is_not_compared_by_other_files(tmp_path: Path) -> None:

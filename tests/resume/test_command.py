@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
 from tests.support.train_runs import run, trained
 from zexport import open_checkpoint
+from zexport.cli.main import cli
 
 SOURCE = FIXTURES / "z3_w2_bf16" / "ckpt"
 WORLD_3 = ("--world-size", 3)
@@ -85,6 +88,15 @@ def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) 
     words = (sys.executable, "-m", "zexport")
     assert run(out, "--against", source, command=(*words, "verify")).status == 7
     assert run(source, out, "--fail-on", "different", command=(*words, "diff")).status == 7
+
+
+def test_people_are_told_of_pieces_since_tensors_are_cut(tmp_path: Path) -> None:
+    """What the ranks hold of 21 tensors and their states."""
+    words = ("reshard", str(SOURCE), str(tmp_path / "on-3"), "-n", "3")
+    planned = CliRunner().invoke(cli, [*words, "--dry-run"]).output
+    assert "Tensors" not in planned
+    (pieces,) = re.findall(r"Pieces  +(\d+, for 3 ranks under ZeRO-3)", planned)
+    assert f"Pieces    {pieces}" in CliRunner().invoke(cli, words).output
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
+from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
 from zexport.compare.roundings import Side
 from zexport.compare.streaming import Pair, sums_of
 from zexport.compare.suspects import Found, SecondLook
@@ -53,6 +53,7 @@ class DiffReport:
     Attributes:
         a: the first folder or file, as it was given.
         b: the second.
+        compared: what of both was compared, in words.
         verdict: what follows from all that is seen.
         counts: tensors by outcome.
         nbytes_read: bytes read of both.
@@ -61,6 +62,7 @@ class DiffReport:
 
     a: Path
     b: Path
+    compared: str
     verdict: Verdict
     counts: Counts
     nbytes_read: Natural
@@ -115,11 +117,20 @@ def diff_tensors(
     return DiffReport(
         a=paths[0],
         b=paths[1],
+        compared=_compared(a_weights, b_weights),
         verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
         nbytes_read=nbytes_read,
         tensors=tensors,
     )
+
+
+def _compared(a: ModelWeights, b: ModelWeights) -> str:
+    """Which files, and which lie beside them and were not read."""
+    files = a.words if a.words == b.words else f"{a.words} of A, {b.words} of B"
+    if has_rank_files(a.path) or has_rank_files(b.path):
+        return f"{files}; --states compares the rank files beside it"
+    return files
 
 
 def _may_be_compared(pair: Pair) -> bool:

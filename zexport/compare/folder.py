@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.adapters.saved_beside import ADAPTER_FILE
+from zexport.checkpoint.candidates import is_tag_dir, list_tags
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
 from zexport.model.config import ConfigFile
@@ -57,6 +58,17 @@ class ModelWeights(Struct, frozen=True):
         return bool(self.files) and all(file.path.name == ADAPTER_FILE for file in self.files)
 
     @property
+    def is_hollow(self) -> bool:
+        """Whether these are, some of them at least, the empty placeholders that ZeRO-3 leaves."""
+        return any(placed.tensor.shape == (0,) for placed in self.tensors.values())
+
+    @property
+    def words(self) -> str:
+        """The files that hold them: one by its name, several by their number."""
+        names = [file.path.name for file in self.files]
+        return names[0] if len(names) == 1 else f"{len(names):,} safetensors files"
+
+    @property
     def is_export(self) -> bool:
         """Whether zexport wrote it."""
         return is_file(self.path / MANIFEST_NAME)
@@ -79,6 +91,11 @@ class ModelWeights(Struct, frozen=True):
         with NamesClient(are_needed=False) as transformers:
             fit = Learner(None, transformers).fit(content, shapes)
         return fit.names.tied if isinstance(fit, Fit) else {}
+
+
+def has_rank_files(path: Path) -> bool:
+    """Whether a folder is a checkpoint's: a tag folder, or one with tags right below it."""
+    return is_folder(path) and (is_tag_dir(path) or bool(list_tags(path)))
 
 
 def open_weights(path: Path) -> ModelWeights:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zexport.checkpoint.candidates import is_tag_dir, list_tags
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.problems import raise_problems
 from zexport.compare.diff import Counts, DiffReport, diff_tensors
-from zexport.compare.folder import ModelWeights, PlacedTensor
+from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
 from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
 from zexport.formats import safetensors_file
@@ -23,19 +22,21 @@ from zexport.ranges.extents import ByteSource
 from zexport.resume.read import read_state
 from zexport.resume.state import CellState
 from zexport.run.progress import Progress
-from zexport.store.folders import is_folder
 from zexport.weights.base import weights_file
 
 _NAMED = 3
 
 
 def are_checkpoints(*paths: Path) -> bool:
-    """Whether all are folders with rank files right below them, and no model to be compared."""
-    return all(map(_has_rank_files, paths)) and not all(map(weights_file, paths))
+    """Whether all are folders with rank files right below them, and not all also hold a model.
+
+    A file of ZeRO-3's empty placeholders is none.
+    """
+    return all(map(has_rank_files, paths)) and not all(map(_holds_model, paths))
 
 
-def _has_rank_files(path: Path) -> bool:
-    return is_folder(path) and (is_tag_dir(path) or bool(list_tags(path)))
+def _holds_model(path: Path) -> bool:
+    return weights_file(path) is not None and not open_weights(path).is_hollow
 
 
 def diff_states(
@@ -54,6 +55,7 @@ def diff_states(
     counts = {outcome.value: weights.count(outcome) + states.count(outcome) for outcome in Outcome}
     return replace(
         weights,
+        compared="masters and optimizer states in the rank files",
         verdict=_with_states(weights.verdict, states),
         counts=Counts(**counts),
         nbytes_read=weights.nbytes_read + states.nbytes_read,

@@ -30,7 +30,8 @@ def diff_json(report: DiffReport, *, every: bool = False) -> JsonObject:
 
 def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> None:
     """The report for people: what is seen, the worst tensors (or every one), and the answer."""
-    print_facts(console, (("A", str(report.a)), ("B", str(report.b))))
+    sides = (("A", str(report.a)), ("B", str(report.b)), ("Compared", report.compared))
+    print_facts(console, sides)
     counted = Counter(map(words, report.tensors))
     rows = [(said, f"{count:,}") for said, count in counted.items()]
     print_table(console, ("What is seen", ">Tensors"), rows)
