@@ -13,6 +13,7 @@ from tests.support.stopping import files
 from tests.support.train_runs import run
 from zexport import ReshardOptions, Share, reshard, reshard_part
 from zexport.run.execute import ExportReport
+from zexport.run.parts import PartReport
 
 SOURCE = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
 COMMAND = (sys.executable, "-m", "zexport")
@@ -37,6 +38,9 @@ def test_parts_in_any_order_give_the_same_bytes_as_one_process(
     for number in order:
         done = reshard_part(source, tmp_path / "out", Share(number, count), options)
         assert isinstance(done, ExportReport) == (number == order[-1])
+    again = reshard_part(source, tmp_path / "out", Share(1, count), options)
+    assert isinstance(again, PartReport)
+    assert again.missing == ()
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 

@@ -41,20 +41,16 @@ def print_plan(
     side_nbytes: Mapping[str, int],
     *,
     quiet: bool = False,
-    holds: tuple[str, str] | None = None,
+    what: str = "",
 ) -> None:
-    """The plan for people; nothing has been written.
-
-    ``holds`` is a word for what the files hold, and how many of what kind; tensors else.
-    """
-    holds = holds or ("Tensors", f"{plan.tensors:,}, {_form(plan.form)}")
+    """The plan for people; nothing has been written. ``what`` is made is said by ``form`` else."""
     _print_first(console, f"Plan for {plan.out_dir} (nothing is written)", plan, "bold")
     reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
     seconds = duration(plan.seconds_at_1_gb_per_s)
     print_facts(
         console,
         (
-            holds,
+            ("Tensors", f"{plan.tensors:,}, {what or _form(plan.form)}"),
             ("Reads", reads),
             ("Compared", _compared(plan)),
             ("Writes", size(plan.nbytes_to_write)),
@@ -64,7 +60,7 @@ def print_plan(
         ),
     )
     rows = _file_rows(plan, side_nbytes)
-    print_table(console, ("File", ">Size", f">{holds[0]}"), rows, "Files")
+    print_table(console, ("File", ">Size", ">Tensors"), rows, "Files")
     print_findings(console, "Findings", plan.findings)
     print_list(console, "Warnings", plan.warnings, "bold yellow")
     print_list(console, "Notes", () if quiet else plan.notes)
@@ -103,17 +99,15 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
     yield "zexport_manifest.json", "", ""
 
 
-def print_export(
-    console: Console, report: ExportReport, *, holds: tuple[str, str] | None = None
-) -> None:
-    """The report for people; ``holds`` as for the plan."""
+def print_export(console: Console, report: ExportReport, *, what: str = "") -> None:
+    """The report for people. ``what`` was made is said by its form else."""
     done = "Resharded" if report.form.is_checkpoint else "Exported"
     speed = report.nbytes_written / max(report.seconds, 1e-9)
     _print_first(console, f"{done} to {report.out_dir}", report, "bold green")
     print_facts(
         console,
         (
-            holds or ("Tensors", f"{report.tensors:,}, {_form(report.form)}"),
+            ("Tensors", f"{report.tensors:,}, {what or _form(report.form)}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
@@ -140,7 +134,7 @@ def print_part(console: Console, report: PartReport) -> None:
                 "To come",
                 f"{some(missing, 8)}; the last one publishes the folder" if missing else "",
             ),
-            ("Published", "" if missing else "the folder is complete"),
+            ("Published", "" if missing else "by another part"),
         ),
     )
     print_warnings(console, report)

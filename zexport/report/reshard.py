@@ -23,19 +23,19 @@ def print_reshard_plan(
     quiet: bool = False,
 ) -> None:
     """The plan for people; nothing has been written."""
-    print_plan(console, plan, side_nbytes, quiet=quiet, holds=_pieces(plan.tensors, settings))
+    print_plan(console, plan, side_nbytes, quiet=quiet, what=_for_whom(settings))
 
 
 def print_reshard(console: Console, report: ExportReport, settings: TargetSettings) -> None:
     """The report for people."""
-    print_export(console, report, holds=_pieces(report.tensors, settings))
+    print_export(console, report, what=_for_whom(settings))
 
 
-def _pieces(count: int, settings: TargetSettings) -> tuple[str, str]:
-    """In how many pieces the tensors are, and which ranks go on from them."""
-    words = [f"{count:,}", f"for {plural(settings.world_size, 'rank')} under ZeRO-{settings.stage}"]
+def _for_whom(settings: TargetSettings) -> str:
+    """Which ranks go on from it."""
+    words = [f"for {plural(settings.world_size, 'rank')} under ZeRO-{settings.stage}"]
     if settings.is_bf16_optimizer:
         words.append("BF16_Optimizer")
     if settings.is_dealt_out:
         words.append("round robin")
-    return "Pieces", ", ".join(words)
+    return ", ".join(words)

@@ -55,7 +55,7 @@ def looks_made(plan: ExportPlan, folder: Path) -> bool:
         with reading(folder, VerificationError):
             return (
                 exists(folder / MANIFEST_NAME)
-                and _told(manifest := read_manifest(folder)) == _planned(plan)
+                and _told(manifest := read_manifest(folder), plan) == _planned(plan)
                 and is_as_written(folder)
                 and all(_is_there(folder / name, one) for name, one in manifest.files.items())
             )
@@ -83,9 +83,9 @@ def holds_share(
     return True
 
 
-def _told(manifest: Manifest) -> tuple[object, ...]:
+def _told(manifest: Manifest, plan: ExportPlan) -> tuple[object, ...]:
     """All that a manifest says before a tensor is read; files of tensors count by their size."""
-    of_tensors = {tensor.shard for tensor in manifest.tensors.values()}
+    of_tensors = {file.filename for file in plan.shards}
     return (
         manifest.zexport_version,
         manifest.provenance,
