@@ -50,7 +50,7 @@ def print_plan(
     print_facts(
         console,
         (
-            ("Tensors", f"{plan.tensors:,}, {what or _form(plan.form)}"),
+            (_unit(plan.form), f"{plan.tensors:,}, {what or _form(plan.form)}"),
             ("Reads", reads),
             ("Compared", _compared(plan)),
             ("Writes", size(plan.nbytes_to_write)),
@@ -60,7 +60,7 @@ def print_plan(
         ),
     )
     rows = _file_rows(plan, side_nbytes)
-    print_table(console, ("File", ">Size", ">Tensors"), rows, "Files")
+    print_table(console, ("File", ">Size", f">{_unit(plan.form)}"), rows, "Files")
     print_findings(console, "Findings", plan.findings)
     print_list(console, "Warnings", plan.warnings, "bold yellow")
     print_list(console, "Notes", () if quiet else plan.notes)
@@ -72,6 +72,11 @@ def _print_first(
     """The first line: what was made of which checkpoint, and whether nothing will load it."""
     only = f": {WEIGHTS_ONLY}" if result.form.weights_only else ""
     print_line(console, f"{done} from {result.origin}{only}", "bold yellow" if only else style)
+
+
+def _unit(form: Form) -> str:
+    """What files hold: whole tensors, or what is cut for ranks."""
+    return "Pieces" if form.is_checkpoint else "Tensors"
 
 
 def _form(form: Form) -> str:
@@ -107,7 +112,7 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
     print_facts(
         console,
         (
-            ("Tensors", f"{report.tensors:,}, {what or _form(report.form)}"),
+            (_unit(report.form), f"{report.tensors:,}, {what or _form(report.form)}"),
             ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
@@ -134,7 +139,7 @@ def print_part(console: Console, report: PartReport) -> None:
                 "To come",
                 f"{some(missing, 8)}; the last one publishes the folder" if missing else "",
             ),
-            ("Published", "" if missing else "by another part"),
+            ("Published", "" if missing else "the folder is complete"),
         ),
     )
     print_warnings(console, report)
