@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import VerificationError, ZexportError
-from zexport.plan.plan import ExportPlan, Origin, TensorPlan
+from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.added import added_files
