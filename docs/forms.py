@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from zexport.beside.events import WatchEvent
 from zexport.compare.diff import DiffReport
 from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
@@ -55,6 +56,7 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
         SCHEMA,
         (VerifyReport,),
     ),
+    "watch": ("What `zexport watch --json` prints, a line for each event", SCHEMA, (WatchEvent,)),
 }
 """By name: its title, its number, and the types whose fields stand beside each other."""
 

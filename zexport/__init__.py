@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from zexport.api.parts import consolidate_part, finish_export, reshard_part
     from zexport.api.reshard import plan_reshard, reshard
     from zexport.api.verify import verify_export
+    from zexport.beside.events import WatchEvent
+    from zexport.beside.watch import WatchOptions, watch
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
@@ -68,6 +70,8 @@ __all__ = [
     "TensorDiff",
     "VerifyMode",
     "VerifyReport",
+    "WatchEvent",
+    "WatchOptions",
     "ZeroCheckpoint",
     "ZexportError",
     "__version__",
@@ -83,6 +87,7 @@ __all__ = [
     "reshard_part",
     "run_export",
     "verify_export",
+    "watch",
 ]
 
 __version__ = "0.1.0"
@@ -94,6 +99,8 @@ _HOMES = {
     "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
     "api.reshard": ("plan_reshard", "reshard"),
     "api.verify": ("verify_export",),
+    "beside.events": ("WatchEvent",),
+    "beside.watch": ("WatchOptions", "watch"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),

@@ -203,6 +203,7 @@ PRINTED = {
     "inspect": ["inspect"],
     "verify": ["verify"],
     "diff": ["diff"],
+    "watch": ["watch"],
     "train": ["train"],
 }
 """The schemas of what each command prints with ``--json``."""
@@ -239,6 +240,7 @@ def test_what_commands_print_fits_their_schemas(tmp_path: Path) -> None:
         (0, "verify", ("verify", model, "--against", PLAIN)),
         (0, "diff", ("diff", model, other)),
         (7, "diff", ("diff", model, other, "--fail-on", "different")),
+        (0, "watch", ("watch", PLAIN, tmp_path / "outs", "--once")),
     ):
         found, told = printed(*words)
         assert found == code
@@ -259,6 +261,7 @@ def test_a_failure_of_every_command_fits_its_schema(tmp_path: Path) -> None:
         "inspect": [(3, (nothing,)), (2, ("--unknown",))],
         "verify": [(7, (nothing, "--against", PLAIN)), (2, ())],
         "diff": [(3, (nothing, PLAIN)), (2, (nothing,))],
+        "watch": [(2, (nothing, nothing, "--once")), (2, ())],
         "train": [(6, (full,)), (2, (nothing, "--stage", 4))],
     }
     assert list(failures) == list(PRINTED)

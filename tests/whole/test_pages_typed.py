@@ -97,6 +97,13 @@ def test_what_a_page_says_gives_the_weights_that_were_trained(page: str, tmp_pat
         assert differences(weights(tmp_path / model), rounded(truth)) == []
 
 
+def test_what_the_page_about_a_training_says_exports_its_checkpoint(tmp_path: Path) -> None:
+    run_of(tmp_path / "run/checkpoint-100", with_config=True)
+    (tmp_path / "run/checkpoint-100/trainer_state.json").write_text("{}")
+    typed("watch.md", tmp_path)
+    assert_loads(tmp_path / "models/checkpoint-100")
+
+
 @pytest.mark.parametrize("page", ["index.md", "faq.md"])
 def test_what_the_pages_for_all_say_ends_well(page: str, tmp_path: Path) -> None:
     run_of(tmp_path / "run/checkpoint-100", with_config=True)

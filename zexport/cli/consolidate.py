@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zexport.cli.export_options import export_options, options_of
 from zexport.cli.options import (
     PATH,
-    ByteSize,
-    Named,
-    Rename,
-    adapter_options,
-    allow_option,
-    check_option,
-    jobs_option,
     json_option,
     links_option,
     missing_path,
@@ -28,8 +22,6 @@ from zexport.cli.options import (
 )
 from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
-from zexport.findings import FindingKind
-from zexport.options import Engine, ExportDType, ExportOptions, NameLayout
 from zexport.printable import shell_word
 from zexport.store.folders import exists
 
@@ -39,67 +31,13 @@ if TYPE_CHECKING:
     from zexport.run.parts import PartReport
     from zexport.run.shares import Share
 
-_DEFAULTS = ExportOptions()
-_SHARD_NBYTES_MIN = 10**6
-
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, given by name.")
 @tag_option
-@click.option(
-    "--dtype",
-    type=Named(ExportDType),
-    default=_DEFAULTS.dtype.value,
-    show_default=True,
-    help="Element type of the weights; auto is the one the module trained in.",
-)
-@click.option(
-    "--base",
-    type=PATH,
-    help="Model folder, or the name of one in the hub's cache, for config, tokenizer and frozen "
-    "weights not saved.",
-)
-@click.option(
-    "--only",
-    metavar="PREFIX",
-    default=_DEFAULTS.only,
-    help="Export what lies under PREFIX in the model alone, such as one of model and ema.",
-)
-@click.option(
-    "--max-shard-size",
-    type=ByteSize(_SHARD_NBYTES_MIN),
-    default="5GB",
-    show_default=True,
-    help="Largest safetensors file.",
-)
-@click.option(
-    "--engine",
-    type=Named(Engine),
-    default=_DEFAULTS.engine.value,
-    show_default=True,
-    help="Who rebuilds the weights; deepspeed runs its own converter, as a reference.",
-)
-@click.option("--exclude-frozen", is_flag=True, help="Leave frozen weights out.")
-@click.option(
-    "--layout",
-    type=Named(NameLayout),
-    default=_DEFAULTS.layout.value,
-    show_default=True,
-    help="Tensor names: the hub's, or the module's in memory as the checkpoint records them.",
-)
-@click.option(
-    "--rename",
-    type=Rename(),
-    multiple=True,
-    help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
-)
-@adapter_options
-@jobs_option
-@click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
+@export_options
 @verify_option
-@check_option
-@allow_option
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
 @part_option
@@ -141,7 +79,7 @@ def consolidate(
 
     ckpts, out = _split(paths, output)
     mode = VerifyMode("none" if no_verify else verify)
-    options = _options(**chosen)
+    options = options_of(**chosen)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
         checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
@@ -170,24 +108,6 @@ def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ..
             f"OUT is given twice, as {str(paths[-1])!r} and with --output as {str(output)!r}."
         )
     return paths, output
-
-
-def _options(
-    *,
-    max_shard_size: int,
-    max_memory: int | None,
-    rename: tuple[tuple[str, str], ...],
-    allow: tuple[FindingKind, ...],
-    **chosen: Any,
-) -> ExportOptions:
-    """What was chosen, by the library's names for it."""
-    return ExportOptions(
-        max_shard_nbytes=max_shard_size,
-        max_memory_nbytes=max_memory,
-        renames=rename,
-        allow=frozenset(allow),
-        **chosen,
-    )
 
 
 def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:

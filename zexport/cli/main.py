@@ -24,7 +24,7 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
-_COMMANDS = ("consolidate", "finish", "reshard", "inspect", "verify", "diff", "train")
+_COMMANDS = ("consolidate", "finish", "reshard", "inspect", "verify", "diff", "watch", "train")
 _MEANT = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
     **dict.fromkeys(("resume", "ds_to_universal", "universal", "repartition"), "reshard"),
@@ -156,7 +156,7 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
         from zexport.store.json import form_of
 
         with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
-            click.echo(json.dumps(form_of(Failure(Told.of(error))), indent=2))
+            click.echo(json.dumps(form_of(Failure(Told.of(error)))))
     return error.exit_code
 
 

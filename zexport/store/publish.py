@@ -10,7 +10,7 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -96,11 +96,16 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def locked_part(target: Path, number: int) -> Iterator[None]:
+def locked_part(target: Path, number: int) -> AbstractContextManager[None]:
     """Hold the lock of one of several workers on ``target`` while the process lives."""
     path = _beside(target, f"{_PARTIAL}.part-{number}.lock")
-    lock = _taken(path, target, f"another process writes part {number} of this folder")
+    return locked_file(path, target, f"another process writes part {number} of this folder")
+
+
+@contextmanager
+def locked_file(path: Path, target: Path, held: str) -> Iterator[None]:
+    """Hold a lock while the process lives; ``held`` says of ``target`` that another holds it."""
+    lock = _taken(path, target, held)
     try:
         yield
     finally:

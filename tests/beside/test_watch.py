@@ -1,0 +1,285 @@
+"""Checkpoints of a run that goes on, each exported by a process of its own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import Run, save, small_model
+from zexport import WatchEvent, WatchOptions, consolidate, watch
+from zexport.beside import pins
+from zexport.beside.events import EventKind
+from zexport.errors import OutputError, UsageError
+from zexport.options import ExportOptions
+
+ONCE = WatchOptions(once=True)
+OFTEN = WatchOptions(interval_s=0.1)
+
+
+def _save(run: Path, step: int, *, is_whole: bool = True) -> Path:
+    """A checkpoint as the Trainer makes it; the file that says it is complete comes last."""
+    folder = run / f"checkpoint-{step}"
+    save(small_model(), Run(steps=step, optimizer_step=float(step)), folder, f"global_step{step}")
+    if is_whole:
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def _told(events: list[WatchEvent]) -> list[tuple[EventKind, str]]:
+    return [(one.event, one.checkpoint) for one in events]
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _state(run: Path) -> dict[str, tuple[int, int]]:
+    """Names, times and sizes of all that a run holds."""
+    there = (run, *run.rglob("*"))
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in there}
+
+
+def test_every_complete_checkpoint_is_exported_once_as_consolidate_does(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    assert [*watch(run, outs, ONCE)] == []
+    for step in (2, 4):
+        _save(run, step)
+    _save(run, 6, is_whole=False)
+    before = _state(run)
+    options = ExportOptions(dtype="bf16", max_shard_nbytes=10**6)  # type: ignore[arg-type]
+    events = [*watch(run, outs, ONCE, options)]
+    assert _told(events) == [
+        (EventKind.EXPORTED, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-4"),
+        (EventKind.WAITING, "checkpoint-6"),
+    ]
+    assert [one.step for one in events[:2]] == [2, 4]
+    assert "trainer_state.json" in events[2].why
+    assert _state(run) == before
+    for step in (2, 4):
+        consolidate(run / f"checkpoint-{step}", tmp_path / f"{step}", options)
+        assert _files(outs / f"checkpoint-{step}") == _files(tmp_path / f"{step}")
+    _save(run, 6)
+    assert _told([*watch(run, outs, ONCE, options)]) == [(EventKind.EXPORTED, "checkpoint-6")]
+    assert [*(outs / ".zexport-watch" / "pins").iterdir()] == []
+
+
+@pytest.mark.parametrize("refusal", [None, errno.EXDEV])
+def test_a_checkpoint_that_waits_is_exported_though_the_run_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int | None
+) -> None:
+    """By hard links, or from its open files where another file system knows no links."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(refusal, "Invalid cross-device link")
+
+    if refusal is not None:
+        monkeypatch.setattr(pins.os, "link", refuse)
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    consolidate(run / "checkpoint-4", tmp_path / "4")
+    events = watch(run, outs, OFTEN)
+    assert next(events).checkpoint == "checkpoint-2"
+    shutil.rmtree(run / "checkpoint-4")
+    second = next(events)
+    assert (second.event, second.checkpoint) == (EventKind.EXPORTED, "checkpoint-4")
+    assert _files(outs / "checkpoint-4") == _files(tmp_path / "4")
+    _save(run, 6, is_whole=False)
+    timer = threading.Timer(1, shutil.rmtree, [run / "checkpoint-6"])
+    timer.start()
+    assert next(events).event is EventKind.LOST
+    timer.join()
+    events.close()
+
+
+def test_a_watch_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4, 6):
+        _save(run, step)
+    events = watch(run, outs, OFTEN)
+    assert next(events).checkpoint == "checkpoint-2"
+    events.close()
+    for step in (2, 4):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    assert _told([*watch(run, outs, ONCE)]) == [
+        (EventKind.EXPORTED, "checkpoint-4"),
+        (EventKind.EXPORTED, "checkpoint-6"),
+    ]
+
+
+def test_an_export_that_was_published_when_the_watch_was_killed_is_not_made_again(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    ledger = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(ledger.read_text())
+    record["entries"]["checkpoint-2"] |= {"is_done": False, "manifest": ""}
+    ledger.write_text(json.dumps(record))
+    assert [*watch(run, outs, ONCE)] == []
+
+
+def test_another_save_of_the_same_step_replaces_its_export(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    before = _files(outs / "checkpoint-2")
+    shutil.rmtree(run / "checkpoint-2")
+    save(small_model(), Run(stage=2, steps=2), run / "checkpoint-2", "global_step2")
+    (run / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+    assert _files(outs / "checkpoint-2") != before
+
+
+def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    (outs / "checkpoint-4").mkdir(parents=True)
+    (outs / "checkpoint-4" / "thesis.tex").write_text("mine")
+    spoilt = next((run / "checkpoint-2").glob("*/*rank_1*optim*"))
+    whole = spoilt.read_bytes()
+    spoilt.write_bytes(whole[:-300] + bytes(200) + whole[-100:])
+    _save(run, 6)
+    events = [*watch(run, outs, ONCE)]
+    assert _told(events) == [
+        (EventKind.FAILED, "checkpoint-4"),
+        (EventKind.FAILED, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-6"),
+    ]
+    assert [one.code for one in events] == [6, 3, 0]
+    message = events[1].error.message if events[1].error is not None else ""
+    assert str(run / "checkpoint-2") in message
+    assert ".zexport-watch" not in message
+    assert (outs / "checkpoint-4" / "thesis.tex").read_text() == "mine"
+    spoilt.write_bytes(whole)
+    assert (EventKind.EXPORTED, "checkpoint-2") in _told([*watch(run, outs, ONCE)])
+
+
+def test_a_plain_run_is_exported_when_every_file_is_whole_and_still(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    save(small_model(), Run(steps=1), run, "global_step1")
+    save(small_model(), Run(steps=2), run, "global_step2")
+    late = next((run / "global_step2").glob("*rank_1*optim*"))
+    whole = late.read_bytes()
+    late.write_bytes(whole[: len(whole) // 2])
+    events = [*watch(run, outs, ONCE)]
+    assert _told(events) == [
+        (EventKind.EXPORTED, "global_step1"),
+        (EventKind.WAITING, "global_step2"),
+    ]
+    late.write_bytes(whole)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "global_step2")]
+    consolidate(run, tmp_path / "2", tag="global_step2")
+    assert _files(outs / "global_step2") == _files(tmp_path / "2")
+
+
+def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "it's $(touch there); outs"
+    _save(run, 2)
+    log = tmp_path / "log"
+    fails = WatchOptions(once=True, then=f"printf '%s|' {{}} {{step}} >> {log}; exit 3")
+    events = [*watch(run, outs, fails)]
+    assert [one.event for one in events] == [EventKind.EXPORTED, EventKind.COMMAND_FAILED]
+    assert log.read_text() == f"{outs / 'checkpoint-2'}|2|"
+    works = WatchOptions(once=True, then=f"echo again {{step}} >> {log}")
+    assert _told([*watch(run, outs, works)]) == [(EventKind.RAN, "checkpoint-2")]
+    assert [*watch(run, outs, works)] == []
+    assert log.read_text().endswith("again 2\n")
+
+
+def test_older_exports_go_that_are_as_they_were_made(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4, 6, 8):
+        _save(run, step)
+    assert len([*watch(run, outs, WatchOptions(once=True, every=4))]) == 2
+    (outs / "checkpoint-4" / "notes.txt").write_text("mine")
+    for step in (10, 12):
+        _save(run, step)
+    consolidate(run / "checkpoint-8", tmp_path / "8", ExportOptions(only="lin"))
+    shutil.rmtree(outs / "checkpoint-8")
+    (tmp_path / "8").rename(outs / "checkpoint-8")
+    events = [*watch(run, outs, WatchOptions(once=True, keep=1))]
+    assert _told(events) == [
+        (EventKind.EXPORTED, "checkpoint-10"),
+        (EventKind.LEFT, "checkpoint-4"),
+        (EventKind.LEFT, "checkpoint-8"),
+        (EventKind.EXPORTED, "checkpoint-12"),
+        (EventKind.REMOVED, "checkpoint-10"),
+    ]
+    assert {path.name for path in outs.iterdir()} == {
+        ".zexport-watch",
+        "checkpoint-4",
+        "checkpoint-8",
+        "checkpoint-12",
+    }
+    assert [*watch(run, outs, WatchOptions(once=True, keep=2))] == []
+
+
+def test_what_a_newer_checkpoint_has_overtaken_is_skipped(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4, 6):
+        _save(run, step)
+    newest = WatchOptions(once=True, newest_only=True)
+    assert _told([*watch(run, outs, newest)]) == [
+        (EventKind.SKIPPED, "checkpoint-2"),
+        (EventKind.SKIPPED, "checkpoint-4"),
+        (EventKind.EXPORTED, "checkpoint-6"),
+    ]
+    assert not (outs / "checkpoint-2").exists()
+    assert [*watch(run, outs, newest)] == []
+
+
+def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    first = watch(run, outs, OFTEN)
+    next(first)
+    with pytest.raises(OutputError, match="another watch exports into this folder"):
+        next(watch(run, outs, ONCE))
+    first.close()
+    with pytest.raises(OutputError, match="has the exports of another run"):
+        next(watch(tmp_path / "other", outs, ONCE))
+    with pytest.raises(UsageError, match="need a folder of their own"):
+        next(watch(run, run, ONCE))
+    with pytest.raises(UsageError, match="keep is too small"):
+        WatchOptions(keep=0)
+    (outs / ".zexport-watch" / "ledger.json").write_text("{")
+    with pytest.raises(OutputError, match="is not what a watch writes"):
+        next(watch(run, outs, ONCE))
+
+
+def test_a_watch_ends_soon_after_it_is_asked_to_and_leaves_no_process(tmp_path: Path) -> None:
+    run, outs, pid = tmp_path / "run", tmp_path / "outs", tmp_path / "pid"
+    _save(run, 2)
+    then = f"echo $$ > {pid}; sleep 300"
+    words = [sys.executable, "-m", "zexport", "watch", run, outs, "--interval", "0.1", "--json"]
+    watching = subprocess.Popen([*words, "--then", then], stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    assert json.loads(watching.stdout.readline())["event"] == "exported"
+    for _ in range(300):
+        if pid.exists() and pid.read_text().strip():
+            break
+        time.sleep(0.1)
+    began = time.monotonic()
+    watching.send_signal(signal.SIGTERM)
+    assert watching.wait(30) == 130
+    assert time.monotonic() - began < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

@@ -1,0 +1,64 @@
+"""What a watch tells of a run's checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zexport.report.failure import Told
+from zexport.store.json import JsonObject, Natural, form_of
+
+
+class EventKind(Enum):
+    """What has become of a checkpoint, or of its export."""
+
+    EXPORTED = "exported"
+    FAILED = "failed"
+    LOST = "lost"
+    """The run removed it before it could be kept."""
+    SKIPPED = "skipped"
+    """A newer one was complete before its turn came."""
+    WAITING = "waiting"
+    """It is not complete."""
+    RAN = "ran"
+    """The command after the export has ended well."""
+    COMMAND_FAILED = "command-failed"
+    REMOVED = "removed"
+    """The export was older than those that are kept."""
+    LEFT = "left"
+    """The export would be removed, were it as it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of what a watch tells.
+
+    Attributes:
+        event: what has happened.
+        checkpoint: name of the checkpoint.
+        step: the optimizer steps that it records.
+        out: the folder of its export.
+        seconds: how long it took.
+        warnings: what should be known before the export is used.
+        error: why there is no export, or what is wrong.
+        why: the reason, where it is no error.
+    """
+
+    event: EventKind
+    checkpoint: str
+    step: Natural | None
+    out: Path
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+    error: Told | None = None
+    why: str = ""
+
+    @property
+    def code(self) -> int:
+        """The exit code of a watch of which nothing worse is to be told."""
+        return 0 if self.error is None else self.error.code
+
+    def to_json(self) -> JsonObject:
+        """The event as JSON values, with a ``schema`` number."""
+        return form_of(self)

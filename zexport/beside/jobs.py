@@ -1,0 +1,106 @@
+"""What runs beside the training in a process of its own: an export, or the command after it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.report.failure import Failure, Told
+from zexport.store.json import decoded
+
+_NICENESS = 10
+_END_S = 20
+"""So long a process may take to end when it is asked to."""
+
+_OWN_SETTINGS = "ZEXPORT_CONSOLIDATE_"
+_TAIL_NBYTES = 2000
+
+
+class Job:
+    """A process at low priority, in a session of its own; it ends with ``end`` at the latest."""
+
+    def __init__(self, words: Sequence[str | Path], *, is_heard: bool) -> None:
+        """Start it; its output is kept, unless it ``is_heard`` on stderr."""
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN_SETTINGS)}
+        self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=2 if is_heard else self._out,
+            stderr=2 if is_heard else self._err,
+            env=environment,
+            start_new_session=True,
+        )
+        with suppress(OSError):  # it has ended already
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, as soon as it has ended; ``None`` where that takes longer."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def output(self) -> tuple[str, str]:
+        """What it wrote to stdout, and the end of what it wrote to stderr."""
+        self._out.seek(0)
+        nbytes = self._err.seek(0, os.SEEK_END)
+        self._err.seek(max(0, nbytes - _TAIL_NBYTES))
+        return self._out.read().decode(errors="replace"), self._err.read().decode(errors="replace")
+
+    def end(self) -> None:
+        """Have the process end, and all that it has started, if it has not."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.wait(0) is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                self.wait(_END_S)
+        self._out.close()
+        self._err.close()
+
+
+class Exported(Struct, frozen=True):
+    """What an export in its own process told.
+
+    Attributes:
+        warnings: what should be known before it is used.
+        error: why there is none.
+    """
+
+    warnings: tuple[str, ...] = ()
+    error: Told | None = None
+
+
+def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+    """An export as ``zexport consolidate`` makes it, with its options in words."""
+    program = (sys.executable, "-m", "zexport", "consolidate", checkpoint, out_dir)
+    return Job((*program, *words, "--json", "--quiet"), is_heard=False)
+
+
+def told_by(job: Job, code: int) -> Exported:
+    """What an export that has ended told; one that told nothing was ended from outside."""
+    out, err = job.output()
+    if code == 0:
+        return decoded(out, Exported)
+    if out:
+        return Exported(error=decoded(out, Failure).error)
+    last = err.strip().rpartition("\n")[2]
+    said = f"the export ended with code {code}" + (f": {last}" if last else "")
+    return Exported(error=Told(max(code, 1), "internal", None, said, ""))
+
+
+def start_command(command: str, out_dir: Path, step: int | None) -> Job:
+    """A shell's command, with ``{}`` for the folder and ``{step}`` for the step, each quoted."""
+    number = "" if step is None else str(step)
+    words = command.replace("{step}", shlex.quote(number)).replace("{}", shlex.quote(str(out_dir)))
+    return Job(("sh", "-c", words), is_heard=True)

@@ -1,0 +1,150 @@
+"""What a run's folder holds at one moment, and what says that a checkpoint there is complete.
+
+``latest`` says nothing: rank 0 writes it before the other ranks are done (DeepSpeed 0.19.8,
+``runtime/engine.py``: ``save_checkpoint``).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from blake3 import blake3
+from msgspec import Struct
+
+from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
+from zexport.checkpoint.find import locate, run_folder
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.errors import CheckpointError, ZexportError
+from zexport.store.boundary import Boundary
+from zexport.store.files import Version, changed_ns, version
+from zexport.store.folders import exists, leaves
+from zexport.store.json import read_json_object
+
+STILL_S = 600
+"""What has not changed for so long will not change: an export says what is wrong with it."""
+
+_SETTLED_S = 60
+"""What has not changed for so long is not being written, if nothing is missing."""
+
+_TRAINERS = re.compile(r"checkpoint-\d{1,18}", re.ASCII)
+_STATE = "trainer_state.json"
+_BEING_SAVED = "checkpoint-is-incomplete.txt"
+
+
+class Sighting(Struct, frozen=True):
+    """A checkpoint of a run, as it was at one moment.
+
+    Attributes:
+        name: of its folder: the tag's, or that of the folder which a framework makes around it.
+        run: the folder with the run's checkpoints.
+        tag_dir: the folder with the rank files.
+        versions: of every file in that, by its name there.
+        changed_ns: when one of them last changed, by the clock of their file system.
+    """
+
+    name: str
+    run: Path
+    tag_dir: Path
+    versions: Mapping[str, Version]
+    changed_ns: int
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is this checkpoint alone."""
+        return self.run / self.name
+
+    @property
+    def mark(self) -> str:
+        """A digest of its files' names, sizes and times: another save has another."""
+        told = "\n".join(f"{name} {one}" for name, one in sorted(self.versions.items()))
+        return blake3(told.encode()).hexdigest()
+
+    @property
+    def written_ns(self) -> int:
+        """When the last of its files was written."""
+        return max((one.mtime_ns for one in self.versions.values()), default=0)
+
+    def step(self, boundary: Boundary) -> int | None:
+        """The optimizer steps that it records."""
+        return recorded_step(self.tag_dir, boundary)
+
+    def lacks(self, earlier: Sighting | None) -> str:
+        """What is still to come, in words; empty for a complete checkpoint.
+
+        Args:
+            earlier: the same checkpoint as it was seen before.
+
+        A Trainer's has its state, which is written when every rank has closed its files
+        (transformers 5.23, ``trainer.py``: ``_save_checkpoint``). Any other has all files of every
+        rank, each with its zip's end record, and does not change. One that has not changed for ten
+        minutes counts as complete: exporting it tells what is wrong.
+        """
+        age_s = (time.time_ns() - self.changed_ns) / 1e9
+        if age_s > STILL_S:
+            return ""
+        if _TRAINERS.fullmatch(self.name) and self.folder != self.tag_dir:
+            return self._lacks_of_trainer()
+        if missing := _missing(self.tag_dir):
+            return missing
+        is_still = age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
+        return "" if is_still else "its files may still change"
+
+    def _lacks_of_trainer(self) -> str:
+        if exists(self.folder / _BEING_SAVED):
+            return f"{_BEING_SAVED} is there"
+        try:
+            read_json_object(self.folder / _STATE)
+        except ZexportError:
+            return f"{_STATE} is not written yet"
+        return ""
+
+    @property
+    def is_unproved(self) -> bool:
+        """Whether it is a Trainer's without the file that says it is complete."""
+        is_trainers = _TRAINERS.fullmatch(self.name) and self.folder != self.tag_dir
+        return bool(is_trainers) and not exists(self.folder / _STATE)
+
+
+def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
+    """The checkpoints in a run's folder, oldest first; none where there is no folder yet.
+
+    One that is removed meanwhile is left out.
+    """
+    try:
+        run = run_folder(run)
+        found = [*_sightings(run, boundary)]
+    except FileNotFoundError:
+        return ()
+    return tuple(sorted(found, key=lambda one: (one.written_ns, one.name)))
+
+
+def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
+    tags = list_tags(run)
+    checkpoints = list_ages(run) if tags else list_run_checkpoints(run)
+    for name in (*checkpoints, *tags):
+        try:
+            yield sighting(run, name, boundary)
+        except (CheckpointError, FileNotFoundError):  # it is going, or not there yet
+            continue
+
+
+def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
+    """The checkpoint of that name in a run."""
+    located = locate(run / name, follow_symlinks=boundary.follow)
+    files = [path for path in leaves(located.tag_dir) if boundary.holds(path)]
+    versions = {str(path.relative_to(located.tag_dir)): version(path) for path in files}
+    changed = max((changed_ns(path) or 0 for path in files), default=0)
+    return Sighting(name, run, located.tag_dir, versions, changed)
+
+
+def _missing(tag_dir: Path) -> str:
+    """What is not there yet, or not whole; what is wrong for good is for the export to tell."""
+    try:
+        problems = open_checkpoint(tag_dir).problems
+    except ZexportError as error:
+        problems = (error,)
+    found = (one.statement() for one in problems if isinstance(one, CheckpointError))
+    return next(found, "")

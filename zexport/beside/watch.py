@@ -1,0 +1,334 @@
+"""Every checkpoint of a run exported, once, as soon as it is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.beside.events import EventKind, WatchEvent
+from zexport.beside.jobs import Job, start_command, start_export, told_by
+from zexport.beside.ledger import Ledger, held
+from zexport.beside.pins import Pin, pin, pins_left
+from zexport.beside.sightings import Sighting, look
+from zexport.beside.words import words_of
+from zexport.errors import OutputError, UsageError, ZexportError
+from zexport.options import ExportOptions
+from zexport.report.failure import Told
+from zexport.store.boundary import Boundary
+from zexport.store.folders import absolute, exists, local_path, make_folder, real
+
+_SETTLE_S = 2.0
+"""Between the two looks of a watch that looks once."""
+
+_RETRY_S = 60.0
+"""A full disk may have room again after so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """The choices of a watch, with their defaults.
+
+    Attributes:
+        once: export what is complete, and end.
+        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
+        keep: so many exports stay, the newest; ``None`` for all.
+        every: export checkpoints of steps that this divides.
+        newest_only: leave out what a newer complete checkpoint has overtaken.
+        interval_s: seconds between two looks at the run.
+    """
+
+    once: bool = False
+    then: str = ""
+    keep: int | None = None
+    every: int = 1
+    newest_only: bool = False
+    interval_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        """Numbers that mean nothing are refused."""
+        for name, value, least in (
+            ("keep", self.keep, 1),
+            ("every", self.every, 1),
+            ("interval_s", self.interval_s, 0.05),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{name} is too small", found=value, expected=f"{least} or more")
+
+
+def watch(
+    run: Path | str,
+    outs: Path | str,
+    options: WatchOptions | None = None,
+    export: ExportOptions | None = None,
+    *,
+    follow_symlinks: bool = False,
+    verify: str = "readback",
+) -> Generator[WatchEvent]:
+    """What becomes of the checkpoints of a run, as it happens; each is exported once.
+
+    Each export is a process of its own at low priority, which ends when the generator is closed.
+    Checkpoints that wait are kept from being removed. Nothing is ever written into the run.
+
+    Args:
+        run: the folder that checkpoints are saved to; it need not be there yet.
+        outs: the folder for the exports, each under its checkpoint's name.
+        options: what to export, what to do after, how long to go on.
+        export: as for ``consolidate``.
+        follow_symlinks: as for ``consolidate``.
+        verify: as for ``consolidate``.
+
+    Raises:
+        OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
+            be written.
+        UsageError: ``outs`` is the run's folder.
+    """
+    run, outs = absolute(local_path(run)), absolute(local_path(outs))
+    if real(run) == real(outs):
+        raise UsageError("the exports need a folder of their own", found=str(outs))
+    export = export or ExportOptions()
+    words = (*words_of(export), "--verify", verify)
+    with held(outs) as place:
+        make_folder(place / "pins")
+        ledger = Ledger(outs, place, real(run))
+        boundary = Boundary.of(run, follow=follow_symlinks)
+        owed = [name for name, entry in ledger.entries.items() if entry.is_owed]
+        options = options or WatchOptions()
+        work = _Work(run, place, ledger, boundary, options, words, owed=owed)
+        try:
+            yield from work.events()
+        finally:
+            work.end()
+
+
+class _Task(Struct, frozen=True):
+    """A checkpoint's export, or the command after it, while it runs."""
+
+    job: Job
+    event: WatchEvent
+    began: float
+    pin: Pin | None = None
+
+
+@dataclass
+class _Work:
+    """One watch: what waits, what runs, and what was told."""
+
+    run: Path
+    place: Path
+    ledger: Ledger
+    boundary: Boundary
+    options: WatchOptions
+    words: Sequence[str]
+    seen: dict[str, Sighting] = field(default_factory=dict)
+    waits: dict[str, str] = field(default_factory=dict)
+    """What each checkpoint lacks that is not complete."""
+    queue: dict[str, Pin] = field(default_factory=dict)
+    """Checkpoints that are kept until it is their turn."""
+    over: dict[str, str] = field(default_factory=dict)
+    """The marks of checkpoints that were decided on."""
+    owed: list[str] = field(default_factory=list)
+    """Exports whose command is to be run."""
+    stay: set[str] = field(default_factory=set)
+    """Older exports that cannot be removed."""
+    task: _Task | None = None
+    not_before: float = 0.0
+
+    def events(self) -> Iterator[WatchEvent]:
+        """All that happens, until nothing is left to do or for ever."""
+        self._take_over()
+        looks = 0
+        while True:
+            yield from self._look()
+            looks += 1
+            yield from self._begin()
+            if self.options.once and self._is_done(looks):
+                yield from (self._event(EventKind.WAITING, n, why=w) for n, w in self.waits.items())
+                return
+            yield from self._wait()
+
+    def end(self) -> None:
+        """Stop what runs; what waits is kept for the next watch, where links can keep it."""
+        if self.task is not None:
+            self.task.job.end()
+
+    def _is_done(self, looks: int) -> bool:
+        return self.task is None and not self.queue and (looks > 1 or not self.waits)
+
+    def _take_over(self) -> None:
+        """Go on with what a stopped watch has kept, if the run has removed it since."""
+        there = {one.name: one.mark for one in look(self.run, self.boundary)}
+        for left in pins_left(self.place / "pins"):
+            name = left.seen.name
+            if self.ledger.is_exported(left.seen) or there.get(name) == left.seen.mark:
+                left.release()
+            else:
+                self.queue[name] = left
+
+    def _look(self) -> Iterator[WatchEvent]:
+        """See what there is, and keep what is complete."""
+        seen = {one.name: one for one in look(self.run, self.boundary)}
+        for name in self.waits.keys() - seen.keys():
+            del self.waits[name]
+            yield self._event(EventKind.LOST, name, why="the run removed it before it was complete")
+        for one in seen.values():
+            if self._is_handled(one):
+                continue
+            if lacks := one.lacks(self.seen.get(one.name)):
+                self.waits[one.name] = lacks
+                continue
+            self.waits.pop(one.name, None)
+            yield from self._keep(one)
+        self.seen = seen
+
+    def _is_handled(self, one: Sighting) -> bool:
+        is_queued = one.name in self.queue or self._is_running(one.name)
+        return is_queued or self.over.get(one.name) == one.mark or self.ledger.is_exported(one)
+
+    def _is_running(self, name: str) -> bool:
+        return self.task is not None and self.task.event.checkpoint == name
+
+    def _keep(self, one: Sighting) -> Iterator[WatchEvent]:
+        """Keep a checkpoint that is to be exported."""
+        self.over[one.name] = one.mark
+        step = one.step(self.boundary)
+        is_due = step is None or step % self.options.every == 0
+        if not is_due or self._is_overtaken(one):
+            return
+        try:
+            self.queue[one.name] = pin(one, step, self.place / "pins", self.boundary)
+        except FileNotFoundError:
+            why = "the run removed it before it could be kept"
+            yield self._event(EventKind.LOST, one.name, step, why=why)
+        except ZexportError as error:
+            yield self._event(EventKind.FAILED, one.name, step, error=Told.of(error))
+
+    def _is_overtaken(self, one: Sighting) -> bool:
+        """Whether newer exports make that of a checkpoint one that would not be kept."""
+        kept = 1 if self.options.newest_only else self.options.keep
+        exported = (entry for entry in self.ledger.entries.values() if entry.is_done)
+        newer = sum(one.written_ns < entry.written_ns for entry in exported)
+        return kept is not None and newer >= kept
+
+    def _begin(self) -> Iterator[WatchEvent]:
+        """Start what is next, if nothing runs."""
+        if self.task is not None:
+            return
+        if self.owed and self.options.then:
+            self._command(self.owed.pop(0))
+        elif self.queue and time.monotonic() >= self.not_before:
+            waiting = sorted(self.queue.values(), key=lambda one: one.seen.written_ns)
+            if self.options.newest_only:
+                for one in waiting[:-1]:
+                    yield self._skipped(one)
+            self._export(self.queue.pop(waiting[-1 if self.options.newest_only else 0].seen.name))
+
+    def _skipped(self, one: Pin) -> WatchEvent:
+        del self.queue[one.seen.name]
+        one.release()
+        return self._event(EventKind.SKIPPED, one.seen.name, why="a newer one is complete")
+
+    def _export(self, one: Pin) -> None:
+        name, step = one.seen.name, one.step
+        again = ("--overwrite",) if self.ledger.is_ours(name) and self._is_there(name) else ()
+        links = ("--follow-symlinks",) if self.boundary.follow or one.descriptors else ()
+        self.ledger.begin(one.seen, step)
+        job = start_export(one.path, self.ledger.out(name), (*self.words, *again, *links))
+        event = self._event(EventKind.EXPORTED, name, step)
+        self.task = _Task(job, event, time.monotonic(), one)
+
+    def _is_there(self, name: str) -> bool:
+        return exists(self.ledger.out(name))
+
+    def _command(self, name: str) -> None:
+        if self._is_there(name):
+            entry = self.ledger.entries[name]
+            job = start_command(self.options.then, self.ledger.out(name), entry.step)
+            event = self._event(EventKind.RAN, name, entry.step)
+            self.task = _Task(job, event, time.monotonic())
+
+    def _wait(self) -> Iterator[WatchEvent]:
+        """Let time pass, until what runs has ended or the next look is due."""
+        once = self.options.once
+        seconds = _SETTLE_S if once else self.options.interval_s
+        if self.task is None:
+            time.sleep(seconds)
+        elif (code := self.task.job.wait(self.options.interval_s)) is not None:
+            task, self.task = self.task, None
+            took = time.monotonic() - task.began
+            ended = (
+                self._exported(task.event, task.job, task.pin, code)
+                if task.pin
+                else self._ran(task.event, code)
+            )
+            yield replace(ended, seconds=took)
+            task.job.end()
+            yield from self._retire()
+
+    def _exported(self, event: WatchEvent, job: Job, kept: Pin, code: int) -> WatchEvent:
+        """Note how an export has ended."""
+        name, told = event.checkpoint, told_by(job, code)
+        if told.error is None:
+            self.ledger.end(name, is_owed=bool(self.options.then))
+            self.owed += [name] * bool(self.options.then)
+            kept.release()
+            return replace(event, warnings=told.warnings)
+        if told.error.code == OutputError.exit_code and not self.options.once:
+            self.queue[name] = kept
+            self.not_before = time.monotonic() + _RETRY_S
+        else:
+            kept.release()
+        return replace(event, event=EventKind.FAILED, error=self._named(kept, told.error))
+
+    def _named(self, kept: Pin, error: Told) -> Told:
+        """An error about the checkpoint where the run has it."""
+        if kept.folder is None:
+            return error
+        inner, outer = str(kept.folder / kept.seen.run.name), str(kept.seen.run)
+        path = Path(str(error.path).replace(inner, outer)) if error.path is not None else None
+        message, hint = error.message.replace(inner, outer), error.hint.replace(inner, outer)
+        return Told(error.code, error.kind, path, message, hint)
+
+    def _ran(self, event: WatchEvent, code: int) -> WatchEvent:
+        """Note how a command has ended."""
+        if code == 0:
+            self.ledger.paid(event.checkpoint)
+            return event
+        message = f"the command after the export ended with code {code}; it is run again when "
+        message += "the watch is started again"
+        told = Told(OutputError.exit_code, "command", None, message, "")
+        return replace(event, event=EventKind.COMMAND_FAILED, error=told)
+
+    def _retire(self) -> Iterator[WatchEvent]:
+        """Remove exports beyond those that are kept, if they are as they were made."""
+        if self.options.keep is None:
+            return
+        entries = self.ledger.entries
+        done = [n for n, e in entries.items() if e.is_done and self._is_there(n)]
+        done.sort(key=lambda name: entries[name].written_ns)
+        for name in done[: -self.options.keep]:
+            if not (entries[name].is_owed or self._is_running(name) or name in self.stay):
+                yield self._removed(name)
+
+    def _removed(self, name: str) -> WatchEvent:
+        step = self.ledger.entries[name].step
+        try:
+            self.ledger.remove(name)
+        except OutputError as error:
+            self.stay.add(name)
+            return self._event(EventKind.LEFT, name, step, error=Told.of(error))
+        return self._event(EventKind.REMOVED, name, step)
+
+    def _event(
+        self,
+        event: EventKind,
+        name: str,
+        step: int | None = None,
+        *,
+        why: str = "",
+        error: Told | None = None,
+    ) -> WatchEvent:
+        return WatchEvent(event, name, step, self.ledger.out(name), error=error, why=why)

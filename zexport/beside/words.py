@@ -1,0 +1,49 @@
+"""The words of ``zexport consolidate`` that mean given options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import Enum
+
+from zexport.options import ExportOptions
+
+_OPTIONS = {
+    "max_shard_nbytes": "--max-shard-size",
+    "max_memory_nbytes": "--max-memory",
+    "renames": "--rename",
+}
+
+
+def words_of(options: ExportOptions) -> tuple[str, ...]:
+    """The words by which a command has these options; defaults are left out.
+
+    Raises:
+        ValueError: an option that no word means.
+    """
+    return tuple(_words(options))
+
+
+def _words(options: ExportOptions) -> Iterator[str]:
+    usual = ExportOptions()
+    for one in fields(options):
+        value = getattr(options, one.name)
+        if value == getattr(usual, one.name):
+            continue
+        if one.name == "hub_layout" or any("=" in old for old, _ in options.renames):
+            raise ValueError(f"no word means {one.name}={value!r}")
+        option = _OPTIONS.get(one.name, f"--{one.name.replace('_', '-')}")
+        for item in sorted(value, key=str) if isinstance(value, frozenset) else _items(value):
+            yield option
+            if item is not True:
+                yield _text(item)
+
+
+def _items(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return "=".join(value)
+    return str(value.value if isinstance(value, Enum) else value)

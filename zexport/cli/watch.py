@@ -1,0 +1,96 @@
+"""``zexport watch``: every checkpoint of a run exported while the training goes on."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zexport.cli.export_options import export_options, options_of
+from zexport.cli.options import PATH, links_option, verify_option
+
+
+@click.command(short_help="Export every checkpoint of a run while it trains.")
+@click.argument("run", type=PATH)
+@click.argument("outs", type=PATH)
+@click.option("--once", is_flag=True, help="Export what is complete, and end; for cron.")
+@click.option(
+    "--then",
+    metavar="CMD",
+    default="",
+    help="Run CMD by the shell after each export, with {} for its folder and {step} for its step.",
+)
+@click.option("--keep", type=click.IntRange(1), help="Keep the newest so many exports alone.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Export checkpoints of every so many steps alone.",
+)
+@click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05),
+    default=15,
+    show_default=True,
+    help="Seconds between two looks at RUN.",
+)
+@export_options
+@verify_option
+@links_option
+@click.option("--json", is_flag=True, help="Print one JSON object a line on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Tell of failures and warnings alone.")
+def watch(
+    *,
+    run: Path,
+    outs: Path,
+    once: bool,
+    then: str,
+    keep: int | None,
+    every: int,
+    newest_only: bool,
+    interval: float,
+    verify: str,
+    follow_symlinks: bool,
+    json: bool,
+    quiet: bool,
+    **chosen: Any,
+) -> None:
+    """Export every checkpoint of the run in RUN to OUTS, under its own name, once it is complete.
+
+    It looks at RUN every --interval seconds until it is ended by Ctrl-C or SIGTERM, and goes on
+    where it was when it is started again. Checkpoints that wait for their export are kept, even if
+    the run removes them meanwhile; nothing is written into RUN. With --once the exit code is the
+    worst of all.
+
+    Example: zexport watch run models --dtype bf16 --keep 3
+    """
+    from zexport.beside import watch as beside
+    from zexport.report.text import PlainConsole
+    from zexport.report.watch import print_event
+
+    asked = beside.WatchOptions(
+        once=once,
+        then=then,
+        keep=keep,
+        every=every,
+        newest_only=newest_only,
+        interval_s=interval,
+    )
+    worst = 0
+    options = options_of(**chosen)
+    events = beside.watch(run, outs, asked, options, follow_symlinks=follow_symlinks, verify=verify)
+    with closing(events):  # an interrupt may come while one is told
+        for event in events:
+            worst = max(worst, event.code)
+            if json:
+                click.echo(json_text.dumps(event.to_json(), allow_nan=False))
+            elif event.code or event.warnings or not quiet:
+                print_event(PlainConsole(sys.stdout), event)
+            sys.stdout.flush()
+    click.get_current_context().exit(worst)
