@@ -162,7 +162,7 @@ def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
         (EventKind.EXPORTED, "checkpoint-6"),
     ]
     assert [one.code for one in events] == [6, 3, 0]
-    message = events[1].error.message if events[1].error is not None else ""
+    message = events[1].failure.message if events[1].failure is not None else ""
     assert str(run / "checkpoint-2") in message
     assert ".zexport-watch" not in message
     assert (outs / "checkpoint-4" / "thesis.tex").read_text() == "mine"

@@ -41,7 +41,7 @@ class WatchEvent:
         out: the folder of its export.
         seconds: how long it took.
         warnings: what should be known before the export is used.
-        error: why there is no export, or what is wrong.
+        failure: why there is no export, or what is wrong.
         why: the reason, where it is no error.
     """
 
@@ -51,13 +51,13 @@ class WatchEvent:
     out: Path
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    error: Told | None = None
+    failure: Told | None = None
     why: str = ""
 
     @property
     def code(self) -> int:
         """The exit code of a watch of which nothing worse is to be told."""
-        return 0 if self.error is None else self.error.code
+        return 0 if self.failure is None else self.failure.code
 
     def to_json(self) -> JsonObject:
         """The event as JSON values, with a ``schema`` number."""

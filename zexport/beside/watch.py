@@ -204,7 +204,7 @@ class _Work:
             why = "the run removed it before it could be kept"
             yield self._event(EventKind.LOST, one.name, step, why=why)
         except ZexportError as error:
-            yield self._event(EventKind.FAILED, one.name, step, error=Told.of(error))
+            yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
 
     def _is_overtaken(self, one: Sighting) -> bool:
         """Whether newer exports make that of a checkpoint one that would not be kept."""
@@ -281,7 +281,7 @@ class _Work:
             self.not_before = time.monotonic() + _RETRY_S
         else:
             kept.release()
-        return replace(event, event=EventKind.FAILED, error=self._named(kept, told.error))
+        return replace(event, event=EventKind.FAILED, failure=self._named(kept, told.error))
 
     def _named(self, kept: Pin, error: Told) -> Told:
         """An error about the checkpoint where the run has it."""
@@ -300,7 +300,7 @@ class _Work:
         message = f"the command after the export ended with code {code}; it is run again when "
         message += "the watch is started again"
         told = Told(OutputError.exit_code, "command", None, message, "")
-        return replace(event, event=EventKind.COMMAND_FAILED, error=told)
+        return replace(event, event=EventKind.COMMAND_FAILED, failure=told)
 
     def _retire(self) -> Iterator[WatchEvent]:
         """Remove exports beyond those that are kept, if they are as they were made."""
@@ -319,7 +319,7 @@ class _Work:
             self.ledger.remove(name)
         except OutputError as error:
             self.stay.add(name)
-            return self._event(EventKind.LEFT, name, step, error=Told.of(error))
+            return self._event(EventKind.LEFT, name, step, failure=Told.of(error))
         return self._event(EventKind.REMOVED, name, step)
 
     def _event(
@@ -329,6 +329,6 @@ class _Work:
         step: int | None = None,
         *,
         why: str = "",
-        error: Told | None = None,
+        failure: Told | None = None,
     ) -> WatchEvent:
-        return WatchEvent(event, name, step, self.ledger.out(name), error=error, why=why)
+        return WatchEvent(event, name, step, self.ledger.out(name), failure=failure, why=why)

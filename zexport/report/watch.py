@@ -24,7 +24,7 @@ _SAID = {
 
 def print_event(console: Console, event: WatchEvent) -> None:
     """One line, and one for each warning."""
-    why = event.why if event.error is None else event.error.message
+    why = event.why if event.failure is None else event.failure.message
     said = _SAID[event.event.value].format(out=event.out, time=duration(event.seconds), why=why)
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
