@@ -49,9 +49,8 @@ def test_finish_makes_the_plan_again_with_what_it_was_made_of(
 ) -> None:
     """The last worker died just before it would have published."""
     config, out = tmp_path / "ds.json", tmp_path / "out"
-    config.write_text(
-        json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
-    )
+    zero = {"stage": 2, "round_robin_gradients": True}
+    config.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
     options = ReshardOptions(world_size=3, ds_config=config)
     reshard(SOURCE, tmp_path / "whole", options)
     words = ("reshard", SOURCE, out, "-n", 3, "--ds-config", config, "--json", "--part", "1/2")

@@ -10,12 +10,14 @@ import pytest
 
 from tests.support.real_cases import FIXTURES
 from zexport import open_checkpoint
+from zexport.errors import UsageError
 from zexport.options import ReshardOptions
 from zexport.resume.plan import plan_reshard
 from zexport.resume.settings import settle
 
 _AUTO = {"stage": "auto", "round_robin_gradients": "auto", "sub_group_size": "auto"}
-_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": "auto"}}
+_BF16 = {"bf16": {"enabled": "auto"}}
+_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_auto_is_the_sources_value_and_what_is_missing_is_deepspeeds(
     name: str, config: dict[str, Any] | None, expected: tuple[object, ...], tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
+    path.write_text(json.dumps({**_BF16, **(config or {})}), encoding="utf-8")
     options = ReshardOptions(world_size=3, ds_config=path if config is not None else None)
     found, _ = settle(open_checkpoint(FIXTURES / name / "ckpt"), options)
     assert expected == (
@@ -73,9 +75,41 @@ def test_auto_is_the_sources_value_and_what_is_missing_is_deepspeeds(
 def test_a_run_that_will_not_take_the_masters_is_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     zero = {"stage": 3, "load_from_fp32_weights": False, "elastic_checkpoint": True}
-    path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+    path.write_text(json.dumps({"zero_optimization": zero, **_BF16}), encoding="utf-8")
     checkpoint = open_checkpoint(FIXTURES / "z3_w2_bf16" / "ckpt")
     plan = plan_reshard(checkpoint, tmp_path / "out", ReshardOptions(world_size=1, ds_config=path))
     told = " ".join(plan.warnings)
     assert "load_from_fp32_weights is false" in told
     assert "elastic_checkpoint is on" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "found", "advice"),
+    [
+        (
+            "z2_w2_bf16_groups",
+            {"zero_optimization": {"stage": 1}},
+            "found fp32, expected bf16",
+            "bf16",
+        ),
+        ("z2_w2_bf16_groups", {"fp16": {"enabled": True}}, "found fp16, expected bf16", "auto"),
+        (
+            "z3_w2_fp32",
+            {"bfloat16": {"enabled": True}},
+            "found bf16, expected fp32",
+            "Leave bf16 out",
+        ),
+    ],
+)
+def test_a_configuration_of_another_element_type_is_refused(
+    name: str, config: dict[str, Any], found: str, advice: str, tmp_path: Path
+) -> None:
+    """DeepSpeed would not find the files, or load a loss scaler that fp16 cannot train with."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UsageError, match=found) as caught:
+        settle(
+            open_checkpoint(FIXTURES / name / "ckpt"),
+            ReshardOptions(world_size=3, ds_config=path),
+        )
+    assert advice in caught.value.hint

@@ -67,6 +67,12 @@ class _Config:
     def is_on(self, *keys: str) -> bool:
         return self.get(*keys) is True
 
+    def precision(self) -> str:
+        """The element type that the module trains in."""
+        if any(self.is_on(key, "enabled") for key in ("bf16", "bfloat16")):
+            return "bf16"
+        return "fp16" if self.is_on("fp16", "enabled") else "fp32"
+
 
 def _at(config: object, keys: tuple[str, ...]) -> object:
     for key in keys:
@@ -82,12 +88,15 @@ def settle(
     """The settings of the target, and what should be known of them.
 
     Raises:
-        UsageError: the world size or stage is none, or the configuration cannot be read.
+        UsageError: the world size or stage is none, or the configuration cannot be read or is of
+            another training.
     """
     source = source_config(checkpoint)
     config = _Config(_read(options.ds_config) if options.ds_config else source, source)
     stage = _stage(checkpoint, options, config, source)
-    is_bf16 = any(config.is_on(key, "enabled") for key in ("bf16", "bfloat16"))
+    if options.ds_config and source:
+        _check_precision(options.ds_config, config.precision(), _Config(source, {}).precision())
+    is_bf16 = config.precision() == "bf16"
     offload = config.get("zero_optimization", "offload_optimizer", "device") == "cpu"
     offload = offload or config.is_on("zero_optimization", "cpu_offload")
     in_fp32 = config.get("data_types", "grad_accum_dtype") in ("fp32", "float32", "float")
@@ -122,6 +131,20 @@ def _read(path: Path) -> Mapping[str, object]:
             found=cause.found,
             hint="Give the JSON file that the run will have as its DeepSpeed configuration",
         ) from cause
+
+
+def _check_precision(path: Path, found: str, expected: str) -> None:
+    """Refuse another element type: names of files and the loss scaler are of the source's."""
+    if found != expected:
+        is_plain = expected == "fp32"
+        way = f'Write "{expected}": {{"enabled": "auto"}} into it'
+        raise UsageError(
+            "is for a training in another element type than the checkpoint's",
+            path=path,
+            found=found,
+            expected=expected,
+            hint=f"Leave {found} out of it" if is_plain else way,
+        )
 
 
 def _world_size(options: ReshardOptions) -> int:
