@@ -139,6 +139,18 @@ def test_parts_of_the_model_that_were_not_trained_are_refused_where_it_is_known(
     assert any(told in one for one in kept)
 
 
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize("value", ["true", "false", 1])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(
+    tmp_path: Path, value: object, mode: AdapterMode
+) -> None:
+    """By peft's truth all three are on: scales would be others than peft's."""
+    trained = train(tmp_path)
+    change(trained, use_rslora=value)
+    with pytest.raises(DamagedCheckpointError, match="no true or false in use_rslora"):
+        export(trained, mode, tmp_path / "out")
+
+
 def test_adapters_that_are_left_out_are_told(tmp_path: Path) -> None:
     run = Run(stage=2, exclude_frozen=True)
     trained = peft_models.train(FORMS["plain"], tmp_path, run, adapters=("default", "other"))

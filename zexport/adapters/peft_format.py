@@ -86,6 +86,22 @@ class AdapterConfig(Struct, frozen=True):
         """What the file says under a key; empty where it says nothing."""
         return str(self.content.get(key) or "")
 
+    def switch(self, key: str) -> bool:
+        """Whether a key is on; refused where a program wrote neither true, false nor null.
+
+        peft goes by Python's truth, by which "false" is true.
+        """
+        value = self.content.get(key)
+        if value is None or isinstance(value, bool):
+            return value is True
+        raise DamagedCheckpointError(
+            f"has no true or false in {key}",
+            path=self.path,
+            found=repr(value),
+            expected="true, false or null",
+            hint="Write which of them the run was trained with",
+        )
+
     @property
     def peft_type(self) -> str:
         """The method, such as ``LORA``."""
@@ -119,7 +135,7 @@ class AdapterConfig(Struct, frozen=True):
     @property
     def keeps_ties(self) -> bool:
         """Whether what shares a weight with what is trained is trained with it."""
-        return self.content.get("ensure_weight_tying") is True
+        return self.switch("ensure_weight_tying")
 
     @property
     def is_embedding_targeted(self) -> bool:
@@ -236,7 +252,7 @@ class AdapterConfig(Struct, frozen=True):
                 expected="a number",
                 hint="Take the file that the run wrote",
             )
-        return alpha / sqrt(rank) if self.content.get("use_rslora") is True else alpha / rank
+        return alpha / sqrt(rank) if self.switch("use_rslora") else alpha / rank
 
     def _by_pattern(self, name: str, key: str, default: Json) -> Json:
         """The value of the first pattern that ``key`` ends with, as peft matches them."""

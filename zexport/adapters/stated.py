@@ -38,6 +38,7 @@ _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 """Modules that peft trains whole by the task, named or not (0.21, ``peft_model.py``)."""
 
 
+_SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
 _DECIDING = (
     "base_model_name_or_path",
     "revision",
@@ -82,6 +83,8 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
 
 def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
+    for key in _SWITCHES:
+        config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
     for key in _DECIDING:
         for one in (config, *adapter.others) if adapter.others else ():
@@ -136,7 +139,7 @@ def _of_update(config: AdapterConfig, by: str, module: str, held: Set[str]) -> I
     for fact, key, attribute in lora_alone if config.peft_type == "LORA" else ():
         has_it = any(name.startswith(attribute) for name in held)
         yield Statement(fact, has_it, _TENSORS, module)
-        yield Statement(fact, config.content.get(key) is True, by, module)
+        yield Statement(fact, config.switch(key), by, module)
 
 
 def _said_alone(
