@@ -249,6 +249,11 @@ class Fact(Enum):
         "tokenizers differ, and the export has the first of these: take care that it is the one "
         "that was trained with",
     )
+    TOKENIZER_RULE = _warned(
+        "what a tokenizer makes of letters before it cuts",
+        "tokenizer_config.json has other rules than tokenizer.json, and the first of these were "
+        "trained with: loading takes those of tokenizer_config.json",
+    )
     TOKEN_NAME = _warned(
         "special tokens, by what they are for",
         "files name different tokens for one thing: give the tokenizer that was trained with",
@@ -273,6 +278,12 @@ class Fact(Enum):
         "transformers give all texts that length",
         severity=Severity.NOTED,
         agreement=Agreement.SHARED,
+    )
+    TEXT_POSITIONS = Row(  # some models are made for more than they were trained for
+        "length of texts, beside the model's positions",
+        "texts may be longer than the model has positions for",
+        severity=Severity.NOTED,
+        agreement=Agreement.BELOW,
     )
     PAD_TOKEN = _warned(
         "token that fills up texts, for a classifier",
