@@ -76,7 +76,7 @@ def _sides(checkpoint: ZeroCheckpoint) -> tuple[ModelWeights, ModelWeights]:
                 unique = f"{part} ({kind})" if kind else part
                 side = states if kind else weights
                 side[unique] = _placed(unique, tensor, tensor.source)
-    files = tuple(SourceFile.of(file) for file in checkpoint.torch_files)
+    files = tuple(SourceFile.of(file) for file in (*checkpoint.torch_files, *state.files))
     folder = checkpoint.location.tag_dir
     return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)
 
