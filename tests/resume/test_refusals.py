@@ -36,7 +36,6 @@ def _edit(root: Path, pattern: str, change: Callable[[Any], None]) -> None:
         ("z2_w2_bf16_groups", {"world_size": None}, 2, "no number of ranks"),
         ("z2_w2_bf16_groups", {"stage": 0}, 2, "no files to reshard to"),
         ("z0_w2_bf16", {}, 2, "no files to reshard to"),
-        ("z2_w2_bf16_groups", {"format": "universal"}, 2, "universal"),
         ("pp2_z1_w4_bf16_tied", {"stage": 2}, 2, "pipeline cannot train with ZeRO-2"),
         ("z1_w3_bf16_elastic", {}, 3, "does not record the settings"),
         ("pp2_z0_w4_fp16", {"stage": 1}, 3, "lacks the optimizer files"),

@@ -14,6 +14,7 @@ WORLDS = (1, 2, 3, 4)
 OPTIMIZERS = ("amsgrad", "sgd", "momentum", "rmsprop", "adafactor", "lion")
 
 _MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+_DEALT_OUT = {"round_robin_gradients": True}
 _IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 _PLAIN: frozenset[str] = frozenset()
 
@@ -27,7 +28,7 @@ KINDS = {
     "buffers alone": Spec(2, parts=frozenset({"buffers"})),
     "sub-groups": Spec(3, zero={"sub_group_size": 30}),
     "larger sub-groups": Spec(3, zero={"sub_group_size": 77}),
-    "round robin": Spec(2, zero={"round_robin_gradients": True}),
+    "round robin": Spec(2, zero=_DEALT_OUT),
     "aligned": Spec(2, zero={"parameter_alignment": True}),
     "offloaded": Spec(3, zero={"offload_optimizer": {"device": "cpu"}}),
     "BF16_Optimizer": Spec(1, ds_config=_IN_FP32),
@@ -49,10 +50,33 @@ def every_move() -> Iterator[Move]:
             yield _to(replace(kind, stage=stage, world=world), *target)
     for stage, world in product((1, 2, 3), WORLDS):  # what the target's own configuration decides
         source = Spec(stage, world)
-        for zero in ({"round_robin_gradients": True}, {"parameter_alignment": True}):
+        for zero in (_DEALT_OUT, {"parameter_alignment": True}):
             yield Move(source, Spec(2, 3, zero=zero))
         yield Move(source, Spec(3, 2, zero={"sub_group_size": 40}))
         yield Move(source, Spec(1, 3, ds_config=_IN_FP32))
+
+
+def every_universal_move() -> Iterator[Move]:
+    """Wherever DeepSpeed loads it: small groups and other optimizers not under each stage."""
+    one_group = frozenset({"tied", "buffers"})
+    for dtype, stage, world in product(DTYPES, (1, 2, 3), (2, 3)):
+        source = Spec(stage, world, dtype, parts=one_group, steps=6)
+        yield from (_by_universal(source, *place) for place in product((1, 2, 3), WORLDS))
+        places = ((1, 1), (2, 1), *product((3,), WORLDS))
+        yield from (_by_universal(_source(stage, world, dtype), *place) for place in places)
+    for name in ("amsgrad", "sgd", "momentum", "rmsprop", "lion"):
+        source = replace(KINDS[name], parts=one_group)
+        yield from (_by_universal(source, *place) for place in product((1, 2), WORLDS))
+    for name in ("sub-groups", "round robin", "aligned", "BF16_Optimizer"):
+        source = replace(KINDS[name], parts=one_group)
+        yield from (_by_universal(source, *place) for place in product((1, 2, 3), WORLDS))
+    source = Spec(3, 2, parts=one_group)
+    for target in (
+        *(Spec(2, world, zero={"parameter_alignment": True}) for world in WORLDS),
+        Spec(1, 3, ds_config=_IN_FP32),
+        Spec(3, 3, zero={"sub_group_size": 40}),
+    ):
+        yield Move(source, replace(target, parts=one_group), is_universal=True)
 
 
 def some_moves() -> Iterator[Move]:
@@ -73,8 +97,24 @@ def some_moves() -> Iterator[Move]:
         yield _to(_source(stage, world, dtype), *target)
     for index, kind in enumerate(KINDS.values()):
         yield _to(replace(kind, world=2 + index % 2), 2 + (index + kind.stage) % 2, 3 - index % 2)
-    yield Move(Spec(3, 2), Spec(2, 3, zero={"round_robin_gradients": True}))
+    yield Move(Spec(3, 2), Spec(2, 3, zero=_DEALT_OUT))
     yield Move(Spec(3, 2), Spec(1, 3, ds_config=_IN_FP32))
+    yield from some_universal_moves()
+
+
+def some_universal_moves() -> Iterator[Move]:
+    """Every stage and number of ranks, of runs that dealt out, had groups, or another optimizer."""
+    dealt_out = Spec(2, 2, parts=frozenset({"tied"}), zero=_DEALT_OUT)
+    for stage, world in ((1, 4), (2, 3), (3, 1), (3, 3)):
+        yield _by_universal(dealt_out, stage, world)
+    groups = _source(3, 3, "fp16")
+    yield from (_by_universal(groups, *place) for place in ((1, 1), (3, 4)))
+    yield _by_universal(replace(KINDS["buffers alone"], optimizer="momentum"), 2, 2)
+
+
+def _by_universal(source: Spec, stage: int, world: int) -> Move:
+    target = replace(source, stage=stage, world=world, zero={}, ds_config={})
+    return Move(source, target, is_universal=True)
 
 
 def _source(stage: int, world: int, dtype: str) -> Spec:

@@ -23,6 +23,18 @@ def raw_states(tag_dir: Path, order: Sequence[Sequence[str]] = ()) -> States:
     return (_zero3 if "fp32_flat_groups" in files[0] else _zero12)(models[0], files)
 
 
+def universal_states(tag_dir: Path) -> States:
+    """The states of a universal checkpoint, each out of a file of its own."""
+    found: States = {}
+    for path in tag_dir.glob("zero/*/*.pt"):
+        value = _load(path)
+        value = value["param"] if isinstance(value, dict) else value
+        is_step = path.stem == "step"
+        state = torch.as_tensor(value, dtype=torch.float64) if is_step else value.reshape(-1)
+        found[f"{path.parent.name}|{path.stem}"] = state
+    return found
+
+
 def _zero3(model: Any, files: list[Any]) -> States:
     states: States = {}
     for index, shapes in enumerate(model["param_shapes"]):

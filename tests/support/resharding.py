@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 
 import zexport
 from tests.support.oracles import same
-from tests.support.raw_states import States, raw_states
+from tests.support.raw_states import States, raw_states, universal_states
 from tests.support.sharded_runs import Job, Spec, run_jobs
+from zexport.checkpoint.states import ZERO3
+from zexport.options import ResumeFormat
 
 LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 """How far the next losses may be apart, relative: sums over ranks round in another order."""
@@ -21,10 +23,19 @@ LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}
 
 @dataclass(frozen=True)
 class Move:
-    """A run of ``source`` that goes on as ``target``."""
+    """A run of ``source`` that goes on as ``target``, by rank files or a universal checkpoint."""
 
     source: Spec
     target: Spec
+    is_universal: bool = False
+
+    @property
+    def job(self) -> Spec:
+        """What the target is run with."""
+        if not self.is_universal:
+            return self.target
+        config = self.target.ds_config | {"checkpoint": {"load_universal": True}}
+        return replace(self.target, ds_config=config)
 
     def __str__(self) -> str:
         one, other = self.source, self.target
@@ -40,24 +51,28 @@ def departures(moves: Sequence[Move], root: Path) -> dict[str, list[str]]:
     for move in moves:
         sources.setdefault(repr(move.source), Job(move.source, root / f"source{len(sources)}"))
     _run_by_world(sources.values(), root / "sources")
-    jobs = [
-        Job(move.target, root / f"target{index}", root / f"resharded{index}")
-        for index, move in enumerate(moves)
-    ]
-    for move, job in zip(moves, jobs, strict=True):
-        assert job.source is not None
-        config = root / f"{job.out.name}.json"
-        config.write_text(json.dumps(move.target.config()), encoding="utf-8")
-        options = zexport.ReshardOptions(
-            world_size=move.target.world, stage=move.target.stage, ds_config=config
-        )
-        zexport.reshard(sources[repr(move.source)].out / "saved", job.source, options)
+    jobs = []
+    for index, move in enumerate(moves):
+        source = sources[repr(move.source)].out
+        resharded = source / "universal" if move.is_universal else root / f"resharded{index}"
+        jobs.append(Job(move.job, root / f"target{index}", resharded))
+        if not resharded.exists():
+            config = root / f"target{index}.json"
+            config.write_text(json.dumps(move.target.config()), encoding="utf-8")
+            zexport.reshard(source / "saved", resharded, _options(move, config))
     _run_by_world(jobs, root / "targets")
     found = {
         str(move): list(_differences(move, sources[repr(move.source)], job))
         for move, job in zip(moves, jobs, strict=True)
     }
     return {move: differences for move, differences in found.items() if differences}
+
+
+def _options(move: Move, config: Path) -> zexport.ReshardOptions:
+    if move.is_universal:
+        return zexport.ReshardOptions(format=ResumeFormat.UNIVERSAL)
+    target = move.target
+    return zexport.ReshardOptions(world_size=target.world, stage=target.stage, ds_config=config)
 
 
 def _run_by_world(jobs: Iterable[Job], folder: Path) -> None:
@@ -72,24 +87,46 @@ def _run_by_world(jobs: Iterable[Job], folder: Path) -> None:
 def _differences(move: Move, source: Job, target: Job) -> Iterator[str]:
     """What is not the same: in the running engine, in what it saved again, in what it then did."""
     before, after = _facts(source), _facts(target)
+    if move.is_universal:
+        _leave_out_what_is_not_loaded(move, before, after)
     for fact in ("steps", "scheduler", "client", "scaler", "groups"):
         is_without = fact == "scaler" and not (before[fact] and after[fact])  # as BF16_Optimizer is
         if before[fact] != after[fact] and not is_without:
             yield f"{fact}: {before[fact]} became {after[fact]}"
     yield from _differing("module", before["module"], after["module"])
-    folders = (source.out / "saved", target.source, target.out / "saved")
-    saved, resharded, again = (raw_states(_tag(it), before["order"]) for it in folders if it)
+    saved, again = (raw_states(_tag(it.out / "saved"), before["order"]) for it in (source, target))
+    assert target.source is not None
+    read = universal_states if move.is_universal else raw_states
+    resharded = read(_tag(target.source))
     yield from _differing("resharded state", saved, resharded)
     # DeepSpeed itself widens states as it loads them, such as Muon's in stages 1 and 2.
     yield from _differing("state", saved, {k: _like(v, saved.get(k)) for k, v in again.items()})
-    if move.source.optimizer != "adafactor":  # its norms are over what one rank holds
+    if "losses" in after and move.source.optimizer != "adafactor":  # its norms are of a rank's part
         for one, other in zip(before["losses"], after["losses"], strict=True):
             if abs(one - other) > LOSSES_AGREE[move.source.dtype] * abs(one):
                 yield f"losses: {before['losses']} became {after['losses']}"
 
 
+def _leave_out_what_is_not_loaded(move: Move, before: Any, after: Any) -> None:
+    """DeepSpeed loads a universal checkpoint's optimizer alone; under ZeRO-3 no group's own part.
+
+    There, what groups have differently is the new run's own, and all share one count of steps.
+    """
+    names = {name for group in before["order"] for name in group}
+    lost = {name for name in before["module"] if name not in names} - {"head.weight"}
+    for facts in (before, after):
+        facts["module"] = {k: one for k, one in facts["module"].items() if k not in lost}
+    own = {"lr", "initial_lr", "weight_decay"} if len(before["order"]) > 1 else set()
+    if move.target.stage == ZERO3 and own:
+        for facts in (before, after):
+            facts["groups"] = [{k: g[k] for k in g.keys() - own} for g in facts["groups"]]
+    if lost or (move.target.stage == ZERO3 and own):
+        del after["losses"]
+
+
 def _tag(folder: Path) -> Path:
-    return folder / (folder / "latest").read_text(encoding="utf-8").strip()
+    latest = next(folder.glob("latest*"))
+    return folder / latest.read_text(encoding="utf-8").strip()
 
 
 def _like(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:

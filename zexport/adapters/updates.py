@@ -92,7 +92,7 @@ def find_orientation(
             continue
         if len(weight.shape) == _MATRIX_NDIM:
             seen.add(weight.shape == (inputs, outputs))
-    said = config.switch("fan_in_fan_out")
+    said = config.content.get("fan_in_fan_out") is True
     return Orientation(said if seen <= {said} else None, model_type in _TRANSPOSED_EXPERTS)
 
 

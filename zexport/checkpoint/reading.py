@@ -78,11 +78,20 @@ def _check_links(locations: Sequence[Location]) -> None:
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
     """The states of the ranks of each model-parallel index."""
     plain = [file for file in files if file.kind in _READ_BY_RANK]
-    indices = sorted({file.mp_rank for file in plain})
-    return {
-        index: read_ranks(tag_dir, [file for file in plain if file.mp_rank == index])
-        for index in indices
+    by_index = {
+        index: [file for file in plain if file.mp_rank == index]
+        for index in sorted({file.mp_rank for file in plain})
     }
+    if is_folder(tag_dir / "zero"):
+        by_index = {index: _whole_model_files(own) for index, own in by_index.items()}
+    return {index: read_ranks(tag_dir, own) for index, own in by_index.items()}
+
+
+def _whole_model_files(files: Sequence[RankFile]) -> list[RankFile]:
+    """Of a universal checkpoint for all stages, without the model file that ZeRO-3 looks for."""
+    if {file.kind for file in files} != {RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK}:
+        return [*files]
+    return [file for file in files if file.kind is RankFileKind.MODEL]
 
 
 def _no_files(tag_dir: Path) -> ZexportError:

@@ -26,7 +26,7 @@ from zexport.cli.options import (
 from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
-from zexport.options import ReshardOptions
+from zexport.options import ReshardOptions, ResumeFormat
 from zexport.printable import shell_word
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--world-size",
     type=int,
     metavar="N",
-    help="Data-parallel ranks that are to go on.  [required]",
+    help="Data-parallel ranks that are to go on; needed for rank files.",
 )
 @click.option(
     "--stage",
@@ -58,6 +58,20 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Their DeepSpeed configuration, for what the files depend on; auto in it is the "
     "checkpoint's value.  [default: the one in the checkpoint]",
+)
+@click.option(
+    "--format",
+    type=click.Choice([one.value for one in ResumeFormat]),
+    default=ResumeFormat.NATIVE.value,
+    show_default=True,
+    help="Rank files for N ranks, which plain load_checkpoint takes, or one universal checkpoint "
+    "for any number of ranks, of which DeepSpeed loads no frozen weights and no buffers.",
+)
+@click.option(
+    "--for-deepspeed",
+    metavar="VERSION",
+    help="The DeepSpeed that is to load the universal checkpoint, 0.14.5 or newer.  "
+    "[default: 0.19.3 and newer]",
 )
 @click.option(
     "--drop-client-state",
@@ -108,7 +122,9 @@ def reshard(
     from zexport.cli.progress import progress_printer
     from zexport.run.execute import VerifyMode
 
-    options = _options(world_size=_checked(paths, world_size), **chosen)
+    is_bare = world_size is None and chosen["format"] == ResumeFormat.NATIVE.value
+    _check(paths, is_bare=is_bare)
+    options = _options(world_size=world_size, **chosen)
     ckpts, out, mode = paths[:-1], paths[-1], VerifyMode(verify)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
@@ -126,16 +142,15 @@ def reshard(
         _tell(replace(done, seconds=time.monotonic() - began), plan, as_json=json, quiet=quiet)
 
 
-def _checked(paths: tuple[Path, ...], world_size: int | None) -> int:
-    """The number of ranks; a command line that lacks it, or OUT, is refused with an example."""
+def _check(paths: tuple[Path, ...], *, is_bare: bool) -> None:
+    """Refuse a command line that lacks OUT, or is bare of a number of ranks, with an example."""
     source, out = (*map(shell_word, paths), "on-3")[:2] if paths else ("", "")
     example = f"zexport reshard {source} {out} -n 3"
     if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
         raise missing_path(paths, example)
-    if world_size is None:
+    if is_bare:
         told = f"Say how many ranks are to go on, as in: {example}"
         raise click.MissingParameter(told, param_hint="'-n'", param_type="option")
-    return world_size
 
 
 def _options(

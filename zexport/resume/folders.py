@@ -24,10 +24,10 @@ from zexport.train.options import OPTIONS_FILE, without_auto
 
 
 class Ranks(Struct, frozen=True):
-    """How many processes train, before and after."""
+    """How many processes train, before and after; ``None`` where that is any number."""
 
     before: int
-    after: int
+    after: int | None
 
 
 class Beside(Struct, frozen=True):
@@ -106,6 +106,11 @@ def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path],
     states = {int(match[1] or 0): name for name in kept if (match := _TRAINER_RNG.fullmatch(name))}
     if not states:
         return kept, []
+    if ranks.after is None:
+        return kept, [
+            f"{some(sorted(states.values()), 4)}: random states of {ranks.before} "
+            f"rank{'s' * (ranks.before != 1)}; another number of ranks begins with its seed"
+        ]
     new = {
         "rng_state.pth" if ranks.after == 1 else f"rng_state_{rank}.pth": kept[name]
         for rank, name in states.items()
@@ -150,19 +155,28 @@ def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[st
     if type(epoch) is int and epoch == step * ranks.before:
         yield (
             f"{_SCHEDULER} counts ranks x updates ({epoch:,} = {ranks.before:,} x {step:,}) and is "
-            f"copied as it is: a schedule made for all ranks' steps stands at "
-            f"{step * ranks.after:,} on {ranks.after:,} ranks"
+            "copied as it is: a schedule made for all ranks' steps stands at "
+            + _steps_of(ranks.after, step)
         )
 
 
+def _steps_of(ranks: int | None, step: int) -> str:
+    if ranks is None:
+        return "that many times another number of ranks"
+    return f"{step * ranks:,} on {ranks:,} ranks"
+
+
 def _for_train(
-    file: SideFile, world_size: int, stage: int | None, ds_config: Mapping[str, object] | None
+    file: SideFile,
+    world_size: int | None,
+    stage: int | None,
+    ds_config: Mapping[str, object] | None,
 ) -> SideFile:
     """The options of ``zexport train`` for the new ranks; other files as they are.
 
     Its own ``ds_config`` is what was typed, which the one that was given for the target replaces.
     """
-    if file.filename != OPTIONS_FILE or file.origin is None:
+    if file.filename != OPTIONS_FILE or file.origin is None or world_size is None:
         return file
     options = read_json_object(file.origin)
     typed = options.get("ds_config") if ds_config is None else without_auto(ds_config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
@@ -13,9 +13,8 @@ from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.stripes import Stripe, Stripes
-from zexport.resume.cuts import GroupCuts
 from zexport.resume.settings import TargetSettings
-from zexport.resume.state import CellState, ModuleEntry
+from zexport.resume.state import CellState, ModuleEntry, Parameter
 from zexport.resume.values import with_leaves
 
 
@@ -24,7 +23,7 @@ class ModelFiles:
 
     Args:
         cell: the state.
-        groups: its flat groups for the target.
+        flat_groups: the parameters of each flat group of the target.
         settings: what the target's layout depends on.
         dropped: keys of the client's state that are left out.
     """
@@ -32,16 +31,14 @@ class ModelFiles:
     def __init__(
         self,
         cell: CellState,
-        groups: Sequence[GroupCuts],
+        flat_groups: Iterable[Iterable[Parameter]],
         settings: TargetSettings,
         dropped: Collection[str] = (),
     ) -> None:
         self._cell = cell
         self._settings = settings
         self._shapes = [
-            Ordered((one.name, Size(one.shape)) for one in cut.parameters)
-            for group in groups
-            for cut in group.cuts
+            Ordered((one.name, Size(one.shape)) for one in group) for group in flat_groups
         ]
         said = cell.model
         self._carried = {

@@ -32,7 +32,8 @@ def native_files(
         yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
     for cell in state.cells:
         groups = cuts_of(cell, settings)
-        models = ModelFiles(cell, groups, settings, dropped)
+        flat_groups = [cut.parameters for group in groups for cut in group.cuts]
+        models = ModelFiles(cell, flat_groups, settings, dropped)
         for rank in ranks if is_zero3 else ranks[:1]:
             name = rank_file_name(kind, rank, cell.index)
             yield plan_torch_file(f"{tag}/{name}", models.value(rank))

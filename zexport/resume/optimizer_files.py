@@ -34,12 +34,41 @@ def optimizer_value(
     said = cell.optimizer
     kept = {key: one for key, one in said.values.items() if key not in (_INNER, *dropped)}
     rest = {key: with_leaves(one, said.file) for key, one in kept.items()}
-    inner = Value(said.file.path, "optimizer states", said.values).need(_INNER).mapping()
     if "ds_config" in rest:
         rest["ds_config"] = settings.put_into(rest["ds_config"])
-    inner = {"ds_version": said.values.get("ds_version"), **inner}
-    own = _Partition(groups, settings, rank, Recorded(said.file, inner))
+    own = _Partition(groups, settings, rank, inner_of(said))
     return {_INNER: own.zero3() if settings.stage == ZERO3 else own.zero12()} | rest
+
+
+def inner_of(said: Recorded) -> Recorded:
+    """What an optimizer file says of ZeRO's own optimizer, with the version that wrote it."""
+    inner = Value(said.file.path, "optimizer states", said.values).need(_INNER).mapping()
+    return Recorded(said.file, {"ds_version": said.values.get("ds_version"), **inner})
+
+
+def kept_of_run(said: Recorded, *, is_scaled: bool = True) -> dict[object, object]:
+    """The loss scaler and clipping, where the source has them; clipping is else left to the run."""
+    kept: dict[object, object] = {}
+    scaler = loss_scaler(said) if is_scaled else None
+    if scaler is not None:
+        kept["loss_scaler"] = scaler
+        kept |= {key: _number(said, key) for key in ("dynamic_loss_scale", "overflow")}
+    if "clip_grad" in said.values:
+        kept["clip_grad"] = _number(said, "clip_grad")
+    return kept
+
+
+def version_in(said: Recorded) -> str:
+    """The version that wrote the source, without which stages 1 and 2 load nothing."""
+    return Value(said.file.path, "optimizer states", said.values).get("ds_version").text()
+
+
+def _number(said: Recorded, key: str) -> object:
+    """A switch or a number that the source states; off where it does not."""
+    value = said.values.get(key, False)
+    if not isinstance(value, bool | int | float):
+        Value(said.file.path, f"optimizer states[{key!r}]", value).fail("is no number")
+    return value
 
 
 class _Partition:
@@ -64,15 +93,15 @@ class _Partition:
         return {
             "zero_stage": ZERO3,
             "loss_scaler": loss_scaler(self._said) or static_loss_scaler(),
-            "dynamic_loss_scale": self._number("dynamic_loss_scale"),
-            "overflow": self._number("overflow"),
+            "dynamic_loss_scale": _number(self._said, "dynamic_loss_scale"),
+            "overflow": _number(self._said, "overflow"),
             "partition_count": self._settings.world_size,
             "optimizer_state_dict": self._optimizer(),
             "fp32_flat_groups": [self._leaf(cut, MASTERS) for _, cut in self._flat],
         }
 
     def zero12(self) -> dict[object, object]:
-        """Partitions of every group; clipping is left to the run where the source is silent."""
+        """Partitions of every group."""
         count = self._settings.world_size
         return {
             **self._kept(),
@@ -82,36 +111,17 @@ class _Partition:
                 zero12.padding_in(c.numel, count, self._rank) for _, c in self._flat
             ],
             "partition_count": [count] * len(self._flat),
-            "ds_version": self._version(),
+            "ds_version": version_in(self._said),
         }
 
     def _kept(self) -> dict[object, object]:
         """What is kept of the run beside tensors; BF16_Optimizer has neither stage nor scaler."""
-        kept: dict[object, object] = {}
-        scaler = loss_scaler(self._said)
-        if not self._settings.is_bf16_optimizer:
-            kept["zero_stage"] = self._settings.stage
-            if scaler is not None:
-                kept["loss_scaler"] = scaler
-                kept |= {key: self._number(key) for key in ("dynamic_loss_scale", "overflow")}
-        if "clip_grad" in self._said.values:
-            kept["clip_grad"] = self._number("clip_grad")
+        is_plain = not self._settings.is_bf16_optimizer
+        kept: dict[object, object] = {"zero_stage": self._settings.stage} if is_plain else {}
+        kept |= kept_of_run(self._said, is_scaled=is_plain)
         if info := self._said.values.get("universal_checkpoint_info"):
             kept["universal_checkpoint_info"] = with_leaves(info, self._said.file)
         return kept
-
-    def _number(self, key: str) -> object:
-        """A switch or a number that the source states; off where it does not."""
-        value = self._said.values.get(key, False)
-        if not isinstance(value, bool | int | float):
-            where = f"optimizer states[{key!r}]"
-            Value(self._said.file.path, where, value).fail("is no number")
-        return value
-
-    def _version(self) -> str:
-        """The version that wrote the source, without which stages 1 and 2 load nothing."""
-        said = Value(self._said.file.path, "optimizer states", self._said.values)
-        return said.get("ds_version").text()
 
     def _optimizer(self) -> dict[object, object]:
         """The state of the optimizer that ZeRO wraps; it numbers flat groups."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
+from zexport.checkpoint.ranks import models_of
 from zexport.decide import CheckpointRecord
 from zexport.errors import UnsafeError, UsageError
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
@@ -18,10 +19,19 @@ from zexport.plan.summary import share_memory
 from zexport.ranges.extents import ByteSource, paths_of
 from zexport.resume.batch import batch_of, told_of_batch
 from zexport.resume.folders import Beside, Ranks, beside, told_of_resuming
+from zexport.resume.loaders import check_loadable, lost_in_loading, told_of_loading
 from zexport.resume.native import native_files
 from zexport.resume.read import read_state
-from zexport.resume.settings import TargetSettings, settle, source_config
+from zexport.resume.settings import (
+    Settings,
+    TargetSettings,
+    UniversalSettings,
+    settle,
+    settle_universal,
+    source_config,
+)
 from zexport.resume.state import TrainingState
+from zexport.resume.universal_files import only_cell, universal_files
 from zexport.resume.values import unwritable
 from zexport.run.manifest import Manifest
 from zexport.store.folders import local_path
@@ -34,13 +44,15 @@ class ReshardProvenance(Struct, frozen=True):
 
     Attributes:
         checkpoint: the checkpoint that was resharded.
-        settings: what the layout of the result was decided by.
+        settings: what the layout of rank files was decided by; null for a universal checkpoint.
+        universal: what the form of a universal checkpoint was decided by; null for rank files.
         dropped: keys of the client's state that were left out.
         accounting: where every element of the flat partitions went.
     """
 
     checkpoint: CheckpointRecord
-    settings: TargetSettings
+    settings: TargetSettings | None
+    universal: UniversalSettings | None
     dropped: tuple[str, ...]
     accounting: Accounting
 
@@ -49,7 +61,7 @@ def plan_reshard(
     checkpoint: ZeroCheckpoint,
     out_dir: Path | str,
     options: ReshardOptions,
-    recorded: TargetSettings | None = None,
+    recorded: Settings | None = None,
 ) -> ExportPlan:
     """The whole plan of a resharding; nothing is written.
 
@@ -61,13 +73,11 @@ def plan_reshard(
         UnsafeError: a value to be carried cannot be written safely.
         UsageError: an option cannot be meant.
     """
-    if options.format is not ResumeFormat.NATIVE:
-        raise UsageError("--format cannot be universal yet", expected="native")
-    settings, told = settle(checkpoint, options) if recorded is None else (recorded, ())
+    settings, told = _settled(checkpoint, options) if recorded is None else (recorded, ())
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
-    files = tuple(native_files(state, settings, checkpoint.location.tag, dropped))
+    files = tuple(_files(state, settings, checkpoint.location.tag, dropped))
     jobs, chunk_nbytes = share_memory(options, files)
     around = _around(checkpoint, settings, options)
     return ExportPlan(
@@ -86,7 +96,7 @@ def plan_reshard(
             *checkpoint.newer,
             *checkpoint.warnings,
             *told,
-            *_told(state, dropped),
+            *_told(state, settings, dropped),
             *around.warnings,
         ),
         notes=(*checkpoint.notes, *around.notes),
@@ -96,12 +106,36 @@ def plan_reshard(
     )
 
 
-def recorded_settings(provenance: Mapping[str, object]) -> TargetSettings:
+def _settled(
+    checkpoint: ZeroCheckpoint, options: ReshardOptions
+) -> tuple[Settings, tuple[str, ...]]:
+    if options.format is ResumeFormat.UNIVERSAL:
+        return settle_universal(checkpoint, options)
+    if options.for_deepspeed is not None:
+        raise UsageError(
+            "--for-deepspeed is of universal checkpoints alone: every version loads rank files",
+            hint="Leave it out, or add --format universal",
+        )
+    return settle(checkpoint, options)
+
+
+def _files(
+    state: TrainingState, settings: Settings, tag: str, dropped: Collection[str]
+) -> Iterator[FilePlan]:
+    if isinstance(settings, TargetSettings):
+        return native_files(state, settings, tag, dropped)
+    check_loadable(only_cell(state), settings)
+    return universal_files(state, settings, tag, dropped)
+
+
+def recorded_settings(provenance: Mapping[str, object]) -> Settings:
     """What a plan or a manifest says of the layout.
 
     Raises:
         ValueError: no resharding can have these.
     """
+    if provenance["settings"] is None:
+        return msgspec.convert(provenance.get("universal"), UniversalSettings)
     return msgspec.convert(provenance["settings"], TargetSettings)
 
 
@@ -109,7 +143,7 @@ def plan_again(
     checkpoint: ZeroCheckpoint,
     out_dir: Path,
     manifest: Manifest,
-    settings: TargetSettings,
+    settings: Settings,
     check: CheckMode,
 ) -> ExportPlan:
     """The plan that a resharded folder was made by, by its manifest."""
@@ -121,20 +155,23 @@ def plan_again(
     return plan_reshard(checkpoint, out_dir, options, settings)
 
 
-def _around(
-    checkpoint: ZeroCheckpoint, settings: TargetSettings, options: ReshardOptions
-) -> Beside:
+def _around(checkpoint: ZeroCheckpoint, settings: Settings, options: ReshardOptions) -> Beside:
     """What completes the folder, and what other ranks mean for the run."""
-    location, before = checkpoint.location, checkpoint.world_size or 1
+    location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
-    ranks = Ranks(before * models, settings.world_size * models)
     given = read_json_object(options.ds_config) if options.ds_config else None
-    found = beside(location, ranks, settings.stage, checkpoint.global_steps, given)
-    target = batch_of(given or {}, settings.world_size)
-    batches = batch_of(source_config(checkpoint), before), target
-    told = tuple(told_of_batch(batches[0], settings.world_size, batches[1]))
+    if isinstance(settings, UniversalSettings):
+        ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
+        told = tuple((False, text) for text in told_of_loading(options, settings))
+    else:
+        ranks = Ranks(before * models, settings.world_size * models)
+        stage, latest = settings.stage, "latest"
+        source = batch_of(source_config(checkpoint), before)
+        target = batch_of(given or {}, settings.world_size)
+        told = tuple(told_of_batch(source, settings.world_size, target))
+    found = beside(location, ranks, stage, checkpoint.global_steps, given)
     return Beside(
-        files=(*found.files, SideFile("latest", location.tag.encode())),
+        files=(*found.files, SideFile(latest, location.tag.encode())),
         warnings=(*found.warnings, *(text for warns, text in told if warns)),
         notes=(
             *found.notes,
@@ -142,6 +179,14 @@ def _around(
             *told_of_resuming(location.framework, ranks),
         ),
     )
+
+
+def _ranks_before(checkpoint: ZeroCheckpoint) -> int:
+    """Data-parallel ranks that trained; a universal checkpoint has files of none of them."""
+    if checkpoint.world_size is not None:
+        return checkpoint.world_size
+    models = models_of(checkpoint.cells).values()
+    return next((one.dp_world_size for one in models if one.dp_world_size), 1)
 
 
 def _dropped(state: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
@@ -172,22 +217,26 @@ def _sources(
 
 
 def _provenance(
-    checkpoint: ZeroCheckpoint, settings: TargetSettings, dropped: tuple[str, ...]
+    checkpoint: ZeroCheckpoint, settings: Settings, dropped: tuple[str, ...]
 ) -> JsonObject:
     return values_of(
         ReshardProvenance(
             checkpoint=CheckpointRecord.of(checkpoint),
-            settings=settings,
+            settings=settings if isinstance(settings, TargetSettings) else None,
+            universal=settings if isinstance(settings, UniversalSettings) else None,
             dropped=dropped,
             accounting=account(checkpoint, checkpoint.tensors),
         )
     )
 
 
-def _told(state: TrainingState, dropped: tuple[str, ...]) -> Iterator[str]:
+def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
     """What the target will not have, or have otherwise."""
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
+    if isinstance(settings, UniversalSettings):
+        yield from lost_in_loading(only_cell(state), settings)
+        return
     names = {name for cell in state.cells for group in cell.groups for name in group.scalars.values}
     if per_partition := sorted(names - {"step"}):
         yield (

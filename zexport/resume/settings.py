@@ -1,9 +1,11 @@
-"""What the layout of a target depends on, from its own configuration or from the source's files."""
+"""What the form of a target depends on: its configuration or the source's, or who is to load it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -15,10 +17,14 @@ from zexport.options import ReshardOptions
 from zexport.store.json import read_json_object
 
 _AUTO = "auto"
-_SUB_GROUP_SIZE = 1_000_000_000
+SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's own (0.10 to 0.19, ``runtime/zero/config.py``)."""
 
 _STAGES = (1, 2, ZERO3)
+_VERSION = re.compile(r"\d{1,6}(\.\d{1,6})*", re.ASCII)
+_FIRST = (0, 14, 5)
+TAKES_EITHER_FORM = (0, 19, 3)
+"""DeepSpeed in which ZeRO-3 takes the files of other stages, ``load_hp_checkpoint_state``."""
 
 
 class TargetSettings(Struct, frozen=True):
@@ -35,7 +41,7 @@ class TargetSettings(Struct, frozen=True):
 
     world_size: int
     stage: int
-    sub_group_size: int = _SUB_GROUP_SIZE
+    sub_group_size: int = SUB_GROUP_SIZE
     is_dealt_out: bool = False
     is_bf16: bool = False
     is_bf16_optimizer: bool = False
@@ -49,6 +55,30 @@ class TargetSettings(Struct, frozen=True):
         if self.stage == ZERO3:
             found["sub_group_size"] = self.sub_group_size
         return {**config, "zero_optimization": found}
+
+
+class UniversalSettings(Struct, frozen=True):
+    """What decides the form of a universal checkpoint: who is to load it.
+
+    Attributes:
+        for_deepspeed: the version of DeepSpeed; null for any from 0.19.3 on.
+        stage: the ZeRO stage that it is for; null for 1, 2 and 3.
+    """
+
+    for_deepspeed: str | None = None
+    stage: int | None = None
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether tensors are flat and by themselves, not in a dictionary in their shape.
+
+        So ZeRO-3 takes them in versions in which one form for all stages is not to be had.
+        """
+        return self.stage == ZERO3
+
+
+Settings: TypeAlias = TargetSettings | UniversalSettings
+"""What a target is made by, whichever its format."""
 
 
 class _Config:
@@ -91,9 +121,8 @@ def settle(
         UsageError: the world size or stage is none, or the configuration cannot be read or is of
             another training.
     """
-    source = source_config(checkpoint)
-    config = _Config(_read(options.ds_config) if options.ds_config else source, source)
-    stage = _stage(checkpoint, options, config, source)
+    source, config = source_config(checkpoint), _config_of(checkpoint, options)
+    stage = _stage(checkpoint, options, config)
     if options.ds_config and source:
         _check_precision(options.ds_config, config.precision(), _Config(source, {}).precision())
     is_bf16 = config.precision() == "bf16"
@@ -105,7 +134,7 @@ def settle(
     settings = TargetSettings(
         world_size=_world_size(options),
         stage=stage,
-        sub_group_size=int(size) if isinstance(size, int | float) and size > 0 else _SUB_GROUP_SIZE,
+        sub_group_size=int(size) if isinstance(size, int | float) and size > 0 else SUB_GROUP_SIZE,
         is_dealt_out=stage < ZERO3
         and not is_bf16_optimizer
         and config.is_on("zero_optimization", "round_robin_gradients"),
@@ -119,6 +148,11 @@ def source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
     """The DeepSpeed configuration in a checkpoint's model files; empty where there is none."""
     model = next(iter(models_of(checkpoint.cells).values()), None)
     return {} if model is None else model.ds_config
+
+
+def _config_of(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> _Config:
+    source = source_config(checkpoint)
+    return _Config(_read(options.ds_config) if options.ds_config else source, source)
 
 
 def _read(path: Path) -> Mapping[str, object]:
@@ -147,6 +181,55 @@ def _check_precision(path: Path, found: str, expected: str) -> None:
         )
 
 
+def settle_universal(
+    checkpoint: ZeroCheckpoint, options: ReshardOptions
+) -> tuple[UniversalSettings, tuple[str, ...]]:
+    """The settings of a universal checkpoint, and what should be known of the run's own.
+
+    Raises:
+        UsageError: the version of DeepSpeed is none, or one that loads no such checkpoint; there is
+            no such stage.
+    """
+    if options.stage not in (None, *_STAGES):
+        raise _no_files_of(options.stage, checkpoint)
+    version, config = options.for_deepspeed, _config_of(checkpoint, options)
+    is_for_all = version is None or release(version) >= TAKES_EITHER_FORM
+    stage = None if is_for_all else _stage(checkpoint, options, config)
+    settings = UniversalSettings(version, stage)
+    return settings, tuple(_told_of_dealing_out(config, settings))
+
+
+def _told_of_dealing_out(config: _Config, settings: UniversalSettings) -> Iterator[str]:
+    """That DeepSpeed takes dealt out parameters to lie in their first order.
+
+    Source: 0.14.5 to 0.19.8, ``runtime/zero/stage_1_and_2.py`` (``_link_all_hp_params``).
+    """
+    if settings.stage != ZERO3 and config.is_on("zero_optimization", "round_robin_gradients"):
+        yield (
+            "round_robin_gradients is on, with which DeepSpeed under ZeRO-1 and 2 gives weights "
+            "the values of others when it loads a universal checkpoint, and says nothing: switch "
+            "it off in the run that loads this one"
+        )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version of DeepSpeed.
+
+    Raises:
+        UsageError: it is none, or of before universal checkpoints had their files of today.
+    """
+    found = _VERSION.match(version)
+    numbers = tuple(map(int, found[0].split("."))) if found else ()
+    if numbers < _FIRST:
+        raise UsageError(
+            "--for-deepspeed is no version that loads universal checkpoints of this form",
+            found=version,
+            expected="0.14.5 or newer",
+            hint="Reshard to rank files with --world-size, which every version loads",
+        )
+    return numbers
+
+
 def _world_size(options: ReshardOptions) -> int:
     if options.world_size is None or not 0 < options.world_size <= WORLD_SIZE_MAX:
         raise UsageError(
@@ -157,12 +240,7 @@ def _world_size(options: ReshardOptions) -> int:
     return options.world_size
 
 
-def _stage(
-    checkpoint: ZeroCheckpoint,
-    options: ReshardOptions,
-    config: _Config,
-    source: Mapping[str, object],
-) -> int:
+def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config) -> int:
     """The target's stage; options go before the configuration, and may not contradict it."""
     stated = config.get("zero_optimization", "stage") if options.ds_config else None
     if None not in (stated, options.stage) and stated != options.stage:
@@ -172,16 +250,11 @@ def _stage(
             found=f"stage {stated}",
             expected=f"{options.stage}",
         )
-    told = (options.stage, stated, checkpoint.stage, _at(source, ("zero_optimization", "stage")))
+    recorded = _at(source_config(checkpoint), ("zero_optimization", "stage"))
+    told = (options.stage, stated, checkpoint.stage, recorded)
     chosen = next((one for one in told if one is not None), 0)
     if chosen not in _STAGES or type(chosen) is not int:
-        raise UsageError(
-            f"ZeRO-{chosen} has no files to reshard to",
-            path=checkpoint.location.tag_dir,
-            found=f"stage {chosen}",
-            expected="1, 2 or 3",
-            hint="Name one with --stage",
-        )
+        raise _no_files_of(chosen, checkpoint)
     if checkpoint.structure is Structure.PIPELINE and chosen != 1:
         raise UsageError(
             f"a pipeline cannot train with ZeRO-{chosen}",
@@ -190,6 +263,16 @@ def _stage(
             hint="Name it with --stage",
         )
     return chosen
+
+
+def _no_files_of(stage: object, checkpoint: ZeroCheckpoint) -> UsageError:
+    return UsageError(
+        f"ZeRO-{stage} has no files to reshard to",
+        path=checkpoint.location.tag_dir,
+        found=f"stage {stage}",
+        expected="1, 2 or 3",
+        hint="Name one with --stage",
+    )
 
 
 def _told(config: _Config, settings: TargetSettings) -> Iterator[str]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.layouts.universal import FOLDER, shape_of_flat
+from zexport.checkpoint.layouts.universal import (
+    FOLDER,
+    OPTIMIZER_STATE,
+    STEP,
+    names_its_groups,
+    shape_of_flat,
+)
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import no_first_model
 from zexport.checkpoint.states import ModelStates
@@ -22,8 +29,6 @@ from zexport.ranges.extents import Window
 from zexport.resume.cells import frozen_table, module_entries
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
 from zexport.store.folders import children, is_file
-
-_STEP = "step"
 
 
 def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
@@ -65,7 +70,7 @@ class _Reader:
         self._folder = folder
         self._model = model
         self._known = known
-        self._global = read_torch_file(folder / "optimizer_state.pt")
+        self._global = read_torch_file(folder / f"{OPTIMIZER_STATE}.pt")
         self._said = Value(self._global.path, "optimizer state", self._global.value)
         self.files: list[TorchFile] = [self._global]
         self.replicas: list[Replica] = []
@@ -78,35 +83,45 @@ class _Reader:
         return Recorded(self._global, states)
 
     def groups(self) -> Iterator[Group]:
-        """Every parameter group; it numbers the dictionaries of ``param_shapes``."""
-        shapes = self._model.param_shapes
-        seen = []
-        for said in self._said.need("param_groups").items():
-            numbers = [item.number() for item in said.need("params").items()]
-            seen += numbers
-            if not all(0 <= number < len(shapes) for number in numbers):
-                break
+        """Every parameter group; it names its parameters, or numbers those of ``param_shapes``."""
+        for said, own in zip(self._said.need("param_groups").items(), self._members(), strict=True):
             settings = {k: one for k, one in said.mapping_or_empty().items() if k != "params"}
-            own = [item for number in numbers for item in shapes[number].items()]
             yield Group(
-                parameters=tuple(self._parameter(name, shape) for name, shape in own),
+                parameters=tuple(self._parameter(name, shape) for name, shape in own.items()),
                 settings=Recorded(self._global, settings),
-                scalars=self._scalars([name for name, _ in own]),
+                scalars=self._scalars([*own]),
             )
-        if seen != [*range(len(shapes))]:
-            raise DamagedCheckpointError(
-                "has other parameter groups than the model files",
-                path=self._global.path,
-                found=f"params {seen}",
-                expected=f"the {len(shapes)} dictionaries of param_shapes, in order",
-                hint="Convert the checkpoint again, or reshard its source",
-            )
+
+    def _members(self) -> list[dict[str, Shape]]:
+        """The parameters of every group, each of all that are trained in one of them."""
+        shapes = self._model.param_shapes
+        groups = [one.need("params").items() for one in self._said.need("param_groups").items()]
+        if names_its_groups(self._said):
+            known = {name: shape for own in shapes for name, shape in own.items()}
+            found = [[item.text() for item in own] for own in groups]
+            if sorted(name for own in found for name in own) == sorted(known):
+                return [{name: known[name] for name in own} for own in found]
+            raise self._other_groups(f"{sum(map(len, found))} names", f"the {len(known)}")
+        numbers = [[item.number() for item in own] for own in groups]
+        if [one for own in numbers for one in own] == [*range(len(shapes))]:
+            return [dict(chain.from_iterable(shapes[n].items() for n in own)) for own in numbers]
+        dictionaries = f"the {len(shapes)} dictionaries"
+        raise self._other_groups(f"params {numbers}", f"{dictionaries} of param_shapes, in order")
+
+    def _other_groups(self, found: str, expected: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            "has other parameter groups than the model files",
+            path=self._global.path,
+            found=found,
+            expected=expected,
+            hint="Convert the checkpoint again, or reshard its source",
+        )
 
     def _parameter(self, name: str, shape: Shape) -> Parameter:
         """A parameter with all states that lie in its folder."""
         tensors = {MASTERS: self._known[name]}
         for path in sorted(children(self._folder / name)):
-            if path.suffix == ".pt" and path.stem not in (MASTERS, _STEP):
+            if path.suffix == ".pt" and path.stem not in (MASTERS, STEP):
                 tensors[path.stem] = self._state(path, name, shape)
         return Parameter(name, shape, tensors)
 
@@ -131,21 +146,21 @@ class _Reader:
         """The step, of each parameter (ZeRO-1/2) or of the first flat group (ZeRO-3)."""
         first: Recorded | None = None
         for name in names:
-            path = self._folder / name / f"{_STEP}.pt"
+            path = self._folder / name / f"{STEP}.pt"
             if not is_file(path):
                 continue
             file = read_torch_file(path)
             self.files.append(file)
             if first is None:
-                first = Recorded(file, {_STEP: file.value})
+                first = Recorded(file, {STEP: file.value})
             elif isinstance(file.value, TensorRef):
-                kept = first.values[_STEP]
-                one = first.file.source(Value(first.file.path, _STEP, kept).tensor())
+                kept = first.values[STEP]
+                one = first.file.source(Value(first.file.path, STEP, kept).tensor())
                 self.replicas.append(Replica(f"the step of {name}", one, file.source(file.value)))
         return first or self._step_of_all()
 
     def _step_of_all(self) -> Recorded:
         states = self._said.get("optimizer_state_dict").mapping_or_empty().get("state")
         state = states.get(0) if isinstance(states, dict) else None
-        found = state.get(_STEP) if isinstance(state, dict) else None
-        return Recorded(self._global, {} if found is None else {_STEP: found})
+        found = state.get(STEP) if isinstance(state, dict) else None
+        return Recorded(self._global, {} if found is None else {STEP: found})

@@ -39,6 +39,10 @@ from zexport.ranges.extents import Window
 from zexport.store.folders import child_folders, exists, is_file
 
 FOLDER = "zero"
+OPTIMIZER_STATE = "optimizer_state"
+STEP = "step"
+"""Files of what is no parameter's own, and of the steps that each has taken."""
+
 _FROZEN_LOST = (
     "frozen weights, if there were any, are in no file: a pipeline keeps them in layer files, "
     "which the conversion to universal leaves behind"
@@ -59,7 +63,7 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
         )
     models = {cell: ranks.model[0] for cell, ranks in cells.items()}
     for model in models.values():
-        _refuse_spoiled(model)
+        _refuse_spoiled(tag_dir, model)
     parts = [_take_cell(tag_dir, cells[cell], models[cell]) for cell in sorted(cells)]
     names = {tensor.name for part in parts for tensor in part.tensors}
     folders = _folders(tag_dir / FOLDER)
@@ -93,7 +97,17 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
     )
 
 
-def _refuse_spoiled(model: ModelStates) -> None:
+def names_its_groups(said: Value) -> bool:
+    """Whether what is said in ``optimizer_state.pt`` names the parameters of every group.
+
+    So ``zexport reshard`` does, with round robin undone; the converter leaves the numbers in it of
+    the flat groups that there were.
+    """
+    params = [one.need("params").items() for one in said.get("param_groups").items()]
+    return any(params) and all(isinstance(one.value, str) for own in params for one in own)
+
+
+def _refuse_spoiled(tag_dir: Path, model: ModelStates) -> None:
     """Refuse what ``ds_to_universal`` (DeepSpeed 0.10 to 0.19) is known to write wrongly.
 
     With round-robin gradients the weights lie in a shuffled order, and ``param_slice_mappings``, by
@@ -101,7 +115,11 @@ def _refuse_spoiled(model: ModelStates) -> None:
     towards refusing: BF16_Optimizer does not shuffle, but leaves no trace in the model files.
     """
     stage = model.zero_options.get("stage")
-    if model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1:
+    if not (model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1):
+        return
+    path = tag_dir / FOLDER / f"{OPTIMIZER_STATE}.pt"
+    said = Value(path, "optimizer state", read_torch_file(path).value if is_file(path) else {})
+    if not names_its_groups(said):
         raise UnsupportedError(
             "was converted from a run with round_robin_gradients, and the converter mixed up the "
             "weights' values",
