@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import Struct, field, structs
 
-from zexport.adapters.find import Adapter, adapter_mode, choose_adapters
+from zexport.adapters.find import Adapter, adapter_mode, adapters_in, choose_adapters
 from zexport.adapters.merging import (
     as_in_training,
     merge_adapter,
@@ -236,7 +236,11 @@ def _with_adapters(found: Collected) -> Collected:
         mode is AdapterMode.MERGE
     ):  # which modules were targeted is told by the names of the training
         named, _ = Weights.of(checkpoint).only(options.only)[0].without_inner_wrappers()
-    stated = (s for adapter in adapters for s in adapter_statements(adapter, named.shapes))
+    lacked = (*named.left_out, *found.base.tensors)
+    stated = (s for adapter in adapters for s in adapter_statements(adapter, named.shapes, lacked))
+    chosen = {adapter.name for adapter in adapters}
+    rest = [repr(name) for name in adapters_in(found.weights) if name not in chosen]
+    left = (f"other adapters of the checkpoint are left out: {', '.join(rest)}",) if rest else ()
     return structs.replace(
         found,
         mode=mode,
@@ -245,6 +249,7 @@ def _with_adapters(found: Collected) -> Collected:
         statements=(*found.statements, *stated),
         files=(*found.files, *source_files(headers)),
         gathered=(*found.gathered, *(copy for _, one in copies for copy in one)),
+        notes=(*found.notes, *left),
         nbytes_compared=sum(one.nbytes_read for one in saved.values()),
     )
 

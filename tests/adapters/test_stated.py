@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -35,6 +42,7 @@ CHANGED: dict[str, tuple[str, dict[str, object], str]] = {
     "DoRA": ("plain", {"use_dora": True}, "use_dora"),
     "no biases": ("own_bias", {"lora_bias": False}, "lora_bias"),
     "no copies": ("saved_modules", {"modules_to_save": None}, "lm_head trained whole"),
+    "tokens": ("plain", {"trainable_token_indices": [5]}, "trainable_token_indices"),
     "another method": ("plain", {"peft_type": "LOHA"}, "LOHA"),
 }
 
@@ -91,6 +99,64 @@ def test_a_configuration_that_says_the_same_otherwise_is_taken(
     trained = train(tmp_path)
     change(trained, **keys)
     assert export(trained, mode, tmp_path / "out").tensors
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"alpha_pattern": {"self_attn.query": 64}}, "alpha_pattern 'self_attn.query'"),
+        ({"rank_pattern": {"qproj": 8}}, "rank_pattern 'qproj'"),
+        ({"target_modules": ["q_proj", "v_proj", "of_another"]}, ""),
+        ({"modules_to_save": ["classifier", "score"]}, ""),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"], "exclude_modules": ["o_proj"]}, ""),
+    ],
+)
+def test_parts_that_are_named_in_vain_are_told_where_that_may_matter(
+    tmp_path: Path, keys: dict[str, object], told: str
+) -> None:
+    trained = train(tmp_path)
+    change(trained, **keys)
+    warned = export(trained, AdapterMode.MERGE, tmp_path / "out").warnings
+    found = [one for one in warned if "no tensors for" in one]
+    assert [told in one for one in found] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "target_modules 'o_proj' no tensors"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save 'lm_head' no tensors"),
+    ],
+)
+def test_parts_of_the_model_that_were_not_trained_are_refused_where_it_is_known(
+    tmp_path: Path, keys: dict[str, object], told: str
+) -> None:
+    trained = train(tmp_path)
+    change(trained, **keys)
+    with pytest.raises(DamagedCheckpointError, match=told):
+        export(trained, AdapterMode.MERGE, tmp_path / "out")
+    kept = export(trained, AdapterMode.KEEP, tmp_path / "kept").warnings
+    assert any(told in one for one in kept)
+
+
+@pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
+@pytest.mark.parametrize("value", ["true", "false", 1])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(
+    tmp_path: Path, value: object, mode: AdapterMode
+) -> None:
+    """By peft's truth all three are on: scales would be others than peft's."""
+    trained = train(tmp_path)
+    change(trained, use_rslora=value)
+    with pytest.raises(DamagedCheckpointError, match="no true or false in use_rslora"):
+        export(trained, mode, tmp_path / "out")
+
+
+def test_adapters_that_are_left_out_are_told(tmp_path: Path) -> None:
+    run = Run(stage=2, exclude_frozen=True)
+    trained = peft_models.train(FORMS["plain"], tmp_path, run, adapters=("default", "other"))
+    options = ExportOptions(adapter_name="default")
+    notes = consolidate(trained.checkpoint, tmp_path / "out", options).notes
+    assert "other adapters of the checkpoint are left out: 'other'" in notes
 
 
 TARGETS: list[dict[str, object]] = [
@@ -195,10 +261,44 @@ def test_rows_that_were_trained_and_that_the_config_does_not_name_are_refused(
     zero = peft_models.zero_model(model, ("default",))
     root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
     stated = json.loads((tmp_path / "live" / "adapter_config.json").read_text())
-    stated["trainable_token_indices"] = None
+    for other in (None, [3, 4, 9], {"embed_tokens": [3]}):
+        stated["trainable_token_indices"] = other
+        (root / "adapter_config.json").write_text(json.dumps(stated))
+        with pytest.raises(DamagedCheckpointError, match="trainable_token_indices"):
+            consolidate(root, tmp_path / "out", ExportOptions(adapter=AdapterMode.KEEP))
+
+
+METHODS = {
+    "LoHa": (LoHaConfig(r=4, target_modules=["q_proj"]), {"r": 64}, "rank"),
+    "LoHa's targets": (LoHaConfig(target_modules=["q_proj"]), {"target_modules": ["o_proj"]}, "q_"),
+    "IA3": (
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        {"target_modules": ["k_proj"], "feedforward_modules": []},
+        "down_proj updated",
+    ),
+    "prompt": (
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+        {"num_virtual_tokens": 50},
+        "num_virtual_tokens 5 in the adapter's tensors; 50",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_of_other_methods_are_held_against_their_file(tmp_path: Path, method: str) -> None:
+    config, keys, told = METHODS[method]
+    model = get_peft_model(peft_models.llama(), config)
+    model.save_pretrained(tmp_path / "live")
+    zero = peft_models.zero_model(model, ("default",))
+    root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
+    stated = json.loads((tmp_path / "live" / "adapter_config.json").read_text())
     (root / "adapter_config.json").write_text(json.dumps(stated))
-    with pytest.raises(DamagedCheckpointError, match="trainable_token_indices"):
-        consolidate(root, tmp_path / "out", ExportOptions(adapter=AdapterMode.KEEP))
+    options = ExportOptions(adapter=AdapterMode.KEEP)
+    assert consolidate(root, tmp_path / "out", options).tensors
+    (root / "adapter_config.json").write_text(json.dumps(stated | keys))
+    with pytest.raises(DamagedCheckpointError, match="does not fit") as caught:
+        consolidate(root, tmp_path / "other", options)
+    assert told in str(caught.value)
 
 
 def test_each_of_several_adapters_has_a_rank_of_its_own(tmp_path: Path) -> None:

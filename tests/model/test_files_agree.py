@@ -13,7 +13,9 @@ from zexport.facts.statements import Judgement, judge
 from zexport.model.agreement import file_facts
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import find_sidecars
-from zexport.model.special_tokens import id_statements, pad_statements
+from zexport.model.special_tokens import end_statements, id_statements, pad_statements
+from zexport.model.tokenizer import older_tokens
+from zexport.model.tokens import token_numbers
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 WORDS = {"a": 0, "b": 1, "c": 2, "<s>": 3, "</s>": 4, "<unk>": 5}
@@ -377,3 +379,119 @@ def test_a_classifier_without_the_token_that_fills_up_texts_is_told(root: Path) 
     assert "3 in config.json; 5 in tokenizer_config.json (<unk>)" in warning
     assert "none in config.json; 5 in" in padded(root, None)[0]
     assert not padded(root, 5)
+
+
+def test_tokens_that_only_files_beside_the_tokenizer_add_are_told(root: Path) -> None:
+    tokenizer(root, WORDS)
+    put(root, added_tokens={"<|im_start|>": 1})
+    put(root, tokenizer_config={"added_tokens_decoder": {"2": {"content": "<|im_end|>"}}})
+    put(root, processor_config={"image_token": "<image>"})
+    (warning,) = warned(root)
+    assert "a special token is named that the tokenizer does not have" in warning
+    for token in ("<|im_start|>", "<|im_end|>", "<image>"):
+        assert repr(token) in warning
+    put(root, tokenizer_config={"extra_special_tokens": {"video_token": "<video>"}})
+    assert "'<video>'" in warned(root)[0]
+
+
+def test_parts_of_a_tokenizer_that_number_a_token_otherwise_are_told(root: Path) -> None:
+    content = json.loads((tokenizer(root, WORDS, "<s>") / "tokenizer.json").read_text())
+    taken = {**content["added_tokens"][0], "content": "<|im_end|>", "id": 1}
+    around = {"special_tokens": {"<s>": {"id": "<s>", "ids": [5], "tokens": ["<s>"]}}}
+    put(root, tokenizer={**content, "added_tokens": [taken], "post_processor": around})
+    (warning,) = (one for one in warned(root) if "several numbers" in one)
+    assert "token 1: '<|im_end|>' in its added_tokens; 'b' in its vocabulary" in warning
+    assert "'<s>' 3 in tokenizer.json; 5 in its post_processor" in warning
+    put(root, tokenizer={**content, "post_processor": {"processors": [around, 5]}})
+    assert "'<s>' 3 in tokenizer.json; 5" in warned(root)[0]
+
+
+def sentencepiece(folder: Path, *pieces: str) -> Path:
+    """A model as SentencePiece writes it: field 1 is a piece, and of that field 1 the text."""
+    texts = [b"\x0a" + bytes([len(one)]) + one.encode() + b"\x15\0\0\0\0" for one in pieces]
+    model = b"".join(b"\x0a" + bytes([len(text)]) + text for text in texts) + b"\x12\x02\x08\x01"
+    (folder / "tokenizer.model").write_bytes(model)
+    return folder
+
+
+def test_vocabularies_of_older_forms_are_held_against_the_tokenizer(root: Path) -> None:
+    sentencepiece(tokenizer(root, WORDS), *WORDS, "c")
+    assert not warned(root)
+    sentencepiece(root, "x", "y", "z", "a")
+    (warning,) = warned(root)
+    assert "3 of 4 tokens, such as 'x', not there in the export's tokenizer.json" in warning
+    (root / "tokenizer.model").unlink()
+    write(root, vocab_txt="x\ny\na\n")
+    assert "2 of 3 tokens" in warned(root)[0]
+
+
+def test_vocabularies_of_older_forms_need_rows(root: Path) -> None:
+    write(sentencepiece(root, *WORDS), vocab_txt="a\nb\nc\n")
+    found = {one.by: one.number for one in token_numbers(find_sidecars(root).copied)}
+    assert found == {"tokenizer.model": 5, "vocab.txt": 2}
+    (root / "tokenizer.model").write_bytes(b"\x0a\xff")
+    assert "tokenizer.model" not in older_tokens(find_sidecars(root).copied)
+
+
+def test_rules_that_the_tokenizers_config_has_otherwise_are_told(root: Path) -> None:
+    tokenizer(root, WORDS)
+    content = json.loads((root / "tokenizer.json").read_text())
+    put(root, tokenizer={**content, "normalizer": {"type": "BertNormalizer", "lowercase": True}})
+    put(root, tokenizer_config={"do_lower_case": False})
+    (warning,) = warned(root)
+    assert "do_lower_case True in tokenizer.json; False in tokenizer_config.json" in warning
+    assert not warned(put(root, tokenizer_config={"do_lower_case": True}))
+
+
+def test_texts_longer_than_the_models_positions_are_noted(root: Path) -> None:
+    put(root, config={**CONFIG, "max_position_embeddings": 64})
+    put(root, tokenizer_config={"model_max_length": 131072}, generation_config={"max_length": 64})
+    (note,) = judged(tokenizer(root, WORDS)).notes
+    assert "131072 in tokenizer_config.json" in note
+    assert "generation" not in note
+
+
+def test_steps_of_an_encoder_that_differ_in_a_run_are_told(root: Path) -> None:
+    steps = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    put(root, modules=steps, **{"1_Pooling__config": {"pooling_mode_cls_token": True}})
+    put(root.parent, modules=[*steps, {"type": "a.Normalize", "path": ""}])
+    put(root.parent, **{"1_Pooling__config": {"pooling_mode_cls_token": False}})
+    (warning,) = warned(root)
+    assert "a.Pooling, a.Normalize in the folder above's" in warning
+    assert "1_Pooling/config.json, pooling_mode_cls_token: True" in warning
+
+
+def test_a_model_that_sees_without_a_processor_is_told(root: Path) -> None:
+    put(root, config={**CONFIG, "vision_config": {}})
+    assert "a processor" in find_sidecars(root).missing
+    assert "a processor" not in find_sidecars(put(root, preprocessor_config={})).missing
+
+
+@pytest.mark.parametrize("number", [1, 50])
+def test_inputs_whose_token_is_an_ordinary_one_are_told(root: Path, number: int) -> None:
+    tokenizer(root, WORDS, "<image>")
+    files = find_sidecars(root).copied
+    for said, is_told in ((number, True), (6, False)):
+        config = ConfigFile(root / "config.json", {**CONFIG, "image_token_index": said})
+        found = judge(id_statements(files, config), root).warnings
+        assert bool(found) == is_told
+
+
+def test_an_empty_template_beside_another_is_told(root: Path) -> None:
+    put(root, tokenizer_config={"chat_template": "{{ m }}"})
+    (root / "chat_template.jinja").write_text("")
+    assert "0 characters" in warned(root)[0]
+
+
+def test_a_model_that_nothing_tells_when_to_end_is_told(root: Path) -> None:
+    files = find_sidecars(put(root, tokenizer_config={"eos_token": "</s>"})).copied
+    for architecture, is_told in (("LlamaForCausalLM", True), ("BertForMaskedLM", False)):
+        config = ConfigFile(root / "config.json", {**CONFIG, "architectures": [architecture]})
+        found = judge(end_statements(files, config), root).warnings
+        assert bool(found) == is_told
+
+
+@pytest.mark.parametrize("mark", ["<start_of_turn>", "<\uff5cUser\uff5c>"])
+def test_marks_of_every_form_are_known(root: Path, mark: str) -> None:
+    put(tokenizer(root, WORDS), tokenizer_config={"chat_template": mark + "{{ m }}"})
+    assert any(repr(mark) in one for one in judged(root).notes)

@@ -162,6 +162,9 @@ def test_a_stranger_is_no_base_for_what_was_frozen(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"weights differ.*mean cosine") as caught:
         consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "stranger"))
     assert caught.value.finding is FindingKind.BASE_MISMATCH
+    options = ExportOptions(base=tmp_path / "stranger", exclude_frozen=True)
+    told = consolidate(root, tmp_path / "trained", options).warnings
+    assert any("weights differ" in one and "no weight of it" in one for one in told)
     report = consolidate(root, tmp_path / "out", ExportOptions(base=began))
     assert "no name in config.json; began in --base" in report.warnings[0]
 
@@ -311,6 +314,22 @@ def test_the_revision_that_the_adapter_names_is_the_base_and_no_other(
     assert "weights differ" in str(refusal(trained, Path("acme/llama-small"), tmp_path / "out"))
     told = merge(trained, snapshots / old, tmp_path / "out").warnings
     assert not any("base is" in warning for warning in told)
+
+
+def test_what_a_base_says_of_itself_is_told(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, "acme/small")
+    base = copied(trained, tmp_path / "small")
+    (base / "README.md").write_text("---\nbase_model: acme/small\n---\n# Small, instructed\n")
+    (base / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    told = merge(trained, base, tmp_path / "out").warnings
+    assert any("made of acme/small in the card of the base" in one for one in told)
+    assert any("weights and adapter_config.json in the base" in one for one in told)
+    (trained.checkpoint / "latest").write_text("global_step4")
+    (trained.checkpoint / "global_step2").rename(trained.checkpoint / "global_step4")
+    told = merge(trained, tmp_path / "out", tmp_path / "again").warnings
+    (warning,) = (one for one in told if "the adapter of another checkpoint" in one)
+    assert "the adapter of run/global_step2, merged" in warning
 
 
 def test_an_adapter_is_not_merged_twice(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT_ADAPTER = "default"
 """The name of an adapter that was given none; peft saves it without a folder of its own."""
 
+TRAINED_TOKENS = "trainable_token_indices"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Modules that peft saves whole when they are targeted (0.21, ``utils/constants.py``)."""
 
@@ -85,6 +86,22 @@ class AdapterConfig(Struct, frozen=True):
         """What the file says under a key; empty where it says nothing."""
         return str(self.content.get(key) or "")
 
+    def switch(self, key: str) -> bool:
+        """Whether a key is on; refused where a program wrote neither true, false nor null.
+
+        peft goes by Python's truth, by which "false" is true.
+        """
+        value = self.content.get(key)
+        if value is None or isinstance(value, bool):
+            return value is True
+        raise DamagedCheckpointError(
+            f"has no true or false in {key}",
+            path=self.path,
+            found=repr(value),
+            expected="true, false or null",
+            hint="Write which of them the run was trained with",
+        )
+
     @property
     def peft_type(self) -> str:
         """The method, such as ``LORA``."""
@@ -118,12 +135,12 @@ class AdapterConfig(Struct, frozen=True):
     @property
     def keeps_ties(self) -> bool:
         """Whether what shares a weight with what is trained is trained with it."""
-        return self.content.get("ensure_weight_tying") is True
+        return self.switch("ensure_weight_tying")
 
     @property
     def is_embedding_targeted(self) -> bool:
         """Whether peft saves targeted embeddings whole, beside their update."""
-        if self.content.get("trainable_token_indices") is not None:
+        if self.content.get(TRAINED_TOKENS) is not None:
             return False
         modules = self.content.get("target_modules")
         if isinstance(modules, str):
@@ -161,6 +178,26 @@ class AdapterConfig(Struct, frozen=True):
             return False
         is_exact = isinstance(targets, str) or module in _strings(targets)
         return is_exact or self._is_of_layers(module)
+
+    def trained_rows(self, module: str) -> int | None:
+        """The rows of an embedding that were trained; ``None`` for one tied to a named one."""
+        said = self.content.get(TRAINED_TOKENS)
+        if isinstance(said, dict) and said:
+            found = (v for k, v in said.items() if self._names(TRAINED_TOKENS, [k], module))
+            said = next(found, None)
+            return len(said) if isinstance(said, list) else None
+        return len(said) if isinstance(said, list) else 0
+
+    def entries(self, key: str) -> tuple[str, ...]:
+        """What a list names, or the patterns of a table, one by one."""
+        value = self.content.get(key)
+        return _strings([*value]) if isinstance(value, dict | list) else ()
+
+    def means(self, key: str, entry: str, module: str) -> bool:
+        """Whether an entry of a key is about a module, or a parameter."""
+        if key.endswith("_pattern"):
+            return self._match(key, rf"(?:.*\.)?(?:{entry})", module) is not None
+        return self._names(key, [entry], module)
 
     def _names(self, key: str, named: Json, module: str) -> bool:
         """Whether a list has the module or an ending of it, or a text is a pattern of it."""
@@ -215,13 +252,13 @@ class AdapterConfig(Struct, frozen=True):
                 expected="a number",
                 hint="Take the file that the run wrote",
             )
-        return alpha / sqrt(rank) if self.content.get("use_rslora") is True else alpha / rank
+        return alpha / sqrt(rank) if self.switch("use_rslora") else alpha / rank
 
     def _by_pattern(self, name: str, key: str, default: Json) -> Json:
         """The value of the first pattern that ``key`` ends with, as peft matches them."""
         patterns = self.content.get(name)
         for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-            if self._match(name, rf"(?:.*\.)?(?:{pattern})", key):
+            if self.means(name, pattern, key):
                 return value
         return default
 

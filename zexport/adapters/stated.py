@@ -6,13 +6,14 @@ model without a word, and updates of another rank are not taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from msgspec.structs import replace
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import (
     ADAPTER_CONFIG,
+    TRAINED_TOKENS,
     AdapterConfig,
     PeftName,
     methods_of,
@@ -27,13 +28,24 @@ _RANK_AXIS = {
     "lora_embedding_A": 0,
     "lora_B.weight": 1,
     "lora_embedding_B": 1,
+    "hada_w1_b": 0,
 }
 _TENSORS = "the adapter's tensors"
+_TOKENS = "trainable_tokens_delta"
+_COPIED = "modules_to_save"
+_NAMING = ("target_modules", _COPIED, "rank_pattern", "alpha_pattern")
 _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 """Modules that peft trains whole by the task, named or not (0.21, ``peft_model.py``)."""
 
 
+_SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
 _DECIDING = (
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "target_modules",
+    "modules_to_save",
+    "layers_to_transform",
     "lora_alpha",
     "use_rslora",
     "alpha_pattern",
@@ -42,15 +54,19 @@ _DECIDING = (
     "fan_in_fan_out",
     "init_lora_weights",
 )
-"""Keys by which the values of an update are made of its tensors."""
+"""Keys by which an update is made of its tensors, and of what."""
 
 
-def adapter_statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
+def adapter_statements(
+    adapter: Adapter, shapes: Mapping[str, Shape], elsewhere: Iterable[str]
+) -> Iterator[Statement]:
     """What is said of one adapter, by its file and by the names and shapes of its tensors.
 
     Each of several adapters has its own rank and targets, so what is said is said of its modules.
+    ``elsewhere`` are names of the model's weights that no file of the checkpoint holds.
     """
-    for one in _statements(adapter, shapes):
+    modules = {part.module for n in (*shapes, *elsewhere) if not (part := read_name(n)).adapter}
+    for one in (*_statements(adapter, shapes), *_said_alone(adapter, shapes, modules)):
         yield replace(one, about=f"{adapter.folder}{one.about}")
 
 
@@ -67,6 +83,8 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
 
 def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
     config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
+    for key in _SWITCHES:
+        config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
     for key in _DECIDING:
         for one in (config, *adapter.others) if adapter.others else ():
@@ -79,11 +97,16 @@ def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[State
     if methods and config.peft_type not in methods:
         yield Statement(Fact.ADAPTER_METHOD, " or ".join(sorted(methods)), _TENSORS)
         yield Statement(Fact.ADAPTER_METHOD, config.peft_type or "none", by)
-    if config.peft_type == "LORA" and not config.variants:
-        yield from _of_lora(config, by, {n: p for n, p in parts.items() if not p.is_copy}, shapes)
+    for name, part in parts.items() if config.peft_type == "PROMPT_TUNING" else ():
+        for axis, key in enumerate(("num_virtual_tokens", "token_dim")) if part.is_prompt else ():
+            yield Statement(Fact.ADAPTER_PROMPT, shapes[name][axis], _TENSORS, key)
+            yield Statement(Fact.ADAPTER_PROMPT, config.content.get(key), by, key)
+    if not config.variants:
+        updates = {n: p for n, p in parts.items() if not (p.is_copy or p.is_prompt)}
+        yield from _of_updates(config, by, updates, shapes)
 
 
-def _of_lora(
+def _of_updates(
     config: AdapterConfig, by: str, parts: Mapping[str, PeftName], shapes: Mapping[str, Shape]
 ) -> Iterator[Statement]:
     attributes: dict[str, set[str]] = {}
@@ -94,13 +117,12 @@ def _of_lora(
             rank = shapes[name][axis]
             yield Statement(Fact.ADAPTER_RANK, rank, _TENSORS, part.module)
             yield Statement(Fact.ADAPTER_RANK, _rank(config, part.module, rank), by, part.module)
+        if part.attribute == _TOKENS:
+            rows = config.trained_rows(part.module)
+            yield Statement(Fact.ADAPTER_TOKENS, shapes[name][0], _TENSORS, part.module)
+            yield Statement(Fact.ADAPTER_TOKENS, rows, by, part.module)
     for module, held in attributes.items():
-        tokens = held & {"trainable_tokens_delta"}
-        if tokens:
-            yield Statement(Fact.ADAPTER_TOKENS, "trained", _TENSORS, module)
-            said = config.content.get("trainable_token_indices")
-            yield Statement(Fact.ADAPTER_TOKENS, "trained" if said else "none", by, module)
-        if held > tokens:
+        if held - {_TOKENS}:
             yield from _of_update(config, by, module, held)
 
 
@@ -110,13 +132,55 @@ def _of_update(config: AdapterConfig, by: str, module: str, held: Set[str]) -> I
     said = {None: None, True: "updated", False: "no target"}[is_target]
     yield Statement(Fact.ADAPTER_TARGETS, "updated", _TENSORS, module)
     yield Statement(Fact.ADAPTER_TARGETS, said, by, module)
-    for fact, key, attribute in (
+    lora_alone = (
         (Fact.ADAPTER_DORA, "use_dora", "lora_magnitude_vector"),
         (Fact.ADAPTER_BIAS, "lora_bias", "lora_B.bias"),
-    ):
+    )
+    for fact, key, attribute in lora_alone if config.peft_type == "LORA" else ():
         has_it = any(name.startswith(attribute) for name in held)
         yield Statement(fact, has_it, _TENSORS, module)
-        yield Statement(fact, config.content.get(key) is True, by, module)
+        yield Statement(fact, config.switch(key), by, module)
+
+
+def _said_alone(
+    adapter: Adapter, shapes: Mapping[str, Shape], modules: Set[str]
+) -> Iterator[Statement]:
+    """What the file names and no tensor of the adapter is of.
+
+    peft passes over what the model does not have; what it has was trained, or the file is another
+    run's. Where nothing tells what the model has, that is to be looked at.
+    """
+    config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
+    parts = [part for name in shapes if (part := read_name(name)).adapter == adapter.name]
+    copied = {part.module for part in parts if part.is_copy}
+    held = {part.module for part in parts}
+    is_plain = bool(held) and not (config.variants or config.keeps_ties)
+    for key in _NAMING if is_plain else ():
+        for entry in config.entries(key):
+            of = copied if key == _COPIED else held
+            named = {m for module in of for m in (module, *config.targeted_parameters(module))}
+            if not any(config.means(key, entry, module) for module in named):
+                fact = _fact_of_unheld(config, key, entry, held, modules)
+                if fact is not None:
+                    yield Statement(fact, "no tensors", _TENSORS, f"{key} {entry!r}")
+                    yield Statement(fact, "named", by, f"{key} {entry!r}")
+    if config.content.get(TRAINED_TOKENS) and all(part.attribute != _TOKENS for part in parts):
+        yield Statement(Fact.ADAPTER_TOKENS, "no tokens", _TENSORS)
+        yield Statement(Fact.ADAPTER_TOKENS, TRAINED_TOKENS, by)
+
+
+def _fact_of_unheld(
+    config: AdapterConfig, key: str, entry: str, held: Set[str], modules: Set[str]
+) -> Fact | None:
+    """What an entry that is about no tensor of the adapter is to be told as, if at all."""
+    if key.endswith("_pattern"):
+        return Fact.ADAPTER_UNHELD
+    theirs = [module for module in modules if config.means(key, entry, module)]
+    if key == _COPIED and (theirs or entry in _HEADS):
+        return Fact.ADAPTER_COPIES if theirs else None
+    if any(config.does_target(module) for module in theirs):
+        return Fact.ADAPTER_TARGETS
+    return None if held & modules else Fact.ADAPTER_UNHELD
 
 
 def _rank(config: AdapterConfig, module: str, held: int) -> int | None:

@@ -92,7 +92,7 @@ def find_orientation(
             continue
         if len(weight.shape) == _MATRIX_NDIM:
             seen.add(weight.shape == (inputs, outputs))
-    said = config.content.get("fan_in_fan_out") is True
+    said = config.switch("fan_in_fan_out")
     return Orientation(said if seen <= {said} else None, model_type in _TRANSPOSED_EXPERTS)
 
 

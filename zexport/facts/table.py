@@ -143,6 +143,20 @@ class Fact(Enum):
         "whether the adapter is merged already",
         "the checkpoint's adapter is merged into it already",
     )
+    BASE_OF_RUN = _warned(  # or of another run in a folder of that name
+        "whether an adapter of the run is merged already",
+        "the base has the adapter of another checkpoint in it, from a run of this name: merging "
+        "into it is right only if this training began from that",
+    )
+    BASE_ADAPTED = _warned(
+        "what a base consists of",
+        "the base has an adapter beside its weights, which transformers loads with them: merge it "
+        "first if training began from both",
+    )
+    BASE_MADE_OF = _warned(
+        "name of the base model, and of what that was made of",
+        "the base says that it was made of the model that training began from",
+    )
     BASE_UNTRACED = _warned(
         "name of the base model, where nothing compares the weights",
         "nothing shows that the base is the model that training began from",
@@ -152,8 +166,14 @@ class Fact(Enum):
     ADAPTER_TARGETS = _of_one_adapter("choice of target_modules")
     ADAPTER_DORA = _of_one_adapter("use of DoRA (use_dora)")
     ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
-    ADAPTER_TOKENS = _of_one_adapter("choice of trainable_token_indices")
+    ADAPTER_TOKENS = _of_one_adapter("number of trainable_token_indices")
+    ADAPTER_PROMPT = _of_one_adapter("size of the prompt")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
+    ADAPTER_UNHELD = _warned(
+        "parts that an adapter's configuration names",
+        "adapter_config.json names parts that the adapter has no tensors for: take care that it is "
+        "the file that this run wrote",
+    )
     ADAPTER_TASK = _warned(
         "task of a merged adapter",
         "the adapter was trained for another task than the model is built for",
@@ -229,6 +249,11 @@ class Fact(Enum):
         "tokenizers differ, and the export has the first of these: take care that it is the one "
         "that was trained with",
     )
+    TOKENIZER_RULE = _warned(
+        "what a tokenizer makes of letters before it cuts",
+        "tokenizer_config.json has other rules than tokenizer.json, and the first of these were "
+        "trained with: loading takes those of tokenizer_config.json",
+    )
     TOKEN_NAME = _warned(
         "special tokens, by what they are for",
         "files name different tokens for one thing: give the tokenizer that was trained with",
@@ -253,6 +278,12 @@ class Fact(Enum):
         "transformers give all texts that length",
         severity=Severity.NOTED,
         agreement=Agreement.SHARED,
+    )
+    TEXT_POSITIONS = Row(  # some models are made for more than they were trained for
+        "length of texts, beside the model's positions",
+        "texts may be longer than the model has positions for",
+        severity=Severity.NOTED,
+        agreement=Agreement.BELOW,
     )
     PAD_TOKEN = _warned(
         "token that fills up texts, for a classifier",

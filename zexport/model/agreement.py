@@ -10,6 +10,7 @@ from zexport.model.beside import (
     file_statements,
     length_statements,
     processor_statements,
+    rule_statements,
     sentence_statements,
 )
 from zexport.model.card import card_statements
@@ -28,6 +29,7 @@ from zexport.model.special_tokens import (
     end_statements,
     id_statements,
     lacking_statements,
+    number_statements,
     pad_statements,
 )
 from zexport.model.vocabulary import vocabulary_statements
@@ -42,10 +44,12 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     """
     yield from template_statements(sidecars)
     yield from added_statements(sidecars.copied)
+    yield from number_statements(sidecars.copied)
     yield from lacking_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars)
     yield from file_statements(sidecars)
     yield from length_statements(sidecars)
+    yield from rule_statements(sidecars.copied)
     yield from code_statements(sidecars)
     yield from processor_statements(sidecars)
     yield from sentence_statements(sidecars)

@@ -16,7 +16,9 @@ from zexport.model.custom_code import modules_named
 from zexport.model.sidecars import (
     BASE,
     GENERATION_CONFIG,
+    MODULES,
     PROCESSOR,
+    SENTENCE_CONFIGS,
     TOKENIZER,
     TOKENIZER_CONFIG,
     Files,
@@ -33,7 +35,7 @@ _ANY_KEY = re.compile(
 )
 _COMPARED = {
     TOKENIZER_CONFIG: _TOKENIZER_KEYS,
-    **dict.fromkeys((GENERATION_CONFIG, *PROCESSOR), _ANY_KEY),
+    **dict.fromkeys((GENERATION_CONFIG, *PROCESSOR, *SENTENCE_CONFIGS), _ANY_KEY),
 }
 """The files whose values are compared with those of other folders, and the keys that count."""
 
@@ -46,11 +48,17 @@ _PATCHES = {
 }
 """How a processor calls what the model's config calls otherwise."""
 
+_CHOICES = ("vision_feature_select_strategy",)
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _DIMENSIONS = ("embedding_dimension", "word_embedding_dimension")
 _ANY_CLASS = re.compile(r"(PreTrainedTokenizer|TokenizersBackend|PythonBackend)(Fast)?")
 """Classes of tokenizers that say nothing of which one it is."""
 
+_NORMALIZING = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 _LONG, _NO_LENGTH = 60, 10**9
 
 
@@ -94,6 +102,9 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
                 if content.get(key) is not None and vision.get(other) is not None:
                     yield Statement(Fact.PATCHES, _side(vision[other]), "config.json", key)
                     yield Statement(Fact.PATCHES, _side(content[key]), name, key)
+        for key in _CHOICES:
+            yield Statement(Fact.PATCHES, config.get(key), "config.json", key)
+            yield Statement(Fact.PATCHES, content.get(key), name, key)
         made, due = _side(_image_size(content)), _side(vision.get("image_size"))
         if made is not None and due is not None:
             yield Statement(Fact.IMAGE_SIZE, due, "config.json")
@@ -113,9 +124,12 @@ def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
 def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The size of what each step of a sentence-transformers model is given, and what it has."""
     copied, config = sidecars.copied, sidecars.config
-    steps: list[Json] = []
-    with suppress(ZexportError, OSError):
-        steps = read_json_list(copied["modules.json"]) if "modules.json" in copied else []
+    steps = _steps(copied)
+    for where, files in sidecars.folders.items() if steps else ():
+        fact = Fact.BASE_FILE if where == BASE else Fact.RUN_FILE
+        for by, others in (("the export's", steps), (f"{where}'s", _steps(files))):
+            kinds = [one.get("type") for one in others if isinstance(one, dict)]
+            yield Statement(fact, ", ".join(map(str, kinds)) or None, by, "modules.json, type:")
     hidden = None if config is None else _hidden_size(config)
     given, by = hidden, "config.json"
     for step in steps:
@@ -139,6 +153,13 @@ def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
     yield from _lengths(sidecars)
 
 
+def _steps(files: Files) -> list[Json]:
+    """The steps of a sentence-transformers model."""
+    with suppress(ZexportError, OSError):
+        return read_json_list(files[MODULES]) if MODULES in files else []
+    return []
+
+
 def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
     """The positions that a model has, and the longest text that a file lets in."""
     config = sidecars.config
@@ -156,13 +177,33 @@ def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
     Source: transformers 5.23, ``tokenization_utils_base.py``: what names no length has 10**30.
     """
     copied, config = sidecars.copied, sidecars.config
-    named = [table_of(copied, TOKENIZER_CONFIG).get("model_max_length")]
+    positions = None if config is None else config.content.get("max_position_embeddings")
+    longest = {
+        TOKENIZER_CONFIG: table_of(copied, TOKENIZER_CONFIG).get("model_max_length"),
+        GENERATION_CONFIG: table_of(copied, GENERATION_CONFIG).get("max_length"),
+    }
+    for by, most in longest.items():
+        if isinstance(positions, int) and isinstance(most, int) and most < _NO_LENGTH:
+            yield Statement(Fact.TEXT_POSITIONS, positions + 1, "one more than all positions", by)
+            yield Statement(Fact.TEXT_POSITIONS, most, by, by)
+    named = [positions, longest[TOKENIZER_CONFIG]]
     named += [table_of(copied, name).get("max_seq_length") for name in _sentence_files(copied)]
-    named += [config.content.get("max_position_embeddings")] if config is not None else []
     known = sorted({n for n in named if isinstance(n, int) and n < _NO_LENGTH})
     for done, length in read_tokenizer(copied).lengths.items():
         yield Statement(Fact.TEXT_LENGTH, known or "no length", "the other files", done)
         yield Statement(Fact.TEXT_LENGTH, length, TOKENIZER, done)
+
+
+def rule_statements(files: Files) -> Iterator[Statement]:
+    """What ``tokenizer_config.json`` says of rules that ``tokenizer.json`` has as well.
+
+    Source: transformers 5.23, ``models/bert/tokenization_bert.py``, which makes them anew of the
+    former, and ``tokenization_utils_tokenizers.py``.
+    """
+    settings, rules = table_of(files, TOKENIZER_CONFIG), read_tokenizer(files).normalizing
+    for key, rule in _NORMALIZING.items() if rules.get("type") == "BertNormalizer" else ():
+        yield Statement(Fact.TOKENIZER_RULE, rules.get(rule), TOKENIZER, key)
+        yield Statement(Fact.TOKENIZER_RULE, settings.get(key), TOKENIZER_CONFIG, key)
 
 
 def _sentence_files(files: Files) -> list[str]:

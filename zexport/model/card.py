@@ -117,7 +117,7 @@ def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[St
     """
     path, readme = sidecars.copied.get("README.md"), "the checkpoint's README.md"
     card = read_card(path.parent) if path is not None else ""
-    base = _value(card, "base_model")
+    base = base_named(card)
     for by, name in {readme: base, **named}.items() if is_hub_id(base) else ():
         yield Statement(Fact.CARD_BASE, plain_name(name) if is_hub_id(name) else None, by)
     for named_class in sidecars.config.architectures if sidecars.config is not None else ():
@@ -133,6 +133,11 @@ def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[St
             text = read_range(file, 0, _LICENSE_NBYTES).decode(errors="replace")
             known = (key for key, start in _LICENSE_TEXTS if re.search(start, text, re.IGNORECASE))
             yield Statement(Fact.LICENSE, next(known, None), name)
+
+
+def base_named(card: str) -> str:
+    """The model that a card says its own was made of; empty where it says none."""
+    return _value(card, "base_model")
 
 
 def _of_layout(checkpoint: ZeroCheckpoint) -> str:

@@ -22,7 +22,9 @@ Source: transformers 5.23, ``tokenization_utils_base.py`` and ``processing_utils
 """
 
 _NBYTES_MAX = 4 << 20
-_MARK = re.compile(r"<\|[\w-]{1,64}\|>")
+_MARK = re.compile(r"<\|[\w-]{1,64}\|>|<(?:start|end)_of_\w{1,64}>|<\uff5c[^\uff5c<>]{1,64}\uff5c>")
+"""What looks like a special token: as most have it, as Gemma's, and as DeepSeek's."""
+
 _MARKS_MAX = 64
 
 
@@ -54,7 +56,7 @@ def _templates(files: Files) -> Iterator[tuple[str, str]]:
     """Each file that holds a template, with the template in a few words."""
     for name in TEMPLATE_FILES:
         text = _read(files[name]).strip() if name in files else ""
-        if text:
+        if text or (name in files and name.endswith(".jinja")):  # which is taken, if empty
             yield (
                 name,
                 f"{len(text):,} characters ({zlib.crc32(text.encode(errors='replace')):08x})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -81,18 +81,24 @@ PROCESSOR = (
     "video_preprocessor_config.json",
     "audio_tokenizer_config.json",
 )
+MODULES = "modules.json"
+SENTENCE_CONFIGS = (
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+)
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _NAMING_CODE = (TOKENIZER_CONFIG, *PROCESSOR)
 _STATING = (
     *(CONFIG, GENERATION_CONFIG, README),
     *(*_VOCABULARIES, *_TOKENIZER_MORE, *PROCESSOR, *CHAT_TEMPLATES),
+    *(MODULES, *SENTENCE_CONFIGS),
 )
 """Files that state facts of a model, wherever in a run they lie."""
 
 _LICENSE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.][\w.-]+)?", re.IGNORECASE)
 _LICENSES_MAX = 16
 
-_MODULES = "modules.json"
 _MODULES_MAX = 64
 _SENTENCE_CONFIG = re.compile(r"sentence_[\w-]+_config\.json")
 
@@ -148,7 +154,7 @@ def find_sidecars(
         config,
         read_json_object(source) if is_file(source) else None,
         copied,
-        tuple(w for w, there in ((CONFIG, config), ("a tokenizer", tokenizer)) if not there),
+        tuple(_missing(config, tokenizer, copied)),
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
@@ -159,6 +165,19 @@ def find_sidecars(
             BASE: {} if base is None else _stating(base, boundary.including(base)),
         },
     )
+
+
+def _missing(
+    config: ConfigFile | None, tokenizer: _Files, copied: Mapping[str, Path]
+) -> Iterator[str]:
+    """What a model needs beside its weights and is nowhere, in words."""
+    if config is None:
+        yield CONFIG
+    if not tokenizer:
+        yield "a tokenizer"
+    sees = config is not None and {"vision_config", "audio_config"} & config.content.keys()
+    if sees and not copied.keys() & {*PROCESSOR}:
+        yield "a processor"
 
 
 def _stating(folder: Path, within: Boundary) -> Files:
@@ -252,13 +271,13 @@ def _sentence_transformers_files(folder: Path) -> _Files:
     ``SentenceTransformer._load_sbert_model``.
     """
     try:
-        content = read_json_list(folder / _MODULES) if is_file(folder / _MODULES) else []
+        content = read_json_list(folder / MODULES) if is_file(folder / MODULES) else []
     except DamagedCheckpointError:
         return {}
     steps = [step for step in content if isinstance(step, dict) and "type" in step]
     if not steps or len(steps) < len(content) or len(steps) > _MODULES_MAX:
         return {}
-    names = [_MODULES, "config_sentence_transformers.json"]
+    names = [MODULES, "config_sentence_transformers.json"]
     names += [path.name for path in children(folder) if _SENTENCE_CONFIG.fullmatch(path.name)]
     inner = [path for step in steps if isinstance(path := step.get("path"), str)]
     names += [f"{path}/config.json" for path in inner if re.fullmatch(r"\w[\w.-]*", path)]

@@ -21,9 +21,14 @@ from zexport.model.sidecars import (
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
 from zexport.store.json import Json
 
-_SPECIAL_MAP = "special_tokens_map.json"
+_SPECIAL_MAP, _PROCESSOR = "special_tokens_map.json", "processor_config.json"
 _END, _PAD = "eos_token", "pad_token"
-_END_OF_TURN = re.compile(r"<\|(?:im_end|eot_id|eot|end|end_of_turn|return)\|>")
+_END_OF_TURN = re.compile(
+    r"<\|(?:im_end|eot_id|eot|end|end_of_turn|return|END_OF_TURN_TOKEN)\|>"
+    r"|<end_of_(?:turn|utterance)>|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+_OF_INPUTS = re.compile(r"\w*(?:image|video|audio|vision|speech)\w*_token_(?:id|index)")
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_ID = re.compile(r"(?P<name>(?!eos_|pad_)\w+_token)_(?:id|index)")
 _ENDING_TEXT = "<|endoftext|>"
 _OF_CLASS = {
@@ -59,10 +64,26 @@ def added_statements(files: Files) -> Iterator[Statement]:
     beside = {TOKENIZER_CONFIG: decoder_tokens(files), ADDED: numbers}
     if not any(beside.values()):
         return
-    stated = {TOKENIZER: read_tokenizer(files).added}
+    tokenizer = read_tokenizer(files)
+    stated = {TOKENIZER: tokenizer.added}
     for by, tokens in (stated | beside).items():
         for token, number in tokens.items():
             yield Statement(Fact.ADDED_TOKEN, number, by, repr(token))
+
+
+def number_statements(files: Files) -> Iterator[Statement]:
+    """The numbers that one tokenizer gives a token in several places: parts of its file."""
+    found = read_tokenizer(files)
+    added = {number: token for token, number in found.added.items()}
+    for number, token in found.in_vocabulary(added):
+        about = f"{TOKENIZER}, token {number}:"
+        yield Statement(Fact.ADDED_TOKEN, repr(added[number]), "its added_tokens", about)
+        yield Statement(Fact.ADDED_TOKEN, repr(token), "its vocabulary", about)
+    around = found.around_texts
+    numbers = _numbers_of(around, files)
+    for token, number in around.items():
+        yield Statement(Fact.ADDED_TOKEN, numbers.get(token), TOKENIZER, repr(token))
+        yield Statement(Fact.ADDED_TOKEN, number, "its post_processor", repr(token))
 
 
 def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement]:
@@ -74,7 +95,12 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     content = {} if config is None else config.content
     stated = {GENERATION_CONFIG: table_of(files, GENERATION_CONFIG), CONFIG: content}
     ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
+    named = _text(table_of(files, TOKENIZER_CONFIG).get(_END))
+    is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
     if not any(ends.values()):
+        if is_generating and named:
+            yield Statement(Fact.END_TOKEN, "none", CONFIG)
+            yield Statement(Fact.END_TOKEN, named, TOKENIZER_CONFIG)
         return
     for by in (TOKENIZER_CONFIG, "special_tokens_map.json"):
         token = _text(table_of(files, by).get(_END))
@@ -100,9 +126,14 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
             found = _TOKEN_ID.fullmatch(key)
             if found and isinstance(value, int):
                 yield Statement(Fact.TOKEN_ID, value, by, found["name"])
+    own = read_tokenizer(files).added.values()
+    for key, value in tables[CONFIG].items():
+        if _OF_INPUTS.fullmatch(key) and isinstance(value, int) and own and value not in own:
+            yield Statement(Fact.TOKEN_ID, f"a special token, {value},", CONFIG, key)
+            yield Statement(Fact.TOKEN_ID, "no special token of this number", TOKENIZER, key)
     named = [
         (by, key, token)
-        for by in (TOKENIZER_CONFIG, "processor_config.json", _SPECIAL_MAP)
+        for by in (TOKENIZER_CONFIG, _PROCESSOR, _SPECIAL_MAP)
         for key, value in table_of(files, by).items()
         if key.endswith("_token") and (token := _text(value))
     ]
@@ -118,12 +149,12 @@ def lacking_statements(files: Files) -> Iterator[Statement]:
     if TOKENIZER not in files:
         return
     found = read_tokenizer(files)
-    added = found.added.keys() | decoder_tokens(files).keys()
     template, used = marks(files)
     named = dict.fromkeys(used, (Fact.TEMPLATE_TOKEN, template))
     named |= {token: (Fact.SPECIAL_TOKEN, by) for token, by in _named_special(files).items()}
     for token, (fact, by) in named.items():
-        if token not in added and found.model.vocab and not _in_vocabulary(token, found, rb"[:,]"):
+        is_there = token in found.added or _in_vocabulary(token, found, rb"[:,]")
+        if found.model.vocab and not is_there:
             yield Statement(fact, "a special token", by, repr(token))
             yield Statement(fact, "no token", TOKENIZER, repr(token))
 
@@ -136,9 +167,13 @@ def _named_special(files: Files) -> dict[str, str]:
     for key, token in _OF_CLASS.get(of_class, {}).items():
         if key not in content:
             named[token] = f"{of_class}, the tokenizer_class"
-    for by, table in ((TOKENIZER_CONFIG, content), (_SPECIAL_MAP, table_of(files, _SPECIAL_MAP))):
-        for key, value in table.items():
+    named |= dict.fromkeys(table_of(files, ADDED), ADDED)
+    named |= dict.fromkeys(decoder_tokens(files), TOKENIZER_CONFIG)
+    for by in (TOKENIZER_CONFIG, _SPECIAL_MAP, _PROCESSOR):
+        for key, value in table_of(files, by).items():
+            is_table = isinstance(value, dict) and key.endswith("_special_tokens")
             several = value if isinstance(value, list) else [value]
+            several = [*value.values()] if isinstance(value, dict) and is_table else several
             tokens = several if key.endswith(("_token", "_special_tokens")) else []
             named |= {text: by for token in tokens if (text := _text(token))}
     return named

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -14,6 +15,11 @@ from zexport.store.files import read_regular
 from zexport.store.json import JsonObject, read_json_object
 
 _NBYTES_MAX = 64 << 20
+_NUMBERED = re.compile(rb'("(?:[^"\\]|\\.)*+")\s*:\s*(\d{1,12})')
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+VOCABULARY_LINES = "vocab.txt"
+_FIELD_1 = 0x0A
+"""The mark of a protocol buffer's field 1, where that has a length."""
 
 
 class _Added(Struct, frozen=True):
@@ -36,6 +42,7 @@ class Tokenizer(Struct, frozen=True):
     model: _Model = _Model()
     normalizer: Raw = Raw(b"null")
     pre_tokenizer: Raw = Raw(b"null")
+    post_processor: object = None
     truncation: object = None
     padding: object = None
 
@@ -43,6 +50,32 @@ class Tokenizer(Struct, frozen=True):
     def added(self) -> dict[str, int]:
         """The numbers of tokens that were added to the vocabulary."""
         return {one.content: one.id for one in self.added_tokens}
+
+    def in_vocabulary(self, numbers: Container[int]) -> Iterator[tuple[int, str]]:
+        """Those of the numbers that the vocabulary gives to a token, unless it is a list."""
+        for found in _NUMBERED.finditer(memoryview(self.model.vocab)):
+            if int(found[2]) in numbers:
+                with suppress(msgspec.DecodeError):
+                    yield int(found[2]), msgspec.json.decode(found[1], type=str)
+
+    @property
+    def normalizing(self) -> JsonObject:
+        """What is done to a text before it is cut, where that is one step."""
+        rules = msgspec.json.decode(self.normalizer)
+        return rules if isinstance(rules, dict) else {}
+
+    @property
+    def around_texts(self) -> dict[str, int]:
+        """The tokens that are put around every text, with the numbers that are put there."""
+        steps = _of(self.post_processor, "processors")
+        found: dict[str, int] = {}
+        for step in steps if isinstance(steps, list) else [self.post_processor]:
+            tokens = _of(step, "special_tokens")
+            for token, one in tokens.items() if isinstance(tokens, Mapping) else ():
+                ids = _of(one, "ids")
+                if isinstance(ids, list) and len(ids) == 1 and type(ids[0]) is int:
+                    found[token] = ids[0]
+        return found
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -67,6 +100,41 @@ def read_tokenizer(files: Files) -> Tokenizer:
     with suppress(msgspec.MsgspecError, ValueError, RecursionError):
         return msgspec.json.decode(content_of(files, TOKENIZER) or b"", type=Tokenizer)
     return Tokenizer()
+
+
+def older_tokens(files: Files) -> dict[str, list[str]]:
+    """The tokens of vocabularies in older forms: SentencePiece's, and one in lines."""
+    lines = (content_of(files, VOCABULARY_LINES) or b"").decode(errors="replace").splitlines()
+    told = {name: _pieces(content_of(files, name) or b"") for name in PIECES}
+    told[VOCABULARY_LINES] = [line.split(" ")[0] for line in lines]
+    return {name: tokens for name, tokens in told.items() if tokens}
+
+
+def _pieces(model: bytes) -> list[str]:
+    """The pieces of a SentencePiece model, in order; none where it is something else.
+
+    Source: sentencepiece 0.2, ``sentencepiece_model.proto``: pieces are field 1, of which field 1
+    is the text.
+    """
+    pieces, at = [], 0
+    with suppress(IndexError):
+        while at < len(model) and model[at] == _FIELD_1:
+            size, start = _varint(model, at + 1)
+            if model[start] != _FIELD_1:
+                return []
+            length, text = _varint(model, start + 1)
+            pieces.append(model[text : text + length].decode(errors="replace"))
+            at = start + size
+    return pieces
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of a protocol buffer, and where it ends."""
+    value = shift = 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | data[at] << shift, at + 1
 
 
 def content_of(files: Files, name: str) -> bytes | None:

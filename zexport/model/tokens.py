@@ -12,7 +12,7 @@ from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import ADDED, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, Files
 from zexport.model.special_tokens import decoder_tokens
-from zexport.model.tokenizer import content_of, read_tokenizer, table_of
+from zexport.model.tokenizer import content_of, older_tokens, read_tokenizer, table_of
 from zexport.ranges.dtypes import Shape
 from zexport.store.json import Json
 
@@ -20,7 +20,7 @@ ADDED_TOKENS = "added tokens up to"
 _VOCABULARY = "vocabulary up to"
 _SLOW_VOCABULARIES = {"vocab.json": _VOCABULARY, ADDED: ADDED_TOKENS}
 _DECODER, _BESIDE = "added_tokens_decoder up to", "tokens added beside the tokenizer up to"
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_IDS = re.compile(r"\w+_token_(?:ids?|index)")
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"\s*(?::\s*(\d{1,12})|,)', re.DOTALL)
 """A token of a vocabulary with its number, or with its score where its place is its number."""
 
@@ -52,6 +52,8 @@ def token_numbers(files: Files) -> tuple[TokenNumber, ...]:
     for name, about in () if TOKENIZER in files else _SLOW_VOCABULARIES.items():
         if content := content_of(files, name):
             found.append(TokenNumber(about, _largest(content), name))
+    older = older_tokens(files) if TOKENIZER not in files else {}
+    found += [TokenNumber(_VOCABULARY, len(all_of) - 1, name) for name, all_of in older.items()]
     return (*found, *_ids(table_of(files, GENERATION_CONFIG), GENERATION_CONFIG))
 
 
@@ -66,8 +68,9 @@ def _largest(vocabulary: bytes | memoryview) -> int:
 
 def _ids(content: Mapping[str, Json], by: str) -> Iterator[TokenNumber]:
     """The tokens that a config names, one or several under a key; what is below zero means none."""
-    for key in _IDS:
-        value = content.get(key)
+    for key, value in content.items():
+        if not _IDS.fullmatch(key):
+            continue
         numbers = value if isinstance(value, list) else [value]
         known = [number for number in numbers if type(number) is int]
         if known:

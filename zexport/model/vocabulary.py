@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 
 import msgspec
 from msgspec import Raw, Struct
@@ -12,11 +13,18 @@ from msgspec import Raw, Struct
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.sidecars import BASE, TOKENIZER, Files, Sidecars
-from zexport.model.tokenizer import Tokenizer, content_of, read_tokenizer
+from zexport.model.tokenizer import (
+    PIECES,
+    VOCABULARY_LINES,
+    Tokenizer,
+    content_of,
+    older_tokens,
+    read_tokenizer,
+)
 
 _VOCABULARY = "vocab.json"
 _MERGES = "merges"
-_COPIED = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+_COPIED = (*PIECES, VOCABULARY_LINES)
 """Vocabularies that are saved as they were loaded, byte for byte."""
 
 
@@ -46,6 +54,7 @@ def vocabulary_statements(sidecars: Sidecars) -> Iterator[Statement]:
     others = beside | {f"{where}'s": files for where, files in sidecars.folders.items()}
     yield from _of_copies(copied, others)
     tokenizer = read_tokenizer(copied)
+    yield from _of_older(copied, tokenizer)
     own = None
     for by, files in others.items() if TOKENIZER in copied else ():
         is_same = files.get(TOKENIZER) == copied[TOKENIZER] or read_tokenizer(files) == tokenizer
@@ -53,6 +62,19 @@ def vocabulary_statements(sidecars: Sidecars) -> Iterator[Statement]:
         own = own or (other and _of_tokenizer(tokenizer, f"the export's {TOKENIZER}"))
         if own is not None and other is not None:
             yield from _compared(own, other)
+
+
+def _of_older(copied: Files, tokenizer: Tokenizer) -> Iterator[Statement]:
+    """A vocabulary of an older form beside the tokenizer, where most of its tokens are strange."""
+    older = older_tokens(copied) if tokenizer.model.vocab else {}
+    own = _of_tokenizer(tokenizer, TOKENIZER) if older else None
+    known = own.tokens.keys() if own is not None else {*chain(*older.values())}
+    for name, tokens in older.items():
+        strange = {*tokens} - known
+        if 2 * len(strange) > len(tokens):
+            about = f"{len(strange):,} of {len(tokens):,} tokens, such as {min(strange)!r},"
+            yield Statement(Fact.VOCABULARY, "not there", f"the export's {TOKENIZER}", about)
+            yield Statement(Fact.VOCABULARY, "there", f"the export's {name}", about)
 
 
 def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
@@ -74,7 +96,7 @@ def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
 
 
 def _of_copies(copied: Files, others: dict[str, Files]) -> Iterator[Statement]:
-    for name in () if TOKENIZER in copied else _COPIED:
+    for name in _COPIED:
         for by, files in {"the export's": copied, **others}.items() if name in copied else ():
             if (content := content_of(files, name)) is not None:
                 told = f"{len(content):,} bytes ({zlib.crc32(content):08x})"

@@ -19,7 +19,9 @@ from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.formats.safetensors_file import SafetensorsHeader
+from zexport.model.card import base_named
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
+from zexport.model.sidecars import read_card
 from zexport.options import AdapterMode
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosine
@@ -29,7 +31,7 @@ from zexport.store.folders import is_file, is_folder, real
 from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
-_MANIFEST = "zexport_manifest.json"
+_MANIFEST, _ADAPTER = "zexport_manifest.json", "adapter_config.json"
 _PAIRS_MIN = 3
 """A head or two may have been made anew before training."""
 
@@ -42,7 +44,7 @@ class BaseName(Struct, frozen=True):
 
     name: str
     revision: str = "main"
-    by: str = "adapter_config.json"
+    by: str = _ADAPTER
 
     def __str__(self) -> str:
         """The name as messages have it."""
@@ -84,14 +86,27 @@ def compare_base(
     """
     if base.path is None or not base.tensors:
         return SameBase()
-    if named is not None and (merged := tuple(_merged_before(base.path, location))):
-        return SameBase(merged)
+    history = () if named is None else tuple(_history(base.path, named, location))
+    if any(one.fact is Fact.BASE_MERGED for one in history):
+        return SameBase(history)
+    same = _same_weights(stored, base, files, location, named)
+    return replace(same, statements=(*history, *same.statements))
+
+
+def _same_weights(
+    stored: Mapping[str, StoredTensor],
+    base: Base,
+    files: Sequence[ReadableFile],
+    location: Location,
+    named: BaseName | None,
+) -> SameBase:
+    """What weights tell, and where they tell nothing the names."""
     frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
     found = _compared(frozen, base, files, "the checkpoint, frozen")
-    if named is None:
-        return found
     if not (found.statements or found.agrees):
         found = _likened(stored, base, files)
+    if named is None or base.path is None:
+        return found
     folder = _on_this_machine(named, location)
     if folder is not None and real(folder) == real(base.path):
         return replace(found, agrees=not found.statements)
@@ -184,8 +199,15 @@ def _differs(found: Comparison) -> bool:
     return found.largest > (1 if is_wider else 0)
 
 
-def _merged_before(base: Path, location: Location) -> Iterator[Statement]:
-    """Tells of a base that is an export of the same checkpoint, its adapter merged."""
+def _history(base: Path, named: BaseName, location: Location) -> Iterator[Statement]:
+    """What a base says of itself: that it is made of the one meant, or was merged, or has more."""
+    if is_file(base / _ADAPTER):
+        yield Statement(Fact.BASE_ADAPTED, f"weights and {_ADAPTER}", "the base")
+        yield Statement(Fact.BASE_ADAPTED, "the weights alone", "the export")
+    made_of = base_named(read_card(base))
+    if is_hub_id(made_of) and plain_name(made_of) == plain_name(named.name):
+        yield Statement(Fact.BASE_MADE_OF, str(named), named.by)
+        yield Statement(Fact.BASE_MADE_OF, f"a model made of {made_of}", "the card of the base")
     path = base / _MANIFEST
     try:
         content = read_json_object(path) if is_file(path) else {}
@@ -194,11 +216,13 @@ def _merged_before(base: Path, location: Location) -> Iterator[Statement]:
     of, options = content.get("checkpoint"), content.get("options")
     if isinstance(of, dict) and isinstance(options, dict):
         is_same = (of.get("folder"), of.get("tag")) == (location.name, location.tag)
-        if is_same and options.get("adapter") == AdapterMode.MERGE.value:
-            yield Statement(Fact.BASE_MERGED, "an adapter to be merged", "the checkpoint")
-            yield Statement(
-                Fact.BASE_MERGED, "the same, merged", f"the base, as its {_MANIFEST} says"
-            )
+        run = str(of.get("folder")).rpartition("/")[0]
+        is_run = run == location.name.rpartition("/")[0]
+        if is_run and options.get("adapter") == AdapterMode.MERGE.value:
+            fact = Fact.BASE_MERGED if is_same else Fact.BASE_OF_RUN
+            by = f"the base, as its {_MANIFEST} says"
+            yield Statement(fact, "an adapter to be merged", f"the checkpoint {location.name}")
+            yield Statement(fact, f"the adapter of {of.get('folder')}, merged", by)
 
 
 def _on_this_machine(base: BaseName, location: Location) -> Path | None:
