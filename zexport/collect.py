@@ -18,7 +18,7 @@ from zexport.adapters.merging import (
 )
 from zexport.adapters.peft_format import ADAPTER_CONFIG
 from zexport.adapters.saved_beside import SavedBeside, adapter_copies, saved_beside
-from zexport.adapters.stated import adapter_statements
+from zexport.adapters.stated import adapter_statements, base_statements, quantized_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
@@ -174,6 +174,7 @@ def _stated_by_files(found: Collected) -> Collected:
         f"{one.folder}{ADAPTER_CONFIG}": one.config.text("base_model_name_or_path")
         for one in found.adapters
     }
+    bases = base_statements(named, sidecars) if named else ()
     not_written = {AdapterMode.KEEP: GENERATION_CONFIG, AdapterMode.MERGE: README, None: ""}
     left = not_written.get(found.mode)
     copied = {name: path for name, path in sidecars.copied.items() if name != left}
@@ -185,7 +186,7 @@ def _stated_by_files(found: Collected) -> Collected:
         named["config.json"] = str(content.get("_name_or_path") or "")
         named["--base"] = (sidecars.base and hub_id_of(sidecars.base)) or ""
     stated = file_facts(sidecars, named)
-    return structs.replace(found, statements=(*found.statements, *stated))
+    return structs.replace(found, statements=(*found.statements, *bases, *stated))
 
 
 def _stated_by_configs(found: Collected) -> Collected:
@@ -285,7 +286,11 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         sidecars=structs.replace(found.sidecars, copied=copied),
         base=base,
         base_tokens=_tokens_of_base(found),
-        statements=(*found.statements, *_dtype_statements(dtype, checkpoint.cast_dtype)),
+        statements=(
+            *found.statements,
+            *_dtype_statements(dtype, checkpoint.cast_dtype),
+            *quantized_statements(config if base.tensors else None),
+        ),
         warnings=(*found.warnings, *(saved.warnings if saved is not None else ())),
         notes=(*found.notes, note, *(saved.notes if saved is not None else ())),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,

@@ -114,7 +114,10 @@ def _unused_base(found: Collected, selection: Selection) -> Iterator[str]:
         return
     used = [*sidecars.copied.values(), *([sidecars.config.path] if sidecars.config else [])]
     if not any(path.is_relative_to(base) for path in used):
-        yield "nothing of --base was needed: the checkpoint has all weights and files of its own"
+        is_left = found.options.exclude_frozen and found.checkpoint.may_lack_weights
+        why = "--exclude-frozen leaves out what it would give, and the checkpoint has all files"
+        has_all = "the checkpoint has all weights and files of its own"
+        yield f"nothing of --base was needed: {why if is_left else has_all}"
 
 
 def _sources(found: Collected, written: Iterable[StoredTensor]) -> tuple[SourceFile, ...]:

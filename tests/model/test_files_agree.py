@@ -477,6 +477,25 @@ def test_inputs_whose_token_is_an_ordinary_one_are_told(root: Path, number: int)
         assert bool(found) == is_told
 
 
+def test_configs_of_one_run_with_classes_in_another_order_are_told(root: Path) -> None:
+    put(root, config={**CONFIG, "id2label": {"0": "neg", "1": "pos"}})
+    put(root.parent, config={**CONFIG, "id2label": {"0": "pos", "1": "neg"}})
+    (warning,) = warned(root)
+    assert "class 0 neg in the checkpoint's config.json; pos in the folder above's" in warning
+
+
+def test_a_config_that_tells_twice_how_positions_are_rotated_is_told(root: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    put(root, config={**CONFIG, "rope_theta": 1e6, "rope_parameters": rope})
+    (warning,) = warned(root)
+    assert "rope_theta 10000.0 in rope_parameters; 1000000.0 in rope_theta" in warning
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    put(root, config={**CONFIG, "rope_scaling": scaling, "rope_parameters": rope})
+    assert "rope_type default" in warned(root)[0]
+    put(root, config={**CONFIG, "rope_theta": 1e4, "rope_parameters": rope})
+    assert not warned(root)
+
+
 def test_an_empty_template_beside_another_is_told(root: Path) -> None:
     put(root, tokenizer_config={"chat_template": "{{ m }}"})
     (root / "chat_template.jinja").write_text("")

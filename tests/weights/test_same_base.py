@@ -316,6 +316,20 @@ def test_the_revision_that_the_adapter_names_is_the_base_and_no_other(
     assert not any("base is" in warning for warning in told)
 
 
+def test_a_config_that_is_not_the_adapters_bases_is_told_of_also_where_it_is_not_written(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, "acme/small")
+    beside(trained)
+    quantized = {"quant_method": "bitsandbytes"}
+    with_config(trained.checkpoint, _name_or_path="acme/other", quantization_config=quantized)
+    kept = consolidate(trained.checkpoint, tmp_path / "kept").warnings
+    assert any("acme/small in adapter_config.json; acme/other in config.json" in w for w in kept)
+    notes = merge(trained, trained.base, tmp_path / "out").notes
+    assert any("bitsandbytes in config.json; plain in --base" in one for one in notes)
+
+
 def test_what_a_base_says_of_itself_is_told(tmp_path: Path) -> None:
     trained = train(tmp_path)
     names_its_base(trained, "acme/small")

@@ -21,6 +21,9 @@ from zexport.adapters.peft_format import (
 )
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.model.config import ConfigFile
+from zexport.model.hub_cache import is_hub_id, plain_name
+from zexport.model.sidecars import CONFIG, Sidecars
 from zexport.ranges.dtypes import Shape
 
 _RANK_AXIS = {
@@ -79,6 +82,23 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
         by = f"{adapter.folder}{ADAPTER_CONFIG}"
         yield Statement(Fact.KEPT_CHANGES, f"init_lora_weights {change}", by)
         yield Statement(Fact.KEPT_CHANGES, "unchanged weights", "the base model")
+
+
+def base_statements(named: Mapping[str, str], sidecars: Sidecars) -> Iterator[Statement]:
+    """What adapters' files call their base, and the config that lies with the checkpoint."""
+    own, base = sidecars.config, sidecars.base_config
+    if own is None or (base is not None and own.path == base.path):
+        return
+    for by, name in {**named, CONFIG: str(own.content.get("_name_or_path"))}.items():
+        yield Statement(Fact.ADAPTER_BASE, plain_name(name) if is_hub_id(name) else None, by)
+
+
+def quantized_statements(config: ConfigFile | None) -> Iterator[Statement]:
+    """The form of the base that a config tells of, for an adapter that is merged into weights."""
+    told = config.content.get("quantization_config") if config is not None else None
+    if isinstance(told, dict):
+        yield Statement(Fact.BASE_QUANTIZED, told.get("quant_method") or "some", CONFIG)
+        yield Statement(Fact.BASE_QUANTIZED, "plain", "--base")
 
 
 def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:

@@ -157,6 +157,15 @@ class Fact(Enum):
         "name of the base model, and of what that was made of",
         "the base says that it was made of the model that training began from",
     )
+    BASE_QUANTIZED = _noted(
+        "form of the base that an adapter was trained on",
+        "the adapter was trained on a quantized form of the base that it is merged into",
+    )
+    ADAPTER_BASE = _warned(
+        "name of the base model, in an adapter's configuration",
+        "adapter_config.json and config.json name different base models: take care which one the "
+        "adapter was trained on",
+    )
     BASE_UNTRACED = _warned(
         "name of the base model, where nothing compares the weights",
         "nothing shows that the base is the model that training began from",
@@ -352,6 +361,11 @@ class Fact(Enum):
     CONFIG_DTYPE = _noted(
         "element type, told twice by one config",
         "config.json tells of two element types, and the export's has the one that is written",
+    )
+    CONFIG_ROPE = _warned(
+        "how positions are rotated, told twice by one config",
+        "config.json tells twice how positions are rotated, and not every program goes by the "
+        "same: leave what was trained with",
     )
     TIES = _noted(  # both are written, with equal bytes
         "ties between weights",

@@ -19,6 +19,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
     dtype_statements,
     label_statements,
+    rope_statements,
     run_statements,
     type_statements,
 )
@@ -55,6 +56,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from sentence_statements(sidecars)
     yield from card_statements(sidecars, named_bases)
     yield from dtype_statements(sidecars.config)
+    yield from rope_statements(sidecars.config)
     if sidecars.config is not None and sidecars.run_config is not None:
         yield from run_statements(sidecars.config, sidecars.run_config)
 

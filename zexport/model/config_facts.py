@@ -46,7 +46,7 @@ _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 
 def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
     """What the config beside a checkpoint and that of its base both state."""
-    yield from _base_labels(own, base)
+    yield from _labels_of_both(Fact.BASE_LABELS, own, base, "the base's")
     sides = ((own, "the checkpoint's config.json"), (base, "the base's"))
     for fact, about, values in _both(own, base):
         for (_, by), value in zip(sides, values, strict=True):
@@ -55,6 +55,7 @@ def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
 
 def run_statements(own: ConfigFile, above: ConfigFile) -> Iterator[Statement]:
     """What the config beside a checkpoint and that of the run's folder both state."""
+    yield from _labels_of_both(Fact.RUN_CONFIG, own, above, "the folder above's")
     for _, about, values in _both(own, above):
         for by, value in zip(("the checkpoint's", "the folder above's"), values, strict=True):
             yield Statement(Fact.RUN_CONFIG, value, by, about)
@@ -77,6 +78,21 @@ def dtype_statements(config: ConfigFile | None) -> Iterator[Statement]:
         yield Statement(Fact.CONFIG_DTYPE, config and config.content.get(key), key)
 
 
+def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
+    """How positions are rotated, by a config's newer table and by its older keys.
+
+    Source: transformers 5.23, ``modeling_rope_utils.py``, and 4.57, which reads the older alone.
+    """
+    content = {} if config is None else config.content
+    newer, scaling = content.get("rope_parameters"), content.get("rope_scaling")
+    older = {"rope_theta": content.get("rope_theta")}
+    older |= scaling if isinstance(scaling, dict) else {}
+    newer = newer if isinstance(newer, dict) else {}
+    for key in sorted(older.keys() & newer.keys()):
+        yield Statement(Fact.CONFIG_ROPE, newer[key], "rope_parameters", key)
+        yield Statement(Fact.CONFIG_ROPE, older[key], "rope_theta and rope_scaling", key)
+
+
 def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
     """The name of each class, as both tables of a config have it."""
     content = {} if config is None else config.content
@@ -97,16 +113,16 @@ def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
             yield Statement(Fact.LABELS, others[0], "label2id", f"class {number}")
 
 
-def _base_labels(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
-    """The names of classes where both have as many, and the base's are more than numbers."""
-    ours, theirs = _labels(own.content), _labels(base.content)
+def _labels_of_both(fact: Fact, own: ConfigFile, other: ConfigFile, by: str) -> Iterator[Statement]:
+    """The names of classes where both have as many, and the other's are more than numbers."""
+    ours, theirs = _labels(own.content), _labels(other.content)
     if ours.keys() != theirs.keys():
         return
     for number, name in theirs.items():
         if not _PLACEHOLDER.fullmatch(name):
             about = f"class {number}"
-            yield Statement(Fact.BASE_LABELS, ours[number], "the checkpoint's config.json", about)
-            yield Statement(Fact.BASE_LABELS, name, "the base's", about)
+            yield Statement(fact, ours[number], "the checkpoint's config.json", about)
+            yield Statement(fact, name, by, about)
 
 
 def _labels(content: Mapping[str, Json]) -> dict[str, str]:

@@ -252,7 +252,7 @@ def _names(named: BaseName, given: Path) -> Iterator[Statement]:
     hub_id = hub_id_of(given)
     here = hub_id or given.name
     one, other = plain_name(named.name), plain_name(here)
-    is_other_commit = hub_id is not None and named.revision not in ("main", given.name)
+    is_other_commit = named.revision not in ("main", given.name)
     if is_hub_id(named.name) and hub_id is not None and one != other:
         fact = Fact.BASE_NAME
     elif (
@@ -264,7 +264,8 @@ def _names(named: BaseName, given: Path) -> Iterator[Statement]:
     else:
         return
     yield Statement(fact, str(named), named.by)
-    yield Statement(fact, f"{here} at {given.name}" if is_other_commit else here, "--base")
+    at = f" at {given.name}" if is_other_commit and hub_id is not None else ""
+    yield Statement(fact, f"{here}{at}", "--base")
 
 
 def _is_quantized(*names: str) -> bool:
