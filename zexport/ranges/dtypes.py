@@ -8,11 +8,34 @@ from typing import TypeAlias
 Shape: TypeAlias = tuple[int, ...]
 """How many elements a tensor has in each dimension."""
 
+_FACTS = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "C64": (8, "complex64"),
+}
+"""Size and name in torch, by the name in safetensors."""
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
 
 class DType(Enum):
     """An element type; the value is its safetensors name.
 
     Source of the names: safetensors 0.8 (``safetensors/src/tensor.rs``, ``enum Dtype``).
+
+    Attributes:
+        itemsize: bytes per element.
+        torch_name: the name without its ``torch.`` prefix, as ``config.json`` writes it.
+        is_floating: whether a cast between floating-point types may apply to it.
     """
 
     F64 = "F64"
@@ -29,50 +52,6 @@ class DType(Enum):
     F8_E5M2 = "F8_E5M2"
     C64 = "C64"
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def is_floating(self) -> bool:
-        """Whether a cast between floating-point types may apply to it."""
-        return self in _FLOATING
-
-    @property
-    def torch_name(self) -> str:
-        """The name without its ``torch.`` prefix, as ``config.json`` writes it."""
-        return _TORCH_NAME[self]
-
-
-_TORCH_NAME = {
-    DType.F64: "float64",
-    DType.F32: "float32",
-    DType.F16: "float16",
-    DType.BF16: "bfloat16",
-    DType.I64: "int64",
-    DType.I32: "int32",
-    DType.I16: "int16",
-    DType.I8: "int8",
-    DType.U8: "uint8",
-    DType.BOOL: "bool",
-    DType.F8_E4M3: "float8_e4m3fn",
-    DType.F8_E5M2: "float8_e5m2",
-    DType.C64: "complex64",
-}
-_ITEMSIZE = {
-    DType.F64: 8,
-    DType.F32: 4,
-    DType.F16: 2,
-    DType.BF16: 2,
-    DType.I64: 8,
-    DType.I32: 4,
-    DType.I16: 2,
-    DType.I8: 1,
-    DType.U8: 1,
-    DType.BOOL: 1,
-    DType.F8_E4M3: 1,
-    DType.F8_E5M2: 1,
-    DType.C64: 8,
-}
-_FLOATING = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+    def __init__(self, _: object) -> None:
+        self.itemsize, self.torch_name = _FACTS[self.value]
+        self.is_floating = self.value in _FLOATING
