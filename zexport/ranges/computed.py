@@ -14,7 +14,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Extent
+from zexport.ranges.extents import ByteSource, Extent, all_within
 
 _PLACE = Path("computed")
 """What stands for a file in an extent of bytes that are in none."""
@@ -154,13 +154,4 @@ def _window(of: Computed, start: int, stop: int) -> Iterator[Extent]:
 
 def updates_in(sources: Iterable[ByteSource]) -> Iterator[LowRankUpdate]:
     """The low-rank updates that some of ``sources`` are, or are made of; each once."""
-    seen: set[int] = set()
-    waiting = list(sources)
-    while waiting:
-        source = waiting.pop()
-        if id(source) in seen:
-            continue
-        seen.add(id(source))
-        waiting.extend(source.constituents())
-        if isinstance(source, LowRankUpdate):
-            yield source
+    return (source for source in all_within(sources) if isinstance(source, LowRankUpdate))

@@ -140,21 +140,33 @@ class Striped(Struct, frozen=True):
 
 
 def paths_of(sources: Iterable[ByteSource]) -> set[Path]:
-    """The files that hold bytes of ``sources``; bytes that are in no file have none.
-
-    A source that many tensors share, such as a flat group, is looked into once.
-    """
+    """The files that hold bytes of ``sources``; bytes that are in no file have none."""
     found: set[Path] = set()
+    for source in all_within(sources):
+        if not source.constituents():
+            first = source.extents(0, min(1, source.nbytes))
+            found.update(extent.path for extent in first if type(extent) is Extent)
+    return found
+
+
+def all_within(sources: Iterable[ByteSource]) -> Iterator[ByteSource]:
+    """``sources`` and all that they are made of, each once.
+
+    What many share is looked into once: a source such as a flat group, and a tuple of them such as
+    the ranks below every tensor of ZeRO-3.
+    """
     seen: set[int] = set()
+    shared: dict[int, tuple[ByteSource, ...]] = {}  # with the tuple, so that its id stays
     waiting = list(sources)
     while waiting:
         source = waiting.pop()
         if id(source) in seen:
             continue
         seen.add(id(source))
-        constituents = source.constituents()
-        waiting.extend(constituents)
-        if not constituents:
-            first = source.extents(0, min(1, source.nbytes))
-            found.update(extent.path for extent in first if type(extent) is Extent)
-    return found
+        yield source
+        parts = source.constituents()
+        if len(parts) > 1:
+            if id(parts) in shared:
+                continue
+            shared[id(parts)] = parts
+        waiting.extend(parts)
