@@ -90,9 +90,10 @@ class ModelNames(Struct, frozen=True):
 
     def as_saved(self, layout: HubLayout) -> ModelNames:
         """The model as if it had in memory what ``layout`` has in files."""
+        made_of = {name: tensor.sources for name, tensor in layout.tensors.items()}
         renamed = dict(layout.aliases)
-        for name, tensor in layout.tensors.items():
-            for source in tensor.sources:
+        for name, sources in made_of.items():
+            for source in sources:
                 renamed.setdefault(source, name)
         tied = {
             renamed.get(alias, alias): renamed[source]
@@ -101,14 +102,18 @@ class ModelNames(Struct, frozen=True):
         }
         shapes = layout.shapes
         shapes |= {alias: shapes[source] for alias, source in tied.items()}
+
+        def holding(names: frozenset[str]) -> frozenset[str]:
+            return frozenset(n for n, sources in made_of.items() if sources & names)
+
         return replace(
             self,
             shapes=shapes,
-            buffers=_made_of(layout, self.buffers),
+            buffers=holding(self.buffers),
             tied=tied,
             layouts=(as_it_is(layout.shapes, tied),),
             unsaved=frozenset(),
-            keep_fp32={dtype: _made_of(layout, kept) for dtype, kept in self.keep_fp32.items()},
+            keep_fp32={dtype: holding(kept) for dtype, kept in self.keep_fp32.items()},
         )
 
 
@@ -127,10 +132,6 @@ def as_it_is(shapes: Mapping[str, Shape], tied: Iterable[str] = ()) -> HubLayout
     return HubLayout(
         "", {name: whole(name, shape) for name, shape in shapes.items()}, {a: a for a in tied}
     )
-
-
-def _made_of(layout: HubLayout, names: frozenset[str]) -> frozenset[str]:
-    return frozenset(n for n, tensor in layout.tensors.items() if tensor.sources & names)
 
 
 class Difference(Struct, frozen=True):

@@ -40,8 +40,10 @@ class HubTensor(Struct, frozen=True):
     @property
     def sources(self) -> frozenset[str]:
         """Names in memory of all that it is made of."""
-        sources = (box.source for box in self.boxes)
-        return frozenset().union(*({s} if isinstance(s, str) else s.sources for s in sources))
+        found: set[str] = set()
+        for box in self.boxes:
+            found |= {box.source} if isinstance(box.source, str) else box.source.sources
+        return frozenset(found)
 
     def is_all_of(self, shapes: Mapping[str, Shape]) -> str | None:
         """The name in memory of the one tensor that it is, unchanged, if it is one."""

@@ -29,7 +29,10 @@ def lay_out(
         _check_parts(name, sources, tensors)
         used |= sources
         same = form.is_all_of(shapes)
-        made[name] = tensors[same] if same is not None else _make(name, form, tensors, shapes)
+        if same is not None:
+            made[name] = tensors[same]
+        else:
+            made[name] = _make(name, form, {one: tensors[one] for one in sorted(sources)}, shapes)
     others = {layout.aliases.get(n, n): t for n, t in tensors.items() if n not in used}
     if clash := sorted(made.keys() & others.keys()):
         raise UnsupportedError(
@@ -58,16 +61,16 @@ def _make(
     tensors: Mapping[str, StoredTensor],
     shapes: Mapping[str, Shape],
 ) -> StoredTensor:
-    """A tensor of pieces; its name is that in the checkpoint where it is of one."""
-    for part in form.sources:
-        if tensors[part].shape != shapes.get(part):
+    """A tensor of these ones; its name is that in the checkpoint where it is of one."""
+    for part, tensor in tensors.items():
+        if tensor.shape != shapes.get(part):
             raise UnsupportedError(
                 f"{part!r} does not have the shape that the model's files are made from",
-                found=list(tensors[part].shape),
+                found=list(tensor.shape),
                 expected=list(shapes.get(part, ())),
                 hint=f"Mend config.json. {_KEEP_NAMES}",
             )
-    parts = [tensors[part] for part in sorted(form.sources)]
+    parts = [*tensors.values()]
     if len({part.dtype for part in parts}) > 1:
         raise UnsupportedError(
             f"the model's files hold {name!r} as one, but its parts are stored in several types",
