@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def qualified(filename: str, name: str) -> str:
     """The name of a tensor within the whole output: after its file's folder, if it has one."""
-    folder = PurePosixPath(filename).parent
-    return name if folder == PurePosixPath() else f"{folder}/{name}"
+    folder, slash, _ = filename.rpartition("/")
+    return f"{folder}{slash}{name}"
 
 
 def qualified_by_file(filename: str, name: str) -> str:

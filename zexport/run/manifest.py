@@ -18,7 +18,7 @@ from zexport.errors import VerificationError
 from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
 from zexport.store.files import read_regular
-from zexport.store.json import Json, Natural, values_of
+from zexport.store.json import Json, Natural, plain_of
 
 MANIFEST_NAME = "zexport_manifest.json"
 SCHEMA = 1
@@ -203,7 +203,7 @@ def _member(key: str, value: object) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(values_of(value), sort_keys=True)
+    return json.dumps(plain_of(value), sort_keys=True)
 
 
 def _check_inside(name: str) -> None:

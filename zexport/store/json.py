@@ -35,8 +35,12 @@ _CHARACTER_NBYTES = 4  # in a text with a character beyond the 65,536 first ones
 
 def values_of(value: object) -> JsonObject:
     """A result in JSON: fields by name, enums by value, paths as text; tables and sets sorted."""
-    plain = msgspec.to_builtins(value, enc_hook=str, order="deterministic")
-    return cast("JsonObject", json.loads(json.dumps(plain)))  # lists where there were tuples
+    return cast("JsonObject", json.loads(json.dumps(plain_of(value))))
+
+
+def plain_of(value: object) -> object:
+    """The same as what ``json.dumps`` takes: with tuples where there are lists."""
+    return msgspec.to_builtins(value, enc_hook=str, order="deterministic")
 
 
 def form_of(*results: object) -> JsonObject:
