@@ -59,7 +59,6 @@ class ModelStates(Struct, frozen=True):
         frozen_fragments: the frozen parameters: whole (ZeRO-2) or this rank's stripe (ZeRO-3).
         shared_params: alias to stored name; only rank 0's is filled.
         skipped_steps: how many steps the optimizer did not take, for an overflow.
-        has_optimizer: whether the optimizer is inside (ZeRO-0).
         has_experts: whether expert parameters live elsewhere (MoE, AutoEP).
     """
 
@@ -76,7 +75,6 @@ class ModelStates(Struct, frozen=True):
     ds_version: str | None
     ds_config: Mapping[str, object]
     lr_step: int | None
-    has_optimizer: bool
     has_experts: bool
     tensor_parallel: int
 
@@ -280,7 +278,6 @@ def read_model_states(file: TorchFile) -> ModelStates:
         ds_version=root.get("ds_version").text_or_none(),
         ds_config=root.get("ds_config").mapping_or_empty(),
         lr_step=root.get("lr_scheduler").lr_step(),
-        has_optimizer=not root.get("optimizer").is_none,
         has_experts=not (
             root.get("ds_autoep_layers").is_empty and root.get("num_experts").is_empty
         ),
