@@ -69,6 +69,7 @@ class FileLedger:
         self._begins = frozenset(self._offsets)
         self._bounds = 0, 0  # of the record that was read last
         self._new: list[Range] = []
+        self._room = _NEW_MIN  # for so many of them
         self._ranges: list[Range] = []
         self._taken: set[Member] = set()
         self._lock = Lock()
@@ -115,7 +116,7 @@ class FileLedger:
     def _add(self, found: Range) -> None:
         with self._lock:
             self._new.append(found)
-            if len(self._new) >= max(_NEW_MIN, len(self._ranges)):
+            if len(self._new) >= self._room:
                 self._settle()
 
     def ranges(self) -> list[Range]:
@@ -137,6 +138,7 @@ class FileLedger:
                 kept.append((at, end, crc))
                 at, end, crc = start, stop, own
         self._ranges, self._new = [*kept[1:], (at, end, crc)], []
+        self._room = max(_NEW_MIN, len(self._ranges))
 
     def _is_free(self, found: Range) -> bool:
         """Whether none of the ranges in place overlaps it."""

@@ -160,6 +160,9 @@ class SourceReader:
         return {path: digest for path, digest in digests if digest is not None}
 
     def _read(self, path: Path, offset: int, part: memoryview) -> None:
+        if (file := self._open.lasting.get(path)) is not None:
+            _read_exactly(file, offset, part)
+            return
         file = self._open.take(path)
         try:
             _read_exactly(file, offset, part)
@@ -215,12 +218,13 @@ class _OpenFiles:
         soft, _ = getrlimit(RLIMIT_NOFILE)
         own = _OPEN_FILES_MAX if soft == RLIM_INFINITY else (soft - _OTHER_DESCRIPTORS) // 2
         self._limit = min(max(own, _OPEN_FILES_MIN), _OPEN_FILES_MAX)
-        self._all_fit = len(files) <= self._limit  # then none is closed, and no use is counted
+        self.lasting: Mapping[Path, InputFile] = {}
+        """Those open that none is closed before the end, as all are where all fit."""
+        if len(files) <= self._limit:
+            self.lasting = self._opened_files
 
     def take(self, path: Path) -> InputFile:
         """A file, which stays open until it is given back."""
-        if self._all_fit and (open_file := self._opened_files.get(path)) is not None:
-            return open_file
         with self._lock:
             file = self._opened_files.get(path)
             if file is None:
@@ -229,14 +233,11 @@ class _OpenFiles:
                 file = self._opened_files[path] = self._open(path)
             else:
                 self._opened_files.move_to_end(path)
-            if not self._all_fit:
-                self._users[path] += 1
+            self._users[path] += 1
             return file
 
     def give_back(self, path: Path) -> None:
         """Say that a file that was taken is no longer used."""
-        if self._all_fit:
-            return
         with self._lock:
             self._users[path] -= 1
 
