@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json as json_text
 import sys
 from contextlib import closing
@@ -74,6 +75,7 @@ def watch(
     from zexport.report.text import PlainConsole
     from zexport.report.watch import print_event
 
+    gc.enable()  # unlike other commands it lives for days
     asked = beside.WatchOptions(
         once=once,
         then=then,
