@@ -42,7 +42,7 @@ _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 
 
 _SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
-_DECIDING = (
+DECIDING = (
     "base_model_name_or_path",
     "revision",
     "task_type",
@@ -106,7 +106,7 @@ def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[State
     for key in _SWITCHES:
         config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
-    for key in _DECIDING:
+    for key in DECIDING:
         for one in (config, *adapter.others) if adapter.others else ():
             yield Statement(Fact.ADAPTER_CONFIGS, one.content.get(key), str(one.path), key)
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)

@@ -85,4 +85,6 @@ def _fails(report: DiffReport, fail_on: str) -> bool:
         "different": frozenset({Outcome.EQUAL}),
         "not-cast-equal": frozenset({Outcome.EQUAL, Outcome.CAST_EQUAL}),
     }[fail_on]
+    if fail_on != "none" and report.settings:
+        return True
     return any(tensor.outcome not in accepted for tensor in report.tensors)

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
 from zexport.compare.roundings import Side
+from zexport.compare.settings import Setting, of_models
 from zexport.compare.streaming import Pair, sums_of
 from zexport.compare.suspects import Found, SecondLook
 from zexport.compare.tensor import Kind, Outcome, PairValues, TensorDiff, kind_of
 from zexport.compare.values import PairSums
-from zexport.compare.verdict import Verdict, judge
+from zexport.compare.verdict import Cause, Verdict, judge
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
@@ -55,6 +56,7 @@ class DiffReport:
         b: the second.
         compared: what of both was compared, in words.
         verdict: what follows from all that is seen.
+        settings: what both say otherwise beside their tensors.
         counts: tensors by outcome.
         nbytes_read: bytes read of both.
         tensors: the tensors that are not equal, the worst first; with `--all` every one.
@@ -64,6 +66,7 @@ class DiffReport:
     b: Path
     compared: str
     verdict: Verdict
+    settings: tuple[Setting, ...]
     counts: Counts
     nbytes_read: Natural
     tensors: tuple[TensorDiff, ...]
@@ -83,7 +86,21 @@ def diff_weights(
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
     """How the weights of two model folders differ; see ``zexport.api.compare.diff_models``."""
-    return diff_tensors((a, b), (open_weights(a), open_weights(b)), jobs=jobs, progress=progress)
+    weights = open_weights(a), open_weights(b)
+    are_adapters = all(side.is_adapter for side in weights)
+    settings = tuple(of_models(a, b, are_adapters=are_adapters))
+    return with_settings(diff_tensors((a, b), weights, jobs=jobs, progress=progress), settings)
+
+
+def with_settings(report: DiffReport, settings: tuple[Setting, ...]) -> DiffReport:
+    """The report with what differs beside the tensors, which its verdict then tells of."""
+    if not settings:
+        return report
+    told = f"{report.verdict.sentence}; what is set beside the tensors differs"
+    verdict = structs.replace(report.verdict, sentence=told)
+    if verdict.cause is Cause.NONE:
+        verdict = Verdict(Cause.UNKNOWN, "Every tensor is equal; what is set beside them differs")
+    return replace(report, settings=settings, verdict=verdict)
 
 
 def diff_tensors(
@@ -119,6 +136,7 @@ def diff_tensors(
         b=paths[1],
         compared=_compared(a_weights, b_weights),
         verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
+        settings=(),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
         nbytes_read=nbytes_read,
         tensors=tensors,

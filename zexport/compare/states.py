@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from msgspec import structs
@@ -11,8 +12,9 @@ from msgspec import structs
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.problems import raise_problems
-from zexport.compare.diff import Counts, DiffReport, diff_tensors
+from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
+from zexport.compare.settings import of_trainings
 from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
 from zexport.formats import safetensors_file
@@ -20,7 +22,7 @@ from zexport.plan.plan import SourceFile
 from zexport.printable import some
 from zexport.ranges.extents import ByteSource
 from zexport.resume.read import read_state
-from zexport.resume.state import CellState
+from zexport.resume.state import CellState, TrainingState
 from zexport.run.progress import Progress
 from zexport.weights.base import weights_file
 
@@ -47,13 +49,18 @@ def diff_states(
     progress: Callable[[Progress], None] | None = None,
 ) -> DiffReport:
     """How two trainings differ; see ``zexport.api.compare.diff_states``."""
-    a, b = (_sides(checkpoint) for checkpoint in opened)
+    for checkpoint in opened:
+        raise_problems(checkpoint)
+    read = [read_state(checkpoint) for checkpoint in opened]
+    a, b = (_sides(*side) for side in zip(opened, read, strict=True))
     weights, states = (
         diff_tensors(paths, (one, other), jobs=jobs, progress=progress)
         for one, other in zip(a, b, strict=True)
     )
     counts = {outcome.value: weights.count(outcome) + states.count(outcome) for outcome in Outcome}
-    return replace(
+    cells = zip(*(state.cells for state in read), strict=False)
+    settings = dict.fromkeys(chain.from_iterable(of_trainings(*pair) for pair in cells))
+    report = replace(
         weights,
         compared="masters and optimizer states in the rank files",
         verdict=_with_states(weights.verdict, states),
@@ -61,12 +68,11 @@ def diff_states(
         nbytes_read=weights.nbytes_read + states.nbytes_read,
         tensors=(*weights.tensors, *states.tensors),
     )
+    return with_settings(report, tuple(settings))
 
 
-def _sides(checkpoint: ZeroCheckpoint) -> tuple[ModelWeights, ModelWeights]:
+def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
     """The weights of a training by name, and the optimizer's states as ``NAME (STATE)``."""
-    raise_problems(checkpoint)
-    state = read_state(checkpoint)
     weights: dict[str, PlacedTensor] = {}
     states: dict[str, PlacedTensor] = {}
     for cell in state.cells:

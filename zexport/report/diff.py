@@ -45,6 +45,9 @@ def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> 
             print_line(console, line)
     if len(shown) < len(listed):
         print_line(console, f"  and {len(listed) - len(shown):,} more; --all lists all of them")
+    told = [(one.about, one.a, one.b) for one in report.settings]
+    if told:
+        print_table(console, ("Set otherwise", "A", "B"), told if every else told[:_ROWS_SHOWN])
     print_line(console)
     for line in _wrapped(f"{report.verdict.sentence}."):
         print_line(console, line, "bold")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from zexport.run.manifest import (
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Phase, Progress
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
-from zexport.store.files import read_regular, reading, version
+from zexport.store.files import read_range, read_regular, reading, version
 from zexport.store.folders import exists, is_file, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART
@@ -130,6 +130,7 @@ def verify_export(
         problems += _byte_problems(out_dir, name, there, manifest, told.add, is_unread=is_unread)
     if plan is not None:
         problems += source_problems(plan, manifest, told.add)
+        problems += _frame_problems(out_dir, plan)
     return VerifyReport(
         out_dir=out_dir,
         files=len(manifest.files),
@@ -333,6 +334,18 @@ def source_problems(
         reader.take(ledger.ranges())
         read = source_entries(plan, reader.finish())
     return problems or _source_file_problems(read, manifest)
+
+
+def _frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:
+    """Files of ranks that say something else beside their tensors than the checkpoint does."""
+    for file in plan.shards:
+        path = out_dir / file.filename
+        if not is_safetensors(file.filename) and is_file(path):
+            ways = (file.frame.pieces([number] * len(file.tensors)) for number in (0, 1))
+            known = (one for one, other in zip(*ways, strict=True) if one == other)
+            if any(read_range(path, offset, len(data)) != data for offset, data in known):
+                told = "has other settings, or other values that are no tensors, in the checkpoint"
+                yield Problem(file.filename, "", told)
 
 
 def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> list[Problem]:
