@@ -17,7 +17,6 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from zexport import WatchEvent, WatchOptions, consolidate, watch
-from zexport.beside import pins
 from zexport.beside.events import EventKind
 from zexport.errors import OutputError, UsageError
 from zexport.options import ExportOptions
@@ -84,7 +83,7 @@ def test_a_checkpoint_that_waits_is_exported_though_the_run_removes_it(
         raise OSError(refusal, "Invalid cross-device link")
 
     if refusal is not None:
-        monkeypatch.setattr(pins.os, "link", refuse)
+        monkeypatch.setattr(os, "link", refuse)
     run, outs = tmp_path / "run", tmp_path / "outs"
     for step in (2, 4):
         _save(run, step)

@@ -42,13 +42,7 @@ _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 
 
 _SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
-DECIDING = (
-    "base_model_name_or_path",
-    "revision",
-    "task_type",
-    "target_modules",
-    "modules_to_save",
-    "layers_to_transform",
+SCALING = (
     "lora_alpha",
     "use_rslora",
     "alpha_pattern",
@@ -56,6 +50,17 @@ DECIDING = (
     "r",
     "fan_in_fan_out",
     "init_lora_weights",
+)
+"""Keys by which the values of an update are made of its tensors."""
+
+_DECIDING = (
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "target_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    *SCALING,
 )
 """Keys by which an update is made of its tensors, and of what."""
 
@@ -106,7 +111,7 @@ def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[State
     for key in _SWITCHES:
         config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
-    for key in DECIDING:
+    for key in _DECIDING:
         for one in (config, *adapter.others) if adapter.others else ():
             yield Statement(Fact.ADAPTER_CONFIGS, one.content.get(key), str(one.path), key)
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)

@@ -16,7 +16,7 @@ from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.staging import check_content
 from zexport.store.files import read_whole, write_durably, writing
-from zexport.store.folders import exists, is_file, make_folder, remove
+from zexport.store.folders import exists, is_file, make_folder, move, remove
 from zexport.store.publish import locked_file
 
 _LEDGER = "ledger.json"
@@ -135,7 +135,7 @@ class Ledger:
         if not self.is_ours(name):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
         with writing(out):
-            out.rename(away)
+            move(out, away)
             remove(away)
 
     def _digest(self, name: str) -> str:

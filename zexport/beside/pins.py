@@ -7,9 +7,6 @@ whose time is what a rotation goes by (transformers 5.23, ``trainer_utils.py``).
 
 from __future__ import annotations
 
-import errno
-import os
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,14 +24,11 @@ from zexport.store.folders import (
     is_folder,
     leaves,
     make_folder,
+    move,
     real,
     remove,
 )
-
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""What a system says that cannot link one file twice."""
-
-_OPEN_FILES = Path(f"/proc/{os.getpid()}/fd")
+from zexport.store.links import NoKeepError, keep, let_go
 
 
 class Pin(Struct, frozen=True):
@@ -61,8 +55,7 @@ class Pin(Struct, frozen=True):
 
     def release(self) -> None:
         """Let go of the files."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        let_go(self.descriptors)
         if self.folder is not None and exists(self.folder):
             with writing(self.folder):
                 remove(self.folder)
@@ -84,10 +77,10 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
             target = unfinished / seen.run.name / path.relative_to(seen.run)
             with writing(place):
                 make_folder(target.parent)
-            _link(real(path), target, descriptors)
+            keep(real(path), target, descriptors)
         with writing(place):
-            unfinished.rename(folder)
-    except _NoPinError:
+            move(unfinished, folder)
+    except NoKeepError:
         _undo(unfinished, descriptors)
         return Pin(seen, step)
     except BaseException:
@@ -109,49 +102,13 @@ def pins_left(place: Path) -> Iterator[Pin]:
                 remove(folder)
 
 
-class _NoPinError(Exception):
-    """The system can keep no file of a folder that is removed."""
-
-
 def _files(seen: Sighting) -> Iterator[Path]:
     """The files of a checkpoint, and those that lie in the run beside it."""
     yield from (path for path in leaves(seen.folder) if is_file(path))
     yield from (path for path in children(seen.run) if is_file(path) and path.name != "latest")
 
 
-def _link(path: Path, target: Path, descriptors: list[int]) -> None:
-    """Give a file a second name, or this process's open one."""
-    try:
-        os.link(path, target)
-    except OSError as cause:
-        if cause.errno not in _NO_LINKS:
-            raise
-        _link_open(path, target, descriptors)
-
-
-def _link_open(path: Path, target: Path, descriptors: list[int]) -> None:
-    if not is_folder(_OPEN_FILES):
-        raise _NoPinError
-    _let_open_more(len(descriptors))
-    try:
-        descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-    except OSError as cause:
-        if cause.errno == errno.EMFILE:
-            raise _NoPinError from cause
-        raise
-    target.symlink_to(_OPEN_FILES / str(descriptors[-1]))
-
-
-def _let_open_more(count: int) -> None:
-    """Take as many open files as the system allows, once some are open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if count == 0 and soft < hard:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _undo(unfinished: Path, descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    let_go(descriptors)
     with suppress(OSError):
         remove(unfinished)

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.adapters.saved_beside import ADAPTER_FILE
-from zexport.adapters.stated import DECIDING
+from zexport.adapters.stated import SCALING
 from zexport.checkpoint.untrusted import Value
 from zexport.facts.statements import disagreements
 from zexport.formats.inert import Opaque
@@ -59,7 +59,7 @@ def _of_configs(a: ConfigFile, b: ConfigFile) -> Iterator[Setting]:
 
 
 def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:
-    for key in DECIDING:
+    for key in SCALING:
         if a.get(key) != b.get(key):
             yield Setting(f"{_ADAPTER_CONFIG}: {key}", str(a.get(key)), str(b.get(key)))
 

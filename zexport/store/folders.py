@@ -160,6 +160,11 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
+def move(path: Path, name: Path) -> None:
+    """Give a file or folder another name on its file system."""
+    path.rename(name)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
