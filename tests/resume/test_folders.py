@@ -56,6 +56,22 @@ def test_trainers_random_states_get_the_names_that_so_many_ranks_look_for(
                      "there is none of theirs to copy"] if lacking else [])  # fmt: skip
 
 
+def test_random_states_for_any_number_of_ranks_keep_their_names_but_for_accelerates(
+    tmp_path: Path,
+) -> None:
+    found = beside(_trainer(tmp_path / "trainer", 2), Ranks(2, None), None, 4)
+    assert [name for name in _origins(found) if "rng" in name] == [
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    ]
+    assert any("random states of 2 ranks" in note for note in found.notes)
+    location = _location(tmp_path / "accelerate", "pytorch_model", "random_states_0.pkl")
+    torch.save({"last_epoch": 6}, location.root / "scheduler.bin")
+    found = beside(location, Ranks(2, None), None, 3)
+    assert _origins(found) == {"scheduler.bin": "scheduler.bin"}
+    assert found.warnings[0].endswith("stands at 3 times their number on others")
+
+
 def test_a_trainers_folder_comes_along_but_for_the_gathered_model(tmp_path: Path) -> None:
     found = beside(_trainer(tmp_path, 2), Ranks(2, 2), 2, 4)
     assert sorted(_origins(found)) == [

@@ -54,9 +54,10 @@ def every_move() -> Iterator[Move]:
             yield Move(source, Spec(2, 3, zero=zero))
         yield Move(source, Spec(3, 2, zero={"sub_group_size": 40}))
         yield Move(source, Spec(1, 3, ds_config=_IN_FP32))
+    yield from _every_universal_move()
 
 
-def every_universal_move() -> Iterator[Move]:
+def _every_universal_move() -> Iterator[Move]:
     """Wherever DeepSpeed loads it: small groups and other optimizers not under each stage."""
     one_group = frozenset({"tied", "buffers"})
     for dtype, stage, world in product(DTYPES, (1, 2, 3), (2, 3)):

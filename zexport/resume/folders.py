@@ -162,7 +162,7 @@ def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[st
 
 def _steps_of(ranks: int | None, step: int) -> str:
     if ranks is None:
-        return "that many times another number of ranks"
+        return f"{step:,} times their number on others"
     return f"{step * ranks:,} on {ranks:,} ranks"
 
 
