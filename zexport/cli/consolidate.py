@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, given by name.")
+@click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, by name.")
 @tag_option
 @export_options
 @verify_option
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace an export or a model at OUT once the new folder is complete.",
+    help="Replace an export or a model at OUT, once the new one is complete.",
 )
 @json_option
 @progress_options
@@ -66,8 +66,8 @@ def consolidate(
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
 
-    CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
-    itself; several, where nodes kept their own parts. OUT appears complete or not at all.
+    Give CKPT at any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN.
+    Give several where nodes kept their own parts. OUT appears complete or not at all.
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """

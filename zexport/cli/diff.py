@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--states",
     is_flag=True,
-    help="Compare what two ZeRO checkpoints hold, masters and optimizer states, by name; as "
-    "always where A and B have no other weights.",
+    help="Of two ZeRO checkpoints, compare masters and optimizer states also where a model lies "
+    "beside them.",
 )
 @click.option("--all", is_flag=True, help="List every tensor, equal ones too.")
 @click.option(
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     type=click.Choice(["none", "different", "not-cast-equal"]),
     default="none",
     show_default=True,
-    help="End with exit code 7 if anything differs, or if anything but rounding does.",
+    help="End with exit code 7, not 0, if anything differs, or anything but rounding.",
 )
 @jobs_option
 @json_option
@@ -47,16 +47,12 @@ def diff(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Compare the weights of the models A and B, and say what is seen.
+    """Compare the weights of A and B, and say what is seen.
 
-    A and B are folders with safetensors weights, one such file, or names of models in the hub's
-    cache: an export and the model that its training began from, or two exports. Each tensor is
-    equal, equal but for rounding, moved by values as training moves them, or what else can be seen:
-    scaled, zeroed, exchanged, missing. The last lines conclude: it looks like training, a
-    conversion error is likely, or nobody can tell from the weights. Whatever differs, the exit code
-    is 0 unless --fail-on says otherwise. To compare an export with its checkpoint, use zexport
-    verify --against. A and B may be
-    ZeRO checkpoints instead, of any stage and number of ranks.
+    A and B are model folders, safetensors files, names in the hub's cache, or two ZeRO checkpoints
+    of any stage and number of ranks. Give the export first, and the model that it was trained from
+    second. The last lines conclude: it looks like training, a conversion error is likely, or nobody
+    can tell. To compare an export with its checkpoint, use zexport verify --against.
 
     Example: zexport diff model base
     """

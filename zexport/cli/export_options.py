@@ -29,7 +29,7 @@ export_options = together(
         type=Named(ExportDType),
         default=_DEFAULTS.dtype.value,
         show_default=True,
-        help="Element type of the weights; auto is the one the module trained in.",
+        help="Element type of the weights; auto: the one that the module trained in.",
     ),
     click.option(
         "--base",
@@ -41,7 +41,7 @@ export_options = together(
         "--only",
         metavar="PREFIX",
         default=_DEFAULTS.only,
-        help="Export what lies under PREFIX in the model alone, such as one of model and ema.",
+        help="Export one part of the module: what has PREFIX before its names, such as ema.",
     ),
     click.option(
         "--max-shard-size",
@@ -55,7 +55,7 @@ export_options = together(
         type=Named(Engine),
         default=_DEFAULTS.engine.value,
         show_default=True,
-        help="Who rebuilds the weights; deepspeed runs its own converter, as a reference.",
+        help="What rebuilds the weights; deepspeed: its own converter, to compare with.",
     ),
     click.option("--exclude-frozen", is_flag=True, help="Leave frozen weights out."),
     click.option(
@@ -63,17 +63,17 @@ export_options = together(
         type=Named(NameLayout),
         default=_DEFAULTS.layout.value,
         show_default=True,
-        help="Tensor names: the hub's, or the module's in memory as the checkpoint records them.",
+        help="Tensor names: those on the hub, or those that the checkpoint records.",
     ),
     click.option(
         "--rename",
         type=Rename(),
         multiple=True,
-        help="Rename tensors: REGEX=REPLACEMENT, in the order given.",
+        help="Rename tensors; repeatable, in the order given.",
     ),
     adapter_options,
     jobs_option,
-    click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small."),
+    click.option("--max-memory", type=ByteSize(), help="Refuse what needs more memory."),
     check_option,
     allow_option,
 )

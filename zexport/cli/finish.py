@@ -18,8 +18,7 @@ from zexport.cli.streams import put_out
 def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
     """Complete OUT, all of whose parts are written (`consolidate --part`, `reshard --part`).
 
-    The worker that writes the last part does this by itself; it is for a set whose last worker died
-    before it was done.
+    Whoever writes the last part does this. It is needed where that process died before it was done.
 
     Example: zexport finish model
     """

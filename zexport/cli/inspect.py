@@ -49,11 +49,10 @@ def inspect(
 ) -> None:
     """Show what is in the ZeRO checkpoint CKPT, whether it is whole, and what an export would give.
 
-    CKPT may be any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN
-    itself. Without --stats no tensor data is read; with it, values that an export would refuse are
-    among the problems. Whatever can be described ends with exit code 0; the verdict says whether it
-    can be exported. With --fail an export is planned as well, and the exit code is the one that
-    zexport consolidate CKPT OUT would end with, as far as what was read can tell.
+    Give CKPT at any level: a run's folder, checkpoint-N, the folder with `latest`, or global_stepN.
+    Only metadata is read, unless --stats is given. The last lines say whether it can be exported.
+    The exit code is 0 in either case; with --fail it is the one that zexport consolidate would end
+    with, as far as what was read can tell.
 
     Example: zexport inspect run/checkpoint-100 --tensors
     """

@@ -131,17 +131,18 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
 tag_option = click.option(
     "--tag",
     metavar="TAG",
-    help="Which tag: a name such as global_step100, or 'newest'. Default: what `latest` names.",
+    help="A checkpoint of several: global_step100, or newest.  [default: what `latest` names]",
 )
 links_option = click.option(
     "--follow-symlinks",
     is_flag=True,
-    help="Read links that lead outside the folders given, which are refused otherwise.",
+    help="Also read links that lead out of the folders given.",
 )
 json_option = click.option("--json", is_flag=True, help="Print one JSON object on stdout.")
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
+    metavar="N",
     default=_DEFAULTS.jobs,
     show_default="one a core, up to 4",
     help="Worker threads.",
@@ -151,14 +152,14 @@ verify_option = click.option(
     type=click.Choice(["readback", "disk", "none"]),
     default="readback",
     show_default=True,
-    help="Read the result again before it appears; disk drops the page cache first.",
+    help="Read the result again before it gets its name; disk: from the disk, not from memory.",
 )
 check_option = click.option(
     "--check",
     type=Named(CheckMode),
     default=_DEFAULTS.check.value,
     show_default=True,
-    help="How much of the masters is held against the module's own rounded copy of them.",
+    help="How much of the fp32 weights is compared with the checkpoint's 16-bit copy.",
 )
 _KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
 allow_option = click.option(
@@ -166,7 +167,7 @@ allow_option = click.option(
     type=Named(FindingKind),
     multiple=True,
     metavar="KIND",
-    help=f"Go on though this was found, and say so; repeatable. One of {_KINDS}.",
+    help=f"Go on where this is found, and say so; repeatable. One of {_KINDS}.",
 )
 progress_options = together(
     click.option(
@@ -179,7 +180,7 @@ progress_options = together(
     click.option("-q", "--quiet", is_flag=True, help="No progress and no notes; warnings stay."),
 )
 adapter_config_option = click.option(
-    "--adapter-config", type=PATH, help="The adapter's adapter_config.json, where it is elsewhere."
+    "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
 )
 adapter_options = together(
     click.option(
@@ -187,17 +188,17 @@ adapter_options = together(
         type=Named(AdapterMode),
         default=_DEFAULTS.adapter.value,
         show_default=True,
-        help="A peft adapter: kept for peft to load, or merged into the base model; auto "
-        "merges where --base is given.",
+        help="Keep a peft adapter as peft saves it, or merge it into the base; auto merges if "
+        "--base is given.",
     ),
-    click.option("--adapter-name", metavar="NAME", help="Which, where there are several."),
+    click.option("--adapter-name", metavar="NAME", help="One adapter of several."),
     adapter_config_option,
     click.option(
         "--base-dtype",
         type=Named(ExportDType),
         default=_DEFAULTS.base_dtype.value,
         show_default=True,
-        help="Element type that the base had when the adapter was trained; auto is the one "
-        "that DeepSpeed's configuration says.",
+        help="Element type of the base while the adapter was trained; auto: what DeepSpeed's "
+        "configuration says.",
     ),
 )

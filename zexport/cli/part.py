@@ -115,6 +115,6 @@ def _checked(number: int, count: int) -> Share:
 part_option = click.option(
     "--part",
     type=Part(),
-    help="Write a share alone: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says; the "
-    "last of all publishes OUT.",
+    help="Write one share of OUT: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says. "
+    "The last one publishes OUT.",
 )

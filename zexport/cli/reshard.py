@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--world-size",
     type=int,
     metavar="N",
-    help="Data-parallel ranks that are to go on; needed for rank files.",
+    help="How many data-parallel ranks are to go on; needed for rank files.",
 )
 @click.option(
     "--stage",
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     "--ds-config",
     type=PATH,
     metavar="FILE",
-    help="Their DeepSpeed configuration, for what the files depend on; auto in it is the "
-    "checkpoint's value.  [default: the one in the checkpoint]",
+    help="Their DeepSpeed configuration; auto in it is the checkpoint's value.  [default: the one "
+    "in the checkpoint]",
 )
 @click.option(
     "--format",
@@ -76,10 +76,10 @@ if TYPE_CHECKING:
 @click.option(
     "--drop-client-state",
     is_flag=True,
-    help="Leave out of the client's own state what cannot be written safely.",
+    help="Leave out what your script saved that cannot be written safely.",
 )
 @jobs_option
-@click.option("--max-memory", type=ByteSize(), help="Bound on memory; refused if too small.")
+@click.option("--max-memory", type=ByteSize(), help="Refuse what needs more memory.")
 @verify_option
 @check_option
 @allow_option
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace an older result at OUT once the new folder is complete.",
+    help="Replace an older result at OUT, once the new one is complete.",
 )
 @json_option
 @progress_options
@@ -107,11 +107,11 @@ def reshard(
     quiet: bool,
     **chosen: Any,
 ) -> None:
-    """Turn the ZeRO checkpoint CKPT into OUT, which the same training goes on from elsewhere.
+    """Turn the ZeRO checkpoint CKPT into OUT, from which the same training goes on with N ranks.
 
-    Weights, optimizer states, schedule and the client's own state come along, for N ranks and any
-    ZeRO stage; DeepSpeed's plain load_checkpoint takes them, and so do Trainer, Accelerate and
-    Lightning. OUT appears complete or not at all.
+    Weights, optimizer states, schedule and the client's own state come along. OUT is loaded as any
+    checkpoint is: by DeepSpeed's load_checkpoint, Trainer, Accelerate or Lightning. It appears
+    complete or not at all.
 
     Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
     """

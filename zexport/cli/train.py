@@ -93,7 +93,10 @@ _train_options = together(
 )
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(
+    short_help="Make a small checkpoint by a short training run.",
+    context_settings={"show_default": True},
+)
 @click.argument("out", type=_OUT)
 @_train_options
 @click.option("--json", is_flag=True, help="Print one JSON object.")

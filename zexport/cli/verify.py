@@ -26,8 +26,8 @@ from zexport.options import CheckMode
     type=PATH,
     multiple=True,
     metavar="CKPT",
-    help="Make every tensor again from this checkpoint; repeatable, where nodes kept their own "
-    "parts.",
+    help="Make every tensor again from this checkpoint, and compare; repeatable, where nodes kept "
+    "their own parts.",
 )
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")
 @adapter_config_option
@@ -36,7 +36,8 @@ from zexport.options import CheckMode
     type=Named(CheckMode),
     default=CheckMode.SAMPLED.value,
     show_default=True,
-    help="With --against: how much of the masters is held against the module's rounded copy.",
+    help="With --against: how much of the fp32 weights is compared with the checkpoint's 16-bit "
+    "copy.",
 )
 @links_option
 @json_option
@@ -53,7 +54,7 @@ def verify(
     progress: str,
     quiet: bool,
 ) -> None:
-    """Read the export OUT again and hold every byte against its manifest.
+    """Read the folder OUT again and compare every byte with its manifest.
 
     Example: zexport verify model --against run/checkpoint-100
     """
