@@ -31,11 +31,13 @@ class Sample:
 
     Attributes:
         seconds: wall time.
+        cpu_seconds: of the process and those it waited for, on all cores together.
         peak_rss: bytes, the largest of the process and those it waited for.
         nbytes_read: bytes the command says it read of the checkpoint, where it says so.
     """
 
     seconds: float
+    cpu_seconds: float
     peak_rss: int
     nbytes_read: int | None = None
 
@@ -63,7 +65,8 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> tuple[Sample, bytes]:
             words = " ".join(argv)
             tail = (stderr.read() + stdout.read())[-_TAIL:].decode(errors="replace")
             raise CommandFailedError(f"{words}: ended with code {child.returncode}\n{tail}")
-        return Sample(seconds, usage.ru_maxrss * _RSS_UNIT), stdout.read()
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        return Sample(seconds, cpu_seconds, usage.ru_maxrss * _RSS_UNIT), stdout.read()
 
 
 def copy(folder: Path, env: Mapping[str, str], out: Path) -> Sample:
@@ -75,4 +78,8 @@ def copy(folder: Path, env: Mapping[str, str], out: Path) -> Sample:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     copied, _ = run(["cp", *map(str, files), str(out)], env)
     synced, _ = run(["sync", "-d", *(str(out / path.name) for path in files)], env)
-    return Sample(copied.seconds + synced.seconds, max(copied.peak_rss, synced.peak_rss))
+    return Sample(
+        copied.seconds + synced.seconds,
+        copied.cpu_seconds + synced.cpu_seconds,
+        max(copied.peak_rss, synced.peak_rss),
+    )

@@ -21,6 +21,7 @@ _COLUMNS = (
     "median s",
     "x cp",
     "x as fast as DeepSpeed's",
+    "CPU s",
     "MB read",
     "peak RSS MB",
 )
@@ -124,6 +125,7 @@ def _cells(name: Name, results: Samples) -> list[str]:
         f"{seconds(samples):.2f}",
         to_copy,
         to_deepspeed,
+        f"{median(sample.cpu_seconds for sample in samples):.2f}",
         "" if read is None else f"{read / _MB:.0f}",
         f"{_peak(samples) / _MB:.0f}",
     ]

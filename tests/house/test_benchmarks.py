@@ -20,7 +20,7 @@ _LAYOUTS = [(2, False), (2, True), (3, False), (3, True)]
 
 
 def _samples(*seconds: float, megabytes: float = 100) -> list[Sample]:
-    return [Sample(each, int(megabytes * 1e6), 1_000_000) for each in seconds]
+    return [Sample(each, 2 * each, int(megabytes * 1e6), 1_000_000) for each in seconds]
 
 
 @pytest.mark.deepspeed
