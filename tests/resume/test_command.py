@@ -15,8 +15,9 @@ from click.testing import CliRunner
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
 from tests.support.train_runs import run, trained
-from zexport import open_checkpoint
+from zexport import ExportOptions, ReshardOptions, consolidate, open_checkpoint, reshard
 from zexport.cli.main import cli
+from zexport.errors import OutputError
 
 SOURCE = FIXTURES / "z3_w2_bf16" / "ckpt"
 WORLD_3 = ("--world-size", 3)
@@ -88,6 +89,26 @@ def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) 
     words = (sys.executable, "-m", "zexport")
     assert run(out, "--against", source, command=(*words, "verify")).status == 7
     assert run(source, out, "--fail-on", "different", command=(*words, "diff")).status == 7
+
+
+def test_an_older_result_is_replaced_and_one_that_training_went_on_in_is_not(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "on"
+    reshard(SOURCE, out, ReshardOptions(world_size=3))
+    with pytest.raises(OutputError, match=r"is not empty\. .* or pass --overwrite"):
+        reshard(SOURCE, out, ReshardOptions(world_size=2))
+    reshard(SOURCE, out, ReshardOptions(world_size=2, overwrite=True))
+    assert open_checkpoint(out).world_size == 2
+    with pytest.raises(OutputError, match="holds a checkpoint"):
+        consolidate(SOURCE, out, ExportOptions(overwrite=True))
+    path = next(out.rglob("*_optim_states.pt"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")  # as a save under the same tag does
+    with pytest.raises(OutputError, match="training may have gone on in it"):
+        reshard(SOURCE, out, ReshardOptions(world_size=3, overwrite=True))
+    (out / "global_step2" / "new.pt").touch()
+    with pytest.raises(OutputError, match="holds what is not the export's own"):
+        reshard(SOURCE, out, ReshardOptions(world_size=3, overwrite=True))
 
 
 def test_people_are_told_of_pieces_since_tensors_are_cut(tmp_path: Path) -> None:

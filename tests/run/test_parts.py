@@ -124,7 +124,7 @@ def test_a_folder_of_other_weights_is_not_taken_for_the_parts_own(
     save(source, [tensor + 1 for tensor in torch.load(source).values()])
     utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert source.stat().st_size == status.st_size
-    with pytest.raises(OutputError, match="exists and is not empty"):
+    with pytest.raises(OutputError, match="holds other weights than this part would write"):
         _parts(tmp_path, 2, 1)
     assert files(plan.out_dir) == before
 
@@ -139,8 +139,9 @@ def test_a_folder_that_lost_a_file_is_not_complete(plan: ExportPlan, tmp_path: P
 def test_verifying_what_is_not_finished_says_so(plan: ExportPlan, tmp_path: Path) -> None:
     _parts(tmp_path, 3, 1)
     told = r"out: is not finished \(found .*out\.partial\)\. Run .* type zexport finish /.*/out\."
-    with pytest.raises(VerificationError, match=told):
-        verify_export(plan.out_dir)
+    for path in (plan.out_dir, plan.out_dir.with_name("out.partial")):
+        with pytest.raises(VerificationError, match=told):
+            verify_export(path)
 
 
 def test_nothing_is_published_while_a_part_is_missing(plan: ExportPlan, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def _interrupted(*_: object) -> ExportReport:
 
 
 def test_finishing_where_no_part_was_is_refused(plan: ExportPlan) -> None:
-    with pytest.raises(OutputError, match="is no folder that parts of an export were written for"):
+    with pytest.raises(OutputError, match="has no parts beside it that are to be finished"):
         finish_parts(plan)
 
 

@@ -85,13 +85,14 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
     """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
     hint = "Check its permissions, and that nothing is writing there"
     with reading(out_dir, VerificationError, hint):
-        if not exists(out_dir) and (partial := unfinished_work(out_dir)) is not None:
+        if (work := unfinished_work(out_dir)) is not None:
+            partial, name = work
             raise VerificationError(
                 "is not finished",
-                path=out_dir,
+                path=name,
                 found=f"unfinished work in {partial}",
                 hint="Run the command that makes it again: it goes on from there; where all parts "
-                f"are written, type zexport finish {shell_word(out_dir)}",
+                f"are written, type zexport finish {shell_word(name)}",
             )
         if not is_folder(out_dir):
             raise VerificationError(

@@ -126,7 +126,11 @@ def run_plan(
         paths += [side.origin for side in plan.side_files if side.origin is not None]
         folder = stack.enter_context(
             staged_folder(
-                plan.out_dir, overwrite=plan.overwrite, sources=paths, warn=warnings.append
+                plan.out_dir,
+                overwrite=plan.overwrite,
+                is_checkpoint=plan.form.is_checkpoint,
+                sources=paths,
+                warn=warnings.append,
             )
         )
         work = Workplace.of(plan, folder, verify, meter)

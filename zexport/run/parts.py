@@ -110,7 +110,7 @@ def run_part(
             is_published = not exists(work.folder)  # by another, who came to the end of it first
             missing = () if is_published else _missing(work, share.count)
             if not (missing or is_published):
-                check_content(target, overwrite=plan.overwrite)
+                _check_content(plan, target)
                 return _published(work, share.count, target, began, done[0])
     return _report(plan, share, began, missing, done)
 
@@ -156,7 +156,7 @@ def finish_parts(
     if not exists(partial):
         raise _no_parts(target)
     with _alone(target):
-        check_content(target, overwrite=plan.overwrite)
+        _check_content(plan, target)
         work = Workplace.of(plan, partial, verify, meter)
         parts = work.receipts.need_begun().parts
         if missing := _missing(work, parts):
@@ -185,11 +185,14 @@ def requested(out_dir: Path) -> JsonObject:
 
 def _no_parts(target: Path) -> OutputError:
     return OutputError(
-        "is no folder that parts of an export were written for",
+        "has no parts beside it that are to be finished",
         path=target,
-        expected="unfinished work beside it",
-        hint="Name the folder that the parts were given as OUT",
+        hint="If the folder is there, it is complete; else name the OUT that the parts were given",
     )
+
+
+def _check_content(plan: ExportPlan, target: Path) -> None:
+    check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
 
 
 @contextmanager
@@ -204,13 +207,17 @@ def _compared(plan: ExportPlan, share: Share, target: Path, meter: Meter) -> int
     """Bytes read to see that a folder that is complete holds this worker's share."""
     with WeightReader.of_plan(plan) as sources:
         if not holds_share(target, plan, share, FileReader(sources), meter):
-            check_content(target, overwrite=False)  # it is another's, and stays
+            raise OutputError(
+                "is complete, and holds other weights than this part would write",
+                path=target,
+                hint="It was made of another checkpoint: choose another name, or pass --overwrite",
+            )
         return sources.nbytes_read
 
 
 def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter) -> Workplace:
     """The folder that all workers fill, where nothing is in its way."""
-    check_content(target, overwrite=plan.overwrite)
+    _check_content(plan, target)
     paths = [source.path for source in plan.sources]
     paths += [side.origin for side in plan.side_files if side.origin is not None]
     for place in (target, *workplaces(target)):

@@ -12,6 +12,7 @@ from zexport.errors import DamagedCheckpointError, OutputError, VerificationErro
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
+from zexport.run.verify import verify_export
 from zexport.store.files import writing
 from zexport.store.folders import (
     children,
@@ -43,6 +44,7 @@ def staged_folder(
     out_dir: Path,
     *,
     overwrite: bool,
+    is_checkpoint: bool = False,
     sources: Iterable[Path] = (),
     warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Path]:
@@ -60,7 +62,7 @@ def staged_folder(
     with parents(target.parent), locked(target):
         check_no_parts(target)
         restore(target)
-        check_content(target, overwrite=overwrite)
+        check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
         partial, _ = workplaces(target)
         with writing(partial):
             make_folder(partial)
@@ -145,12 +147,16 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
             )
 
 
-def check_content(target: Path, *, overwrite: bool) -> None:
-    """Refuse what lies at ``target``, unless that is nothing or an older model to be replaced."""
+def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool = False) -> None:
+    """Refuse what lies at ``target``, unless that is nothing or an older result to be replaced.
+
+    ``is_checkpoint`` says that a resharded checkpoint is to lie there: it may replace another.
+    """
     with writing(target):
         is_there, is_a_folder, is_a_mount = exists(target), is_folder(target), is_mount(target)
         holds_something = is_a_folder and bool(children(target))
-        is_checkpoint = is_a_folder and _holds_checkpoint(target)
+        holds_checkpoint = is_a_folder and _holds_checkpoint(target)
+        holds_older = holds_checkpoint and is_checkpoint and _is_resharded(target)
     if is_there and not is_a_folder:
         raise OutputError("is not a folder", path=target, hint="Choose another name")
     if is_a_mount:
@@ -159,7 +165,7 @@ def check_content(target: Path, *, overwrite: bool) -> None:
             path=target,
             hint="Choose a folder below it",
         )
-    if is_checkpoint:
+    if holds_checkpoint and not holds_older:
         raise OutputError(
             "holds a checkpoint, which an export never replaces",
             path=target,
@@ -172,10 +178,24 @@ def check_content(target: Path, *, overwrite: bool) -> None:
     if holds_something:
         _check_removable(target)
         _check_replaceable(target)
+    if holds_older and not verify_export(target).ok:
+        raise OutputError(
+            "was changed since it was made: training may have gone on in it",
+            path=target,
+            hint="Choose another name, or remove it yourself",
+        )
 
 
 def _holds_checkpoint(folder: Path) -> bool:
     return is_tag_dir(folder) or bool(list_tags(folder) or list_run_checkpoints(folder))
+
+
+def _is_resharded(folder: Path) -> bool:
+    """Whether its manifest says that it is what a checkpoint was resharded to."""
+    try:
+        return "settings" in read_manifest(folder).provenance
+    except VerificationError:
+        return False
 
 
 def _check_replaceable(target: Path) -> None:

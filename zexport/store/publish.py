@@ -41,10 +41,16 @@ def is_unfinished(folder: Path) -> bool:
     return folder.name.endswith(_PARTIAL) and folder.with_name(f"{folder.name}.lock").exists()
 
 
-def unfinished_work(target: Path) -> Path | None:
-    """The folder in which ``target`` was begun and not ended, if there is one."""
+def unfinished_work(target: Path) -> tuple[Path, Path] | None:
+    """What was begun and not ended: the folder that is filled, and its name once it is complete.
+
+    ``target`` may be either of the two; nothing where it is complete, or was never begun.
+    """
+    if is_unfinished(target):
+        return target, target.with_name(target.name.removesuffix(_PARTIAL))
     partial = _beside(target, _PARTIAL) if target.name else target
-    return partial if is_unfinished(partial) and partial.exists() else None
+    is_begun = is_unfinished(partial) and partial.exists() and not target.exists()
+    return (partial, target) if is_begun else None
 
 
 @contextmanager
