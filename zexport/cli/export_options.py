@@ -34,8 +34,8 @@ export_options = together(
     click.option(
         "--base",
         type=PATH,
-        help="Model folder, or the name of one in the hub's cache, for config, tokenizer and "
-        "frozen weights not saved.",
+        help="The model that training began from: a folder, or its name in the hub's cache. It "
+        "gives config, tokenizer, and frozen weights that were not saved.",
     ),
     click.option(
         "--only",

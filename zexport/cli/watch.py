@@ -25,18 +25,20 @@ from zexport.cli.options import PATH, links_option, verify_option
     default="",
     help="Run CMD by the shell after each export, with {} for its folder and {step} for its step.",
 )
-@click.option("--keep", type=click.IntRange(1), help="Keep the newest so many exports alone.")
+@click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports.")
 @click.option(
     "--every",
     type=click.IntRange(1),
+    metavar="N",
     default=1,
     show_default=True,
-    help="Export checkpoints of every so many steps alone.",
+    help="Export only checkpoints of every N steps.",
 )
 @click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.05),
+    metavar="N",
     default=15,
     show_default=True,
     help="Seconds between two looks at RUN.",

@@ -16,7 +16,7 @@ from zexport.store.json import JsonObject, form_of
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
 
-_ROWS_SHOWN = 40
+_ROWS_SHOWN = 10
 _WIDTH = 80
 _SUMMED_UP = frozenset({Kind.EQUAL, Kind.ROUNDED})
 """Of these the number is enough."""

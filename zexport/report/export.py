@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zexport.run.verify import VerifyReport
 
 _SHARDS_SHOWN = 20
+_SPEED_TOLD_NBYTES = 10**8
 _PROBLEMS_SHOWN = 20
 _VERIFIED = {
     "readback": "every file was read again and compared",
@@ -107,7 +108,9 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
 def print_export(console: Console, report: ExportReport, *, what: str = "") -> None:
     """The report for people. ``what`` was made is said by its form else."""
     done = "Resharded" if report.form.is_checkpoint else "Exported"
-    speed = report.nbytes_written / max(report.seconds, 1e-9)
+    speed = f" ({size(round(report.nbytes_written / max(report.seconds, 1e-9)))}/s)"
+    if report.nbytes_written < _SPEED_TOLD_NBYTES:  # then it is mostly of other things than moving
+        speed = ""
     _print_first(console, f"{done} to {report.out_dir}", report, "bold green")
     print_facts(
         console,
@@ -117,7 +120,7 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
             ("Written", f"{size(report.nbytes_written)}"),
-            ("Time", f"{duration(report.seconds)} ({size(round(speed))}/s)"),
+            ("Time", f"{duration(report.seconds)}{speed}"),
             ("Verified", _VERIFIED[report.verified.value]),
         ),
     )
@@ -181,7 +184,7 @@ def _print_compared(console: Console, report: VerifyReport) -> None:
     compared = (
         (("Weights", "with the manifest and the checkpoint"), ("Not weights", alone))
         if report.against_checkpoint
-        else (("Compared", "with the manifest alone; --against CKPT has weights made again"),)
+        else (("Compared", "with the manifest alone; --against CKPT makes the weights again"),)
     )
     print_facts(console, compared if report.files else ())
     print_list(console, "Warnings", report.warnings, "bold yellow")

@@ -193,10 +193,10 @@ class HubModel(Struct, frozen=True):
                 "whole model: leave that option out for one"
             )
         if found.sidecars.missing:
-            only = f"{WEIGHTS_ONLY}, " if found.sidecars.config is None else ""
+            only = f"{WEIGHTS_ONLY}; " if found.sidecars.config is None else ""
             yield (
-                f"{only}without {' and '.join(found.sidecars.missing)}: nothing of that kind lies "
-                "with the checkpoint; give a model folder with --base"
+                f"{only}not with the checkpoint: {', '.join(found.sidecars.missing)}. Give the "
+                "model that training began from with --base"
             )
         for name in found.spoilt:
             yield f"{name} is copied as it is, but is not whole JSON: what reads it will fail"

@@ -87,7 +87,7 @@ def _obstacle(settled: Selection, differences: str) -> Iterator[str]:
     if not settled.is_for_hub or not differences:
         return
     if isinstance(settled.names, NamesUnknown):
-        yield f"names are written as stored, unchecked: {differences}"
+        yield f"names are those of the checkpoint, and were not checked: {differences}"
     else:
         yield f"the folder will not load as it is: {differences}"
 
