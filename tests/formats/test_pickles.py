@@ -24,7 +24,15 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.formats import pickle_machine, pickles
-from zexport.formats.inert import FragmentAddress, Global, Opaque, OpaqueKey, StorageRef, TensorRef
+from zexport.formats.inert import (
+    FragmentAddress,
+    Global,
+    Opaque,
+    OpaqueKey,
+    Ordered,
+    StorageRef,
+    TensorRef,
+)
 from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_file import read_torch_file
 from zexport.ranges.dtypes import DType
@@ -234,11 +242,12 @@ def test_a_fragment_address_that_is_not_two_numbers_is_damage(rest: bytes) -> No
         read(FRAGMENT + b")\x81" + rest)
 
 
-def test_an_ordered_dict_is_a_dict_without_its_attributes() -> None:
+def test_an_ordered_dict_is_a_dict_that_keeps_its_attributes() -> None:
     state = b"}" + text("_metadata") + b"K\x01s"
-    assert read(b"ccollections\nOrderedDict\n)R" + text("a") + b"K\x02s" + state + b"b.").value == {
-        "a": 2
-    }
+    found = read(b"ccollections\nOrderedDict\n)R" + text("a") + b"K\x02s" + state + b"b.").value
+    assert found == {"a": 2}
+    assert isinstance(found, Ordered)
+    assert found.attributes == {"_metadata": 1}
     pairs = b"](" + text("a") + b"K\x01\x86" + text("b") + b"K\x02\x86e"
     assert read(b"ccollections\nOrderedDict\n" + pairs + b"\x85R.").value == {"a": 1, "b": 2}
 

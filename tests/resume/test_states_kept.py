@@ -142,6 +142,7 @@ def test_model_files_open_where_only_weights_are_let_in(stage: int, tmp_path: Pa
         model = torch.load(path, weights_only=True)
         assert model["dp_world_size"] == 2
         assert model["ds_config"]["zero_optimization"]["stage"] == stage
+        assert model["module"]._metadata[""] == {"version": 1}  # which load_state_dict goes by
     for path in (tmp_path / "out").glob("*/*_optim_states.pt"):
         assert b"LossScaler" in path.read_bytes()
         from deepspeed.runtime.fp16.loss_scaler import LossScaler

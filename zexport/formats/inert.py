@@ -43,9 +43,13 @@ class Global(Struct, frozen=True, order=True):
 
 
 class Ordered(dict[object, object]):
-    """A ``collections.OrderedDict`` of the pickle: a ``dict`` to all but who writes it again."""
+    """A ``collections.OrderedDict`` of the pickle: a ``dict`` to all but who writes it again.
 
-    __slots__ = ()
+    ``attributes`` are what it has beside its items, such as the ``_metadata`` of a state dict, by
+    which modules tell in which version of theirs it was saved (``load_state_dict``).
+    """
+
+    attributes: object = None
 
 
 class Size(tuple[object, ...]):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import prod
 from typing import TypeVar
 
 from msgspec import Struct
 
-from zexport.formats.inert import Opaque, OpaqueKey
+from zexport.formats.inert import Opaque, OpaqueKey, Ordered
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
@@ -58,21 +59,27 @@ def tensors_in(value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
     """
     seen: set[int] = set()
     names = _Names()
-    waiting: list[tuple[str, object]] = [("", value)]
+    waiting: list[tuple[str, Iterator[tuple[object, object]]]] = [("", iter([("", value)]))]
     while waiting:
-        path, one = waiting.pop()
+        above, parts = waiting[-1]
+        if (part := next(parts, None)) is None:
+            waiting.pop()
+            continue
+        key, one = part
         if id(one) in seen:
             continue
         if isinstance(one, kind):
             seen.add(id(one))
-            yield names.free(path or "tensor"), one
-        elif parts := list(_parts(one)):
+            yield names.free(_joined(above, key) or "tensor"), one
+        elif isinstance(one, dict | list | tuple | Opaque):
             seen.add(id(one))
-            waiting += [(_joined(path, key), part) for key, part in reversed(parts)]
+            waiting.append((_joined(above, key), iter(_parts(one))))
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
     """What a value consists of that may be or hold tensors, by key, index or attribute."""
+    if isinstance(value, Ordered) and value.attributes is not None:
+        return chain(value.items(), (("attributes", value.attributes),))
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, list | tuple):

@@ -26,6 +26,7 @@ from zexport.formats.inert import (
     Made,
     MalformedError,
     Opaque,
+    Ordered,
     StorageRef,
     as_key,
 )
@@ -360,7 +361,9 @@ class Machine:
             target.fill(state)
         elif isinstance(target, Opaque):
             target.state = state
-        elif not isinstance(target, dict):  # an OrderedDict's attributes are of no use here
+        elif isinstance(target, Ordered):
+            target.attributes = state
+        elif not isinstance(target, dict):
             raise MalformedError("it gives attributes to what has none")
 
     @_opcode(b"Q", _VALUE_NBYTES)

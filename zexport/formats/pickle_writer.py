@@ -11,7 +11,7 @@ Source of the forms: CPython 3.11, ``Lib/pickle.py``; torch 2.13, ``torch/_tenso
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import mul
 from typing import TypeAlias
@@ -79,7 +79,16 @@ class _Writer:
 
     def _each(self, values: Iterable[object]) -> None:
         """Have these written next, in order."""
-        self._tasks.extend((self._value, one) for one in reversed(list(values)))
+        self._tasks.append((self._rest, iter(values)))
+
+    def _rest(self, values: Iterator[object]) -> None:
+        """Write these, up to one that leaves more to be done before the others."""
+        here = len(self._tasks)
+        for one in values:
+            self._value(one)
+            if len(self._tasks) > here:
+                self._tasks.insert(here, (self._rest, values))
+                return
 
     def _put(self, data: bytes) -> None:
         self.out += data
@@ -188,6 +197,8 @@ class _Writer:
         self._global(_ORDERED_DICT)
         self._put(b")R")
         self._remember(id(value))
+        if value.attributes is not None:
+            self._then((self._value, value.attributes), (self._put, b"b"))
         self._fill((_flat(value.items()), b"u"))
 
     def _fill(self, parts_and_opcode: tuple[list[object], bytes]) -> None:

@@ -144,6 +144,8 @@ class ZipRecords:
                 hint=f"In an empty folder: `unzip FILE`, then `zip -0 -r NEW {self.root}`; put NEW "
                 "in its place",
             )
+        if (member := self._members.get(storage.key)) is not None:
+            return member.offset
         with opened(self._path) as file:
             return self._member(file, storage.key).offset
 

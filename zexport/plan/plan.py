@@ -318,14 +318,15 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
     frame, placed = lay_out(value, PurePosixPath(filename).stem)
     tensors = tuple(
         TensorPlan(
-            name=qualified_by_file(filename, one.name),
+            name=name,
             shape=one.leaf.shape,
             dtype=one.leaf.dtype,
-            stored_name=qualified_by_file(filename, one.name),
+            stored_name=name,
             stored_dtype=one.leaf.stored_dtype,
             source=one.leaf.source,
             offset=one.offset,
         )
         for one in placed
+        for name in (qualified_by_file(filename, one.name),)
     )
     return FilePlan(filename, frame, tensors)

@@ -77,12 +77,15 @@ class ModelFiles:
         if not isinstance(module, dict):
             return module
         entries = {entry.name: entry for entry in self._cell.module}
-        return Ordered(
+        made = Ordered(
             (name, self._entry(entries[name], leaves))
             if isinstance(one, TensorRef)
             else (name, with_leaves(one, said.file))
             for name, one in module.items()
         )
+        if isinstance(module, Ordered) and module.attributes is not None:
+            made.attributes = with_leaves(module.attributes, said.file)
+        return made
 
     def _entry(self, entry: ModuleEntry, leaves: dict[tuple[str, DType], TensorLeaf]) -> TensorLeaf:
         if entry.value is None:

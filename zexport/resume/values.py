@@ -88,7 +88,10 @@ def _copy_dict(value: dict[object, object], of: _Part) -> object:
 
 
 def _copy_ordered(value: Ordered, of: _Part) -> object:
-    return Ordered((key, of(one)) for key, one in value.items())
+    copy = Ordered((key, of(one)) for key, one in value.items())
+    if value.attributes is not None:
+        copy.attributes = of(value.attributes)
+    return copy
 
 
 def _copy_list(value: list[object], of: _Part) -> object:
