@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
+from statistics import median
 from tempfile import mkdtemp
 
 from benchmarks.cases import Case
@@ -98,8 +99,8 @@ def _read(path: Path) -> None:
 
 def _table(samples: Mapping[str, Sequence[Sample]]) -> str:
     rows = [
-        "| command | median s | x cp | spread | peak RSS MB | at most |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| command | median s | x cp | spread | CPU s | peak RSS MB | at most |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name, found in samples.items():
         ratio = seconds(found) / seconds(samples[COPY])
@@ -110,6 +111,7 @@ def _table(samples: Mapping[str, Sequence[Sample]]) -> str:
             f"{seconds(found):.2f}",
             f"{ratio:.2f}",
             f"{spread(found):.1f}",
+            f"{median(sample.cpu_seconds for sample in found):.1f}",
             f"{rss:.0f}",
         )
         rows.append(f"| {' | '.join(cells)} | {target} |")
