@@ -40,7 +40,6 @@ def _edit(root: Path, pattern: str, change: Callable[[Any], None]) -> None:
         ("z1_w3_bf16_elastic", {}, 3, "does not record the settings"),
         ("pp2_z0_w4_fp16", {"stage": 1}, 3, "lacks the optimizer files"),
         ("pp2_z0_w4_bf16_tied", {"stage": 1}, 4, "in which order"),
-        ("moe_z2_w2_ep2_frozen", {}, 4, "experts lie on some"),
     ],
 )
 def test_what_has_no_state_for_other_ranks_is_refused(

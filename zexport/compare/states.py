@@ -78,7 +78,7 @@ def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeigh
     for cell in state.cells:
         for name, kind, tensor in _named(cell):
             if tensor.source is not None:
-                part = name if len(state.cells) == 1 else f"{cell.index}: {name}"
+                part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
                 unique = f"{part} ({kind})" if kind else part
                 side = states if kind else weights
                 side[unique] = _placed(unique, tensor, tensor.source)

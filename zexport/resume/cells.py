@@ -20,26 +20,31 @@ from zexport.weights.named import PEFT_PREFIX
 
 def read_cell(index: int, ranks: RankStates) -> tuple[CellState, tuple[Replica, ...]]:
     """The state of one index, none of whose files is missing, and copies that must be equal."""
-    model, owners = _files(index, ranks)
+    model, owners = cell_files(index, ranks)
     named = with_parameter_names(model)
     inventory = take_inventory(ranks, model)
     reader = GroupReader(owners, named, is_zero3=ranks.is_zero3)
-    first = owners[0]
-    said = Value(model.file.path, "model states", model.file.value).mapping()
-    inner = Value(first.file.path, "optimizer states", first.file.value).mapping()
+    said, inner = recorded(model, owners[0])
     state = CellState(
         index=index,
         groups=reader.read(),
         frozen=frozen_table(ranks, named, inventory, len(owners)),
         module=tuple(module_entries(model, named, inventory, is_zero3=ranks.is_zero3)),
         aliases=inventory.aliases,
-        model=Recorded(model.file, said),
-        optimizer=Recorded(first.file, inner),
+        model=said,
+        optimizer=inner,
     )
     return state, tuple(reader.replicas)
 
 
-def _files(index: int, ranks: RankStates) -> tuple[ModelStates, list[OptimizerStates]]:
+def recorded(model: ModelStates, first: OptimizerStates) -> tuple[Recorded, Recorded]:
+    """What the model file and the first rank's optimizer file say, as they say it."""
+    said = Value(model.file.path, "model states", model.file.value).mapping()
+    inner = Value(first.file.path, "optimizer states", first.file.value).mapping()
+    return Recorded(model.file, said), Recorded(first.file, inner)
+
+
+def cell_files(index: int, ranks: RankStates) -> tuple[ModelStates, list[OptimizerStates]]:
     """The model states that name the weights, and all optimizer states in the order of ranks."""
     model = ranks.first_model
     if model is None:

@@ -70,12 +70,12 @@ def _striped(parameters: Sequence[Parameter], world_size: int) -> Cut:
 
 
 def _end_to_end(group: Group, settings: TargetSettings) -> Cut:
-    parameters = group.parameters
+    parameters, world_size = group.parameters, settings.world_size // group.sets
     if settings.is_dealt_out:
-        order = zero12.dealt_out(len(parameters), settings.world_size)
+        order = zero12.dealt_out(len(parameters), world_size)
         parameters = tuple(parameters[index] for index in order)
     numel = sum(prod(one.shape) for one in parameters)
-    padding = zero12.partition_numel(numel, settings.world_size) * settings.world_size - numel
+    padding = zero12.partition_numel(numel, world_size) * world_size - numel
     whole: dict[str, Stripes | Chain] = {}
     dtypes = _dtypes(parameters)
     for state in _states(parameters):

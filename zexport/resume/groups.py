@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts import zero12
@@ -33,13 +33,26 @@ def is_by_parameter(settings: Recorded | None, state: str) -> bool:
 
 
 class GroupReader:
-    """The groups of one model-parallel index; copies of states that must be equal are collected."""
+    """The groups of one model-parallel index; copies of states that must be equal are collected.
+
+    Args:
+        owners: the optimizer states of all ranks, in their order.
+        model: the model states that name the weights.
+        is_zero3: whether every parameter is cut into stripes.
+        sharing: of flat groups that some ranks alone share, these ranks' states, by the number.
+    """
 
     def __init__(
-        self, owners: Sequence[OptimizerStates], model: ModelStates, *, is_zero3: bool
+        self,
+        owners: Sequence[OptimizerStates],
+        model: ModelStates,
+        *,
+        is_zero3: bool,
+        sharing: Mapping[int, Sequence[OptimizerStates]] | None = None,
     ) -> None:
         self.replicas: list[Replica] = []
         self._owners = owners
+        self._sharing = sharing or {}
         self._is_zero3 = is_zero3
         self._is_dealt_out = model.is_round_robin and owners[0].stage in (1, 2)
         self._has_stepped = (model.global_steps or 0) > model.skipped_steps
@@ -63,15 +76,21 @@ class GroupReader:
         first = self._owners[0]
         settings = None if group.settings is None else Recorded(first.file, group.settings)
         numbers = group.flat_groups
-        scalars = first.group_states[numbers[0]].scalars if numbers else {}
+        own = self._owners_of(numbers[0]) if numbers else self._owners
+        scalars = own[0].group_states[numbers[0]].scalars if numbers else {}
         self._check_moments(group)
         return Group(
             parameters=tuple(
                 one for number in numbers for one in self._parameters(number, settings)
             ),
             settings=settings,
-            scalars=Recorded(first.file, scalars),
+            scalars=Recorded(own[0].file, scalars),
+            sets=len(self._owners) // len(own),
         )
+
+    def _owners_of(self, number: int) -> Sequence[OptimizerStates]:
+        """Who shares a flat group, in the order of their partitions."""
+        return self._sharing.get(number, self._owners)
 
     def _check_moments(self, group: ParameterGroup) -> None:
         """Refuse an optimizer with betas that keeps no averages although it has taken steps."""
@@ -91,13 +110,14 @@ class GroupReader:
         ]
         if not self._is_dealt_out:
             return placed
-        order = zero12.dealt_out(len(placed), len(self._owners))
+        order = zero12.dealt_out(len(placed), len(self._owners_of(number)))
         return [one for _, one in sorted(zip(order, placed, strict=True), key=lambda pair: pair[0])]
 
     def _states(self, number: int) -> Iterator[str]:
         """The masters and every state; all ranks have the same of one group."""
-        names = [one.group_states[number].tensors.keys() for one in self._owners]
-        for owner, own in zip(self._owners, names, strict=True):
+        owners = self._owners_of(number)
+        names = [one.group_states[number].tensors.keys() for one in owners]
+        for owner, own in zip(owners, names, strict=True):
             if own != names[0]:
                 raise DamagedCheckpointError(
                     f"has other optimizer states of flat group {number} than rank 0",
@@ -120,10 +140,11 @@ class GroupReader:
         self, run: FlatRun, state: str, settings: Recorded | None
     ) -> tuple[StoredTensor, ...]:
         """One state of all parameters of a run."""
+        owners = self._owners_of(run.groups[0])
         if is_by_parameter(settings, state) and not self._is_zero3:
             return tuple(self._by_parameter(run, state))
         try:
-            return bind(run, self._owners, is_zero3=self._is_zero3, state=state).tensors
+            return bind(run, owners, is_zero3=self._is_zero3, state=state).tensors
         except LayoutError as cause:
             if state == MASTERS:
                 raise
@@ -140,10 +161,11 @@ class GroupReader:
         """A state of which every rank has the whole of each parameter that it has part of."""
         places = run.places()
         used = places[-1].offset + places[-1].numel if places else 0
-        full = zero12.partition_numel(used, len(self._owners))
+        (number,) = run.groups
+        owners = self._owners_of(number)
+        full = zero12.partition_numel(used, len(owners))
         found: dict[str, StoredTensor] = {}
-        for rank, owner in enumerate(self._owners):
-            (number,) = run.groups
+        for rank, owner in enumerate(owners):
             part = owner.group_states[number].tensors[state]
             held = zero12.fragments(places, full, rank)
             source, size, offset = owner.file.source(part), part.dtype.itemsize, 0

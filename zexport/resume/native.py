@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from zexport.checkpoint.layouts.expert_groups import Placement
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.states import ZERO3
+from zexport.errors import UsageError
 from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resume.cuts import cuts_of
 from zexport.resume.model_files import ModelFiles
-from zexport.resume.optimizer_files import optimizer_value
+from zexport.resume.optimizer_files import Place, optimizer_value
 from zexport.resume.settings import TargetSettings
-from zexport.resume.state import TrainingState
+from zexport.resume.state import CellState, TrainingState
 from zexport.resume.values import with_leaves
 
 
@@ -23,7 +25,9 @@ def native_files(
     Raises:
         UnsafeError: a value to be carried is none that can be written safely.
         UnsupportedError: a group's states are not alike, and cannot lie in one run.
+        UsageError: so many ranks cannot have the experts as they are.
     """
+    _check_experts(state, settings)
     ranks = range(settings.world_size)
     is_zero3 = settings.stage == ZERO3
     kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
@@ -34,11 +38,38 @@ def native_files(
         groups = cuts_of(cell, settings)
         flat_groups = [cut.parameters for group in groups for cut in group.cuts]
         models = ModelFiles(cell, flat_groups, settings, dropped)
-        for rank in ranks if is_zero3 else ranks[:1]:
+        of_models = ranks if is_zero3 else ranks[:1]
+        for rank in of_models if cell.expert_rank == 0 else ():
             name = rank_file_name(kind, rank, cell.index)
             yield plan_torch_file(f"{tag}/{name}", models.value(rank))
-        for rank in ranks:
-            name = rank_file_name(RankFileKind.OPTIMIZER, rank, cell.index, prefix=prefix)
+        for place in _places(cell, settings):
+            name = rank_file_name(RankFileKind.OPTIMIZER, place.rank, cell.index, prefix=prefix)
             yield plan_torch_file(
-                f"{tag}/{name}", optimizer_value(cell, groups, settings, rank, dropped)
+                f"{tag}/{name}", optimizer_value(cell, groups, settings, place, dropped)
             )
+
+
+def _places(cell: CellState, settings: TargetSettings) -> Iterator[Place]:
+    """The ranks that have this state: all, or those with the experts of one expert-parallel rank.
+
+    Source: DeepSpeed 0.19.8, ``utils/groups.py`` (``_create_expert_and_data_parallel``).
+    """
+    placement = Placement.BLOCKS if settings.is_data_before_experts else Placement.INTERLEAVED
+    sharing = placement.sets(cell.expert_ranks, settings.world_size)[cell.expert_rank]
+    return (Place(rank, number) for number, rank in enumerate(sharing))
+
+
+def _check_experts(state: TrainingState, settings: TargetSettings) -> None:
+    """Refuse a number of ranks that the experts cannot be spread over as they are.
+
+    Each expert-parallel rank keeps its experts: the optimizer's partitions hold what one rank has
+    of several layers end to end, and with another degree DeepSpeed would make other groups.
+    """
+    degree = state.cells[0].expert_ranks
+    if settings.world_size % degree:
+        raise UsageError(
+            f"experts that {degree} ranks share among them stay so, which --world-size must allow",
+            path=state.cells[0].model.file.path,
+            found=settings.world_size,
+            expected=f"a multiple of {degree}",
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from msgspec import Struct
+
 from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS
@@ -23,11 +25,24 @@ from zexport.resume.values import loss_scaler, static_loss_scaler, with_leaves
 _INNER = "optimizer_state_dict"
 
 
+class Place(Struct, frozen=True):
+    """A rank: its number among all, and among those that share its experts."""
+
+    rank: int
+    among_sharing: int
+
+    def of(self, group: Group, world_size: int) -> tuple[int, int]:
+        """Which partition of a group's flat data it has, and of how many."""
+        if group.sets == 1:
+            return self.rank, world_size
+        return self.among_sharing, world_size // group.sets
+
+
 def optimizer_value(
     cell: CellState,
     groups: Sequence[GroupCuts],
     settings: TargetSettings,
-    rank: int,
+    place: Place,
     dropped: Collection[str] = (),
 ) -> dict[object, object]:
     """All of one rank's optimizer file, without the keys that are ``dropped``."""
@@ -36,7 +51,7 @@ def optimizer_value(
     rest = {key: with_leaves(one, said.file) for key, one in kept.items()}
     if "ds_config" in rest:
         rest["ds_config"] = settings.put_into(rest["ds_config"])
-    own = _Partition(groups, settings, rank, inner_of(said))
+    own = _Partition(groups, settings, place, inner_of(said))
     return {_INNER: own.zero3() if settings.stage == ZERO3 else own.zero12()} | rest
 
 
@@ -80,11 +95,11 @@ class _Partition:
     """
 
     def __init__(
-        self, groups: Sequence[GroupCuts], settings: TargetSettings, rank: int, said: Recorded
+        self, groups: Sequence[GroupCuts], settings: TargetSettings, place: Place, said: Recorded
     ) -> None:
         self._groups = groups
         self._settings = settings
-        self._rank = rank
+        self._place = place
         self._said = said
         self._flat = [(one.group, cut) for one in groups for cut in one.cuts]
 
@@ -97,22 +112,27 @@ class _Partition:
             "overflow": _number(self._said, "overflow"),
             "partition_count": self._settings.world_size,
             "optimizer_state_dict": self._optimizer(),
-            "fp32_flat_groups": [self._leaf(cut, MASTERS) for _, cut in self._flat],
+            "fp32_flat_groups": [self._leaf(group, cut, MASTERS) for group, cut in self._flat],
         }
 
     def zero12(self) -> dict[object, object]:
         """Partitions of every group."""
-        count = self._settings.world_size
         return {
             **self._kept(),
             "base_optimizer_state": self._optimizer(),
-            "single_partition_of_fp32_groups": [self._masters(cut) for _, cut in self._flat],
-            "group_paddings": [
-                zero12.padding_in(c.numel, count, self._rank) for _, c in self._flat
-            ],
-            "partition_count": [count] * len(self._flat),
+            "single_partition_of_fp32_groups": [self._masters(*one) for one in self._flat],
+            "group_paddings": [self._padding(*one) for one in self._flat],
+            "partition_count": [self._part(group)[1] for group, _ in self._flat],
             "ds_version": version_in(self._said),
         }
+
+    def _part(self, group: Group) -> tuple[int, int]:
+        """The number of this rank's partition of a group, and how many there are."""
+        return self._place.of(group, self._settings.world_size)
+
+    def _padding(self, group: Group, cut: Cut) -> int:
+        number, count = self._part(group)
+        return zero12.padding_in(cut.numel, count, number)
 
     def _kept(self) -> dict[object, object]:
         """What is kept of the run beside tensors; BF16_Optimizer has neither stage nor scaler."""
@@ -152,36 +172,37 @@ class _Partition:
         scalars = {name: with_leaves(one, said.file) for name, one in said.values.items()}
         names = [name for name in cut.whole if name != MASTERS]
         if self._settings.stage == ZERO3:
-            return scalars | {name: self._leaf(cut, name) for name in names}
+            return scalars | {name: self._leaf(group, cut, name) for name in names}
         return scalars | {
-            name: self._touching(cut, name)
+            name: self._touching(group, cut, name)
             if is_by_parameter(group.settings, name)
-            else self._leaf(cut, name)
+            else self._leaf(group, cut, name)
             for name in names
         }
 
-    def _masters(self, cut: Cut) -> TensorLeaf:
+    def _masters(self, group: Group, cut: Cut) -> TensorLeaf:
         """The masters of one partition, without its padding unless BF16_Optimizer loads them."""
         if self._settings.is_bf16_optimizer:
-            return self._leaf(cut, MASTERS)
-        padding = zero12.padding_in(cut.numel, self._settings.world_size, self._rank)
-        return self._leaf(cut, MASTERS, lacking=padding)
+            return self._leaf(group, cut, MASTERS)
+        return self._leaf(group, cut, MASTERS, lacking=self._padding(group, cut))
 
-    def _leaf(self, cut: Cut, state: str, lacking: int = 0) -> TensorLeaf:
+    def _leaf(self, group: Group, cut: Cut, state: str, lacking: int = 0) -> TensorLeaf:
         """This rank's part of one state of a flat group, ``lacking`` elements at its end."""
         dtype, whole = cut.dtypes[state], cut.whole[state]
         if isinstance(whole, Stripes):
-            return _flat(Stripe(whole, self._rank), dtype)
-        full = zero12.partition_numel(cut.numel, self._settings.world_size)
-        begin, numel = self._rank * full, full - lacking
+            return _flat(Stripe(whole, self._place.rank), dtype)
+        number, count = self._part(group)
+        full = zero12.partition_numel(cut.numel, count)
+        begin, numel = number * full, full - lacking
         return _flat(Window(whole, begin * dtype.itemsize, numel * dtype.itemsize), dtype)
 
-    def _touching(self, cut: Cut, state: str) -> TensorLeaf:
+    def _touching(self, group: Group, cut: Cut, state: str) -> TensorLeaf:
         """The whole of every parameter that lies in the partition, in its order."""
         shapes = {one.name: one.shape for one in cut.parameters}
-        full = zero12.partition_numel(cut.numel, self._settings.world_size)
+        number, count = self._part(group)
+        full = zero12.partition_numel(cut.numel, count)
         places = zero12.place_parameters(shapes)
-        held = zero12.fragments(places, full, self._rank)
+        held = zero12.fragments(places, full, number)
         whole = [source_of(one.tensors[state]) for one in cut.parameters if one.name in held]
         return _flat(Chain(tuple(whole)), cut.dtypes[state])
 

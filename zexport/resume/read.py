@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.reading import swapped_out
-from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, LayoutError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.resume.cells import read_cell
+from zexport.resume.experts import read_experts
 from zexport.resume.state import CellState, TrainingState
 from zexport.resume.universal import read_universal
 from zexport.resume.zero0 import read_zero0
@@ -26,17 +27,10 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
     tag_dir = checkpoint.location.tag_dir
     if (swapped := swapped_out(tag_dir)) is not None:
         raise swapped
-    if checkpoint.structure in _REFUSED:
-        raise UnsupportedError(
-            f"cannot be resharded: {_REFUSED[checkpoint.structure]}",
-            path=tag_dir,
-            found=checkpoint.layout,
-            hint="Resume it with as many ranks as wrote it",
-        )
     try:
         if checkpoint.structure is Structure.UNIVERSAL:
             return read_universal(checkpoint)
-        read = [_read(index, ranks) for index, ranks in sorted(checkpoint.cells.items())]
+        cells, replicas = _cells(checkpoint)
     except LayoutError as error:
         raise DamagedCheckpointError(
             error.problem,
@@ -47,10 +41,18 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
         ) from error
     own = {file.path for ranks in checkpoint.cells.values() for file in _files(ranks)}
     return TrainingState(
-        cells=tuple(cell for cell, _ in read),
+        cells=tuple(cells),
         carried=tuple(file for file in checkpoint.torch_files if file.path not in own),
-        replicas=tuple(copy for _, copies in read for copy in copies),
+        replicas=tuple(replicas),
     )
+
+
+def _cells(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Replica]]:
+    """Every cell, and copies that must be equal."""
+    if checkpoint.structure is Structure.EXPERTS:
+        return read_experts(checkpoint)
+    read = [_read(index, ranks) for index, ranks in sorted(checkpoint.cells.items())]
+    return [cell for cell, _ in read], [copy for _, copies in read for copy in copies]
 
 
 def _files(ranks: RankStates) -> Iterator[TorchFile]:
@@ -63,9 +65,3 @@ def _read(index: int, ranks: RankStates) -> tuple[CellState, tuple[Replica, ...]
     if model is not None and is_zero0(ranks):
         return read_zero0(index, model)
     return read_cell(index, ranks)
-
-
-_REFUSED = {
-    Structure.EXPERTS: "experts lie on some of the data-parallel ranks, and move with their number",
-}
-"""Structures whose state is not read, and why."""

@@ -37,6 +37,8 @@ class TargetSettings(Struct, frozen=True):
         is_dealt_out: whether ZeRO-1/2 deals parameters out (``round_robin_gradients``).
         is_bf16: whether optimizer files are named after bf16.
         is_bf16_optimizer: whether BF16_Optimizer is what loads them, as a form of ZeRO-1.
+        is_data_before_experts: whether neighbours share experts
+            (``use_data_before_expert_parallelism``); else they have different ones.
     """
 
     world_size: int
@@ -45,6 +47,7 @@ class TargetSettings(Struct, frozen=True):
     is_dealt_out: bool = False
     is_bf16: bool = False
     is_bf16_optimizer: bool = False
+    is_data_before_experts: bool = False
 
     def put_into(self, config: object) -> dict[object, object]:
         """The source's configuration, with what these say put right in it."""
@@ -140,6 +143,7 @@ def settle(
         and config.is_on("zero_optimization", "round_robin_gradients"),
         is_bf16=is_bf16,
         is_bf16_optimizer=is_bf16_optimizer,
+        is_data_before_experts=config.is_on("use_data_before_expert_parallelism"),
     )
     return settings, tuple(_told(config, settings))
 
@@ -261,6 +265,14 @@ def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config)
             path=checkpoint.location.tag_dir,
             expected="stage 1",
             hint="Name it with --stage",
+        )
+    if checkpoint.structure is Structure.EXPERTS and chosen == ZERO3:
+        raise UsageError(
+            "a training with experts is resharded for ZeRO-1 and 2 alone",
+            path=checkpoint.location.tag_dir,
+            found="stage 3",
+            expected="stage 1 or 2",
+            hint="Name one with --stage",
         )
     return chosen
 

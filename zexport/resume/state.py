@@ -39,11 +39,14 @@ class Group(Struct, frozen=True):
         parameters: the order is the same at every world size; round robin is undone.
         settings: learning rate and the like; ``None`` where they are not recorded.
         scalars: what the optimizer keeps of the group as a whole, such as its step.
+        sets: in how many sets the ranks are cut of which each shares other parameters in this
+            group's place: more than one for experts.
     """
 
     parameters: tuple[Parameter, ...]
     settings: Recorded | None
     scalars: Recorded
+    sets: int = 1
 
 
 class ModuleEntry(Struct, frozen=True):
@@ -67,6 +70,8 @@ class ModuleEntry(Struct, frozen=True):
 class CellState(Struct, frozen=True):
     """All of one model-parallel index; under data parallelism alone there is one.
 
+    With experts there is one for each expert-parallel rank. They differ in the groups of experts.
+
     Attributes:
         index: the model-parallel index that its files carry.
         groups: what is trained.
@@ -76,6 +81,8 @@ class CellState(Struct, frozen=True):
         aliases: tied name to the name of the tensor that it is.
         model: the model file of rank 0, its client state among it.
         optimizer: what the optimizer files say beside groups and masters, by rank 0's.
+        expert_rank: whose experts its groups have.
+        expert_ranks: how many expert-parallel ranks there are.
     """
 
     index: int
@@ -85,6 +92,13 @@ class CellState(Struct, frozen=True):
     aliases: Mapping[str, str]
     model: Recorded
     optimizer: Recorded
+    expert_rank: int = 0
+    expert_ranks: int = 1
+
+    @property
+    def label(self) -> str:
+        """Which it is, of all of a training."""
+        return f"{self.index}" if self.expert_ranks == 1 else f"expert rank {self.expert_rank}"
 
     def parameters(self) -> Iterator[Parameter]:
         """Everything that is trained."""
@@ -96,7 +110,8 @@ class TrainingState(Struct, frozen=True):
     """The state of a training.
 
     Attributes:
-        cells: by model-parallel index; the degree of data parallelism alone can change.
+        cells: by model-parallel index, and expert-parallel rank; the degree of data parallelism
+            alone can change.
         carried: files of no rank that go along unchanged, such as a pipeline's layers.
         replicas: second copies of states, which must be equal.
         files: files that states lie in and that are no rank's.

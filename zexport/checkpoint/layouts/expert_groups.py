@@ -101,6 +101,16 @@ def bind_experts(
     return BoundExperts(tuple(bound), warnings)
 
 
+def experts_of_ranks(
+    ranks: RankStates, model: ModelStates, indices: Sequence[int], world_size: int
+) -> tuple[list[ExpertGroup], Placement]:
+    """The flat groups ``indices`` of ZeRO-1/2, which hold experts, and who shares them."""
+    optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
+    groups = [_group(ranks, model, optimizers, index, world_size) for index in indices]
+    placement, _ = find_placement(model, optimizers, groups)
+    return groups, placement
+
+
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:
     """Every rank has a flat group for each dictionary of ``param_shapes``."""
     expected = len(model.param_shapes)
