@@ -33,7 +33,8 @@ from zexport.errors import (
 from zexport.extras import to_install
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
-from zexport.store.folders import is_file, local_path
+from zexport.store.address import local_path, place
+from zexport.store.folders import is_file
 from zexport.weights.proof import ProvenWeights, WeightReader
 
 if TYPE_CHECKING:
@@ -212,9 +213,9 @@ def _open(
     and where files of some ranks are missing; FileNotFoundError where the tag folder is, or all
     files of one kind are.
     """
-    is_named = tag is not None or is_file(Path(checkpoint_dir) / "latest")
+    is_named = tag is not None or is_file(place(checkpoint_dir) / "latest")
     with _as_builtin(FileNotFoundError if is_named else ValueError):
-        checkpoint = open_checkpoint(Path(checkpoint_dir), tag=tag)
+        checkpoint = open_checkpoint(place(checkpoint_dir), tag=tag)
     kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
         findings = raise_problems(checkpoint)

@@ -21,7 +21,7 @@ from zexport.options import AdapterMode, Engine, NameLayout, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
-from zexport.store.folders import local_path
+from zexport.store.address import place
 from zexport.store.json import JsonObject, Natural, values_of
 from zexport.targets.hf import HubModel
 from zexport.targets.peft import PeftAdapters
@@ -52,7 +52,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     warned = (checkpoint.newer, checkpoint.warnings, found.warnings, selection.warnings)
     noted = (checkpoint.notes, found.notes, selection.notes, judged.notes)
     return ExportPlan(
-        out_dir=local_path(out_dir),
+        out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
         form=_form(found, files, sides),
         shards=files,

@@ -12,7 +12,7 @@ import msgspec
 
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
-from zexport.store.folders import local_path
+from zexport.store.address import place
 
 
 class ExportDType(Enum):
@@ -92,7 +92,7 @@ def chosen(name: str, kind: type[_T], value: object) -> _T:
 def _given_path(kind: type, value: Any) -> Path:
     if kind is not Path:
         raise TypeError(f"no {kind.__name__}")
-    return local_path(value)
+    return place(value)
 
 
 def _kinds(options: type) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, Reference, SideFile, SourceFile
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Extent, Member, Striped, Window
-from zexport.store.files import Version
+from zexport.store.versions import Version
 
 
 def _ranks(folder: str) -> tuple[ByteSource, ...]:

@@ -291,6 +291,9 @@ class _FaultyReader:
     def take(self, ranges: object) -> None:
         del ranges
 
+    def expect(self, pieces: object) -> None:
+        del pieces
+
     def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         del tensor, start, ledger
         self._count()

@@ -18,7 +18,7 @@ from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
-from zexport.store.files import InputFile, OutputFile, write_durably
+from zexport.store.files import OutputFile, open_input, write_durably
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
 
 TRIES = len(PAUSES_SECONDS) + 1
@@ -230,7 +230,7 @@ def test_what_is_read_again_from_the_disk_is_not_in_memory_before(tmp_path: Path
     path = tmp_path / "file"
     path.write_bytes(os.urandom(1 << 20))
     assert _pages_in_memory(path) == (1 << 20) // mmap.PAGESIZE
-    with InputFile(path) as file:
+    with open_input(path) as file:
         file.forget()
     assert _pages_in_memory(path) == 0 or _is_in_memory_alone(tmp_path)
     digest_file(path)
@@ -245,6 +245,6 @@ def test_a_file_is_on_the_disk_before_the_system_is_asked_to_forget_it(
     order: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: order.append("forget"))
-    with InputFile(tmp_path / "file") as file:
+    with open_input(tmp_path / "file") as file:
         file.forget()
     assert order == ["fsync", "forget"]

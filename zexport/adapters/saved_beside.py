@@ -178,5 +178,6 @@ def _holds(
     if len(whole) < len(copies):
         return False, 0
     with SourceReader([*checkpoint.torch_files, header]) as reader:
-        differing = compare_casts(whole, reader.read_into, full=check is CheckMode.FULL)
+        full = check is CheckMode.FULL
+        differing = compare_casts(whole, reader.read_into, full=full, expect=reader.expect)
         return not differing, reader.nbytes_read

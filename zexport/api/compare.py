@@ -11,7 +11,7 @@ from zexport.compare.diff import DiffReport, diff_weights
 from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions
-from zexport.store.folders import local_path
+from zexport.store.address import place
 
 
 def diff_models(
@@ -41,7 +41,7 @@ def diff_models(
     jobs = ExportOptions().jobs if jobs is None else jobs
     if jobs < 1:
         raise UsageError("jobs are too few", found=jobs, expected="1 or more")
-    one, other = (model_folder(local_path(side)) for side in (a, b))
+    one, other = (model_folder(place(side)) for side in (a, b))
     return diff_weights(one, other, jobs=jobs, progress=progress)
 
 
@@ -67,6 +67,6 @@ def diff_states(
         UnsupportedError: a state cannot be told apart by name.
     """
     jobs = ExportOptions().jobs if jobs is None else jobs
-    one, other = local_path(a), local_path(b)
+    one, other = place(a), place(b)
     opened = open_checkpoint(one), open_checkpoint(other)
     return states.diff_states((one, other), opened, jobs=jobs, progress=progress)

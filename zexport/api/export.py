@@ -12,10 +12,12 @@ from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
 from zexport.decide import decide
-from zexport.options import ExportOptions, chosen
+from zexport.errors import UsageError
+from zexport.options import Engine, ExportOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.execute import ExportReport, Progress, VerifyMode
+from zexport.store.address import Address
 
 OnProgress = Callable[[Progress], None]
 
@@ -30,7 +32,20 @@ def plan_export(
         UnsupportedError: its layout is not one that can be exported.
         UsageError: an option cannot be meant.
     """
+    if options is not None and options.engine is Engine.DEEPSPEED:
+        _check_on_disks(checkpoint, options)
     return decide(collect(checkpoint, options), out_dir)
+
+
+def _check_on_disks(checkpoint: ZeroCheckpoint, options: ExportOptions) -> None:
+    """Refuse addresses for DeepSpeed's own converter, which reads paths."""
+    far = [one for one in (checkpoint.location.root, options.base) if isinstance(one, Address)]
+    if far:
+        raise UsageError(
+            "the deepspeed engine reads files of this machine alone",
+            path=far[0],
+            hint="Copy the checkpoint to this machine, or leave --engine out",
+        )
 
 
 def run_export(

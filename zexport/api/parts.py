@@ -20,7 +20,8 @@ from zexport.run import parts
 from zexport.run.execute import ExportReport, VerifyMode
 from zexport.run.parts import PartReport
 from zexport.run.shares import Share
-from zexport.store.folders import absolute, local_path
+from zexport.store.address import local_path, place
+from zexport.store.folders import absolute
 from zexport.store.json import decoded, values_of
 
 
@@ -47,7 +48,7 @@ class Request(Struct, frozen=True):
     ) -> Request:
         """That of a checkpoint and options as they are given, wherever that is."""
         given = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
-        paths = tuple(str(absolute(local_path(path))) for path in given)
+        paths = tuple(str(absolute(place(path))) for path in given)
         if isinstance(options, ReshardOptions):
             config = options.ds_config and absolute(options.ds_config)
             return cls(paths, tag, follow, reshard=replace(options, ds_config=config))

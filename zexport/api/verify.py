@@ -25,9 +25,10 @@ from zexport.printable import shell_word
 from zexport.run import verify
 from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zexport.run.verify import VerifyReport
+from zexport.store.address import place
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
-from zexport.store.folders import exists, is_folder, local_path
+from zexport.store.folders import exists, is_folder
 from zexport.store.publish import unfinished_work
 
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
@@ -65,15 +66,15 @@ def verify_export(
             another model.
         UnsafeError: a link leads outside the folder that it lies in.
     """
-    out_dir = local_path(out_dir)
-    base = local_path(base) if base is not None else None
+    out_dir = place(out_dir)
+    base = place(base) if base is not None else None
     _check_folder(out_dir, follow_symlinks=follow_symlinks)
     if against is None:
         return verify.verify_export(out_dir, progress=progress)
     manifest = read_manifest(out_dir)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
-    adapter_config = local_path(adapter_config) if adapter_config is not None else None
+    adapter_config = place(adapter_config) if adapter_config is not None else None
     given = ExportOptions(base=base, adapter_config=adapter_config, check=check)
     plan = _plan_again(checkpoint, out_dir, manifest, given)
     if base is None:

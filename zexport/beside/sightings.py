@@ -19,9 +19,10 @@ from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
-from zexport.store.files import Version, changed_ns, version
+from zexport.store.files import changed_ns, version
 from zexport.store.folders import exists, leaves
 from zexport.store.json import read_json_object
+from zexport.store.versions import Version
 
 STILL_S = 600
 """What has not changed for so long will not change: an export says what is wrong with it."""

@@ -18,8 +18,9 @@ from zexport.beside.words import words_of
 from zexport.errors import OutputError, UsageError, ZexportError
 from zexport.options import ExportOptions
 from zexport.report.failure import Told
+from zexport.store.address import local_path
 from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, local_path, make_folder, real
+from zexport.store.folders import absolute, exists, make_folder, real
 
 _SETTLE_S = 2.0
 """Between the two looks of a watch that looks once."""

@@ -25,8 +25,8 @@ from zexport.errors import (
     NoSuchTagError,
     UsageError,
 )
+from zexport.store.address import place
 from zexport.store.files import reading
-from zexport.store.folders import local_path
 
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
@@ -61,7 +61,7 @@ def open_checkpoint(
         UsageError: the parts are of different tags.
         UnsafeError: ``latest`` or a link leads outside its folder.
     """
-    paths = [*map(local_path, [path] if isinstance(path, Path | str) else path)]
+    paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     if not paths:
         raise UsageError("no folder was given", hint="Give the checkpoint's")
     if tag == NEWEST and len(paths) > 1:
@@ -90,7 +90,7 @@ def open_recorded(
         opened = None
     paths = [path] if isinstance(path, Path | str) else path
     if tag is not None and len(paths) == 1:
-        with reading(folder := local_path(paths[0]), hint=_CHECK):
+        with reading(folder := place(paths[0]), hint=_CHECK):
             named = locate_named(folder, tag, follow_symlinks=follow_symlinks)
             found = [one for one in named if recorded_step(one.tag_dir, one.boundary) == step]
             if len(found) == 1:

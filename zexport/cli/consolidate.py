@@ -17,6 +17,7 @@ from zexport.cli.options import (
     links_option,
     missing_path,
     progress_options,
+    storage_option,
     tag_option,
     verify_option,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 @verify_option
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
 @links_option
+@storage_option
 @part_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option(

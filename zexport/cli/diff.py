@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zexport.cli.options import PATH, jobs_option, json_option, progress_options
+from zexport.cli.options import PATH, jobs_option, json_option, progress_options, storage_option
 from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="End with exit code 7, not 0, if anything differs, or anything but rounding.",
 )
 @jobs_option
+@storage_option
 @json_option
 @progress_options
 def diff(

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zexport.cli.options import PATH, json_option, links_option, progress_options, tag_option
+from zexport.cli.options import (
+    PATH,
+    json_option,
+    links_option,
+    progress_options,
+    storage_option,
+    tag_option,
+)
 from zexport.cli.streams import put_out
 from zexport.errors import AmbiguousTagError, ZexportError
 
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     "--stats as values tell, too.",
 )
 @links_option
+@storage_option
 @json_option
 @progress_options
 def inspect(

@@ -16,7 +16,8 @@ from zexport.errors import UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode, ExportDType, ExportOptions
 from zexport.report.text import plural, size
-from zexport.store.folders import local_path
+from zexport.store.address import Address, place
+from zexport.store.client import use_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +28,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 class GivenPath(click.Path):
-    """A path on this machine: not empty, and no address."""
+    """A path on this machine, or an address of object storage."""
 
     def convert(
         self,
@@ -37,7 +38,8 @@ class GivenPath(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         """The path, as ``click.Path`` has it."""
         try:
-            return super().convert(local_path(value), param, ctx)
+            path = place(value)
+            return path if isinstance(path, Address) else super().convert(path, param, ctx)
         except UsageError as error:
             self.fail(error.statement(), param, ctx)
         except OSError as error:
@@ -128,6 +130,37 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
+class StorageOption(click.ParamType[tuple[str, str]]):
+    """A setting of the store library such as ``region=eu-west-1``."""
+
+    name = "key=value"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        """Key and value."""
+        key, equals, setting = str(value).partition("=")
+        if not equals or not key:
+            self.fail(f"{value!r} is no setting; write KEY=VALUE", param, ctx)
+        return key, setting
+
+
+def _use_options(
+    _ctx: click.Context, _param: click.Parameter, given: tuple[tuple[str, str], ...]
+) -> None:
+    if given:
+        use_options(dict(given))
+
+
+storage_option = click.option(
+    "--storage-option",
+    type=StorageOption(),
+    multiple=True,
+    expose_value=False,
+    callback=_use_options,
+    help="A setting of the store that addresses (s3://, gs://, az://) are in, such as "
+    "endpoint=URL; repeatable.",
+)
 tag_option = click.option(
     "--tag",
     metavar="TAG",

@@ -20,6 +20,7 @@ from zexport.cli.options import (
     links_option,
     missing_path,
     progress_options,
+    storage_option,
     tag_option,
     verify_option,
 )
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 @check_option
 @allow_option
 @links_option
+@storage_option
 @part_option
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option(

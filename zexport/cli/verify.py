@@ -13,6 +13,7 @@ from zexport.cli.options import (
     json_option,
     links_option,
     progress_options,
+    storage_option,
 )
 from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
@@ -40,6 +41,7 @@ from zexport.options import CheckMode
     "copy.",
 )
 @links_option
+@storage_option
 @json_option
 @progress_options
 def verify(

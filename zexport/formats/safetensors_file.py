@@ -15,8 +15,9 @@ from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.files import LFS_POINTER, Version, open_regular, reading, version_of
+from zexport.store.files import LFS_POINTER, open_regular, reading, version_of
 from zexport.store.json import read_json_object
+from zexport.store.versions import Version
 
 HEADER_NBYTES_LIMIT = 100_000_000
 """Largest JSON header any reader accepts (safetensors 0.8, ``tensor.rs``, ``MAX_HEADER_SIZE``)."""
@@ -152,7 +153,7 @@ def read_header(
     input, with the export for an output.
     """
     with reading(path, error), open_regular(path) as file:
-        version = version_of(file.fileno())
+        version = version_of(file)
         prefix = file.read(_LENGTH.size)
         _check_no_pointer(path, prefix, error)
         text = file.read(_header_nbytes(path, prefix, version.nbytes, error))

@@ -22,7 +22,8 @@ from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.files import LFS_POINTER, Version, version_of
+from zexport.store.files import LFS_POINTER, OpenFile, version_of
+from zexport.store.versions import Version
 
 __all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
 
@@ -101,14 +102,14 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
     added. The ranks of one save often write equal ones; those are read, and held in memory, once.
     """
     with opened(path) as file:
-        version = version_of(file.fileno())
+        version = version_of(file)
         start = file.read(len(_ZIP_START))
         container = _container(path, start, version.nbytes)
         records: ZipRecords | LegacyRecords
         if container is Container.ZIP:
             pickle, records = read_zip(file, path, known)
         else:
-            pickle, records = _read_legacy(file, path)
+            pickle, records = _read_legacy(_on_disk(file, path), path)
     return TorchFile(path, version, container, pickle.value, pickle.unknown_globals, records)
 
 
@@ -152,6 +153,14 @@ class LegacyRecords:
             problem = f"storage {storage.key!r} is not in the file"
             raise DamagedCheckpointError(problem, path=self._path, hint=COPY_AGAIN)
         return self._offsets[storage]
+
+
+def _on_disk(file: OpenFile, path: Path) -> FileIO:
+    """The file, where it is on this machine; the old container is searched by mapping it."""
+    if isinstance(file, FileIO):
+        return file
+    problem = "is of torch's old file layout, which is read on this machine's disks alone"
+    raise UnsupportedError(problem, path=path, hint="Copy the checkpoint to this machine")
 
 
 def _read_legacy(file: FileIO, path: Path) -> tuple[Pickle, LegacyRecords]:

@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from io import FileIO
 from itertools import repeat
 from operator import le
 from pathlib import Path
@@ -26,7 +25,7 @@ from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedE
 from zexport.formats.inert import ExcessError, StorageRef
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, load
 from zexport.ranges.extents import Member
-from zexport.store.files import open_regular, read_at, version_of
+from zexport.store.files import OpenFile, open_regular, read_at, version_of
 
 COPY_AGAIN = "Copy the file again from where it was written"
 _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was made"
@@ -61,7 +60,7 @@ much memory."""
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
+def opened(path: Path) -> Iterator[OpenFile]:
     """The file, open for reading; what the system refuses becomes a ``CheckpointError``."""
     try:
         with open_regular(path) as file:
@@ -149,7 +148,7 @@ class ZipRecords:
         with opened(self._path) as file:
             return self._member(file, storage.key).offset
 
-    def _member(self, file: FileIO, key: str) -> Member:
+    def _member(self, file: OpenFile, key: str) -> Member:
         if key not in self._members:
             entry = self._entries[key]
             offset = _data_offset(file, entry)
@@ -212,7 +211,7 @@ def _check_byte_order(archive: zipfile.ZipFile, root: str, path: Path) -> None:
         raise UnsupportedError(problem, path=path, found=order, expected=_LITTLE)
 
 
-class _Bounded(FileIO):
+class _Bounded:
     """A zip file whose directory is not read where it is larger than any checkpoint's.
 
     ``zipfile`` reads it at once, before anything else of that size.
@@ -220,11 +219,17 @@ class _Bounded(FileIO):
 
     limit = DIRECTORY_NBYTES_MAX
 
-    def read(self, size: int | None = -1, /) -> bytes:
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+        self.seekable = file.seekable
+
+    def read(self, size: int = -1, /) -> bytes:
         """The next bytes, as a file gives them."""
-        if size is not None and size > self.limit:
+        if size > self.limit:
             raise ExcessError(f"a zip directory of {size} bytes, more than the {self.limit} it may")
-        return super().read(size)
+        return self._file.read(size) or b""
 
 
 def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> bytes:
@@ -246,7 +251,7 @@ def _read(archive: zipfile.ZipFile, name: str, *, limit: int, path: Path) -> byt
 
 
 def read_zip(
-    file: FileIO, path: Path, known: dict[bytes, Pickle] | None = None
+    file: OpenFile, path: Path, known: dict[bytes, Pickle] | None = None
 ) -> tuple[Pickle, ZipRecords]:
     """The object in a zip file and its records; reads the central directory and ``data.pkl``."""
     try:
@@ -264,7 +269,7 @@ def read_zip(
     return known[data], ZipRecords(path, root, storages)
 
 
-def _read_plain(file: FileIO) -> _Found | None:
+def _read_plain(file: OpenFile) -> _Found | None:
     """What is in a little-endian file as ``torch.save`` writes it; ``None`` for every other."""
     plain = _plain_entries(file, _Bounded.limit)
     pickle = None if plain is None else plain[1].get("data.pkl")
@@ -278,9 +283,9 @@ def _read_plain(file: FileIO) -> _Found | None:
     return None if data is None else (root, data, entries)
 
 
-def _read_any(file: FileIO, path: Path) -> _Found:
+def _read_any(file: OpenFile, path: Path) -> _Found:
     """What is in any zip file; what ``zipfile`` holds is let go."""
-    bounded = _Bounded(file.fileno(), closefd=False)
+    bounded = _Bounded(file)
     with zipfile.ZipFile(bounded) as archive:
         bounded.limit = MAX_PICKLE_NBYTES + 1
         entries = [e for e in _entries(archive, path) if e.nbytes or not e.is_stored]
@@ -290,7 +295,7 @@ def _read_any(file: FileIO, path: Path) -> _Found:
     return root, data, {e.name.removeprefix(f"{root}/"): e for e in entries}
 
 
-def _data_offset(file: FileIO, entry: Entry) -> int | None:
+def _data_offset(file: OpenFile, entry: Entry) -> int | None:
     """The record's first data byte, or None if its own header contradicts the central directory."""
     name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
     raw = read_at(file, begin, _LOCAL_HEADER.size + len(name))
@@ -302,7 +307,7 @@ def _data_offset(file: FileIO, entry: Entry) -> int | None:
     return offset if agrees and offset + entry.nbytes <= entry.limit else None
 
 
-def _plain_entries(file: FileIO, nbytes_max: int) -> tuple[str, dict[str, Entry]] | None:
+def _plain_entries(file: OpenFile, nbytes_max: int) -> tuple[str, dict[str, Entry]] | None:
     """The one folder of a file, and its records but for empty storages, by their names in it.
 
     Every record is stored, none reaches into the next, and no two have one name. ``None`` where the
@@ -330,16 +335,16 @@ def _plain_entries(file: FileIO, nbytes_max: int) -> tuple[str, dict[str, Entry]
     return root[:-1].decode("ascii"), entries
 
 
-def _read_entry(file: FileIO, entry: Entry) -> bytes | None:
+def _read_entry(file: OpenFile, entry: Entry) -> bytes | None:
     """The bytes of a stored record; ``None`` where they are not those that were saved."""
     offset = _data_offset(file, entry)
     data = b"" if offset is None else read_at(file, offset, entry.nbytes)
     return data if len(data) == entry.nbytes and zlib.crc32(data) == entry.crc32 else None
 
 
-def _place(file: FileIO) -> tuple[int, int] | None:
+def _place(file: OpenFile) -> tuple[int, int] | None:
     """Where the directory begins and its size; it ends where the end records begin."""
-    size = version_of(file.fileno()).nbytes
+    size = version_of(file).nbytes
     nbytes = _END64.size + _LOCATOR_NBYTES + _END.size
     tail = read_at(file, max(size - nbytes, 0), nbytes)
     if len(tail) < nbytes:

@@ -26,6 +26,7 @@ from zexport.model.sidecars import CONFIG, find_sidecars
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
+from zexport.store.address import place
 from zexport.store.files import reading
 from zexport.weights.named import Weights
 
@@ -134,7 +135,7 @@ def inspect_checkpoint(
 
     ``path`` is any level of a checkpoint's folders; several where nodes kept their own parts.
     """
-    paths = [Path(path)] if isinstance(path, Path | str) else [Path(part) for part in path]
+    paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     try:
         checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
     except AmbiguousTagError:

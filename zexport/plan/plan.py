@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,8 +19,8 @@ from zexport.printable import brief
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
-from zexport.store.files import Version
 from zexport.store.json import Json, Natural
+from zexport.store.versions import Version
 
 if TYPE_CHECKING:
     from zexport.ranges.reader import ReadableFile
@@ -262,7 +261,8 @@ class ExportPlan:
         folders = {path.parent for path in paths if path.suffix == ".pt"}
         if len({folder.name for folder in folders}) == 1:  # one tag, in a folder or one a node
             return {path: path.name for path in paths}
-        root = PurePath(os.path.commonpath(folders)) if folders else None
+        above = next(((one, *one.parents) for one in folders), ())
+        root = next((top for top in above if all(f.is_relative_to(top) for f in folders)), None)
         return {
             path: path.relative_to(root).as_posix()
             if root is not None and path.is_relative_to(root)

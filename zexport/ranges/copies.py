@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,6 +29,7 @@ _RUNS_MAX = 1024
 _BATCH_NUMEL = 1 << 18
 _CHUNK_NBYTES = 1 << 20
 
+Expect: TypeAlias = Callable[[Iterable[tuple[ByteSource, int, int]]], None]
 Span: TypeAlias = tuple[int, int]
 """Elements from, to (half-open)."""
 
@@ -114,11 +115,12 @@ def compare_casts(
     *,
     full: bool,
     batch_numel: int = _BATCH_NUMEL,
+    expect: Expect | None = None,
 ) -> tuple[Comparison, ...]:
     """The tensors whose copies differ; NaN equals NaN.
 
     Unless ``full``, samples are taken from each file that a tensor lies in; memory is that of
-    ``batch_numel`` elements of both copies.
+    ``batch_numel`` elements of both copies. ``expect`` is told what ``read`` will be asked for.
     """
     compared = [Comparison(replica) for replica in replicas]
     parts = (
@@ -128,6 +130,8 @@ def compare_casts(
         for part in _parts(span, batch_numel)
     )
     for batch in _batches(parts, batch_numel):
+        if expect is not None:
+            expect(chain.from_iterable(_windows(*part) for part in batch))
         _compare(batch, read)
     return tuple(one for one in compared if one.count)
 
@@ -160,6 +164,14 @@ def cosine(read: Read, replica: CastReplica) -> float:
 
 
 _Part: TypeAlias = tuple[Comparison, Span]
+
+
+def _windows(one: Comparison, span: Span) -> Iterator[tuple[ByteSource, int, int]]:
+    """The bytes of both copies, from the first to behind the last."""
+    replica = one.replica
+    copies = (replica.kept, replica.kept_dtype), (replica.other, replica.other_dtype)
+    for source, dtype in copies:
+        yield source, span[0] * dtype.itemsize, span[1] * dtype.itemsize
 
 
 def _spans(replica: CastReplica, number: int, of: int, *, full: bool) -> Iterator[Span]:

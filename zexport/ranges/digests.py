@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from zexport.store.files import InputFile
+from zexport.store.files import InputFile, open_input
 
 _CHUNK_NBYTES = 1 << 20
 """Few enough that the bytes are still in the processor's cache when they are digested."""
@@ -15,8 +15,10 @@ _CHUNK_NBYTES = 1 << 20
 
 def digest_file(path: Path) -> str:
     """The BLAKE3 digest of a file, as 64 hexadecimal digits."""
-    with InputFile(path) as file:
-        return _digest(file, 0, file.version().nbytes, None)
+    with open_input(path) as file:
+        nbytes = file.version().nbytes
+        file.expect([(0, nbytes)])
+        return _digest(file, 0, nbytes, None)
 
 
 def digest_of_parts(
@@ -37,7 +39,7 @@ def digest_of_parts(
         digests: theirs, in the same order.
     """
     digest = blake3()
-    with InputFile(path) as file:
+    with open_input(path) as file:
         position = 0
         for offset, count in (*ranges, (nbytes, 0)):
             _take_in(digest, file, position, offset - position, None)
@@ -60,7 +62,9 @@ def digest_ranges(
         ranges: (offset, nbytes) of each.
         on_bytes: told the count of each run of bytes after it was taken in.
     """
-    with InputFile(path) as file:
+    ranges = list(ranges)
+    with open_input(path) as file:
+        file.expect((offset, offset + nbytes) for offset, nbytes in ranges if nbytes)
         return tuple(_digest(file, offset, nbytes, on_bytes) for offset, nbytes in ranges)
 
 

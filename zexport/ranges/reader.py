@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from threading import Lock
@@ -15,11 +15,13 @@ from typing import Protocol, Self
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.ranges.calculator import Calculator, Kept
 from zexport.ranges.computed import ComputedExtent
-from zexport.ranges.extents import ByteSource, Member, Window
+from zexport.ranges.extents import ByteSource, Extent, Member, Window
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic
 from zexport.ranges.scattered import gather
-from zexport.store.files import InputFile, Version, version
+from zexport.store.address import Address
+from zexport.store.files import InputFile, open_input, version
+from zexport.store.versions import Version
 
 _OPEN_FILES_MIN, _OPEN_FILES_MAX = 64, 8192
 _OTHER_DESCRIPTORS = 256
@@ -27,6 +29,8 @@ _OTHER_DESCRIPTORS = 256
 left to a second reader of the same files."""
 
 _GAP_CHUNK_NBYTES = 1 << 20
+_EXTENTS_MAX = 1 << 12
+"""Of a piece of a tensor; with more they are too small to be fetched apart."""
 
 
 class ReadableFile(Protocol):
@@ -71,6 +75,7 @@ class SourceReader:
         self._lock = Lock()
         self._nbytes_read = 0
         self._kept = Kept()
+        self._are_far = any(isinstance(path, Address) for path in self._files)
 
     def __enter__(self) -> Self:
         return self
@@ -125,6 +130,22 @@ class SourceReader:
         with self._lock:
             self._nbytes_read += nbytes_read
 
+    def expect(self, windows: Iterable[tuple[ByteSource, int, int]]) -> None:
+        """Say which bytes (source, start, stop) will be read soon, each once.
+
+        Object storage fetches them ahead, in few requests; a disk needs no such help.
+        """
+        if not self._are_far:
+            return
+        wanted: dict[Path, list[tuple[int, int]]] = {}
+        for window in windows:
+            for extent in _plain_extents(*window):
+                stop = extent.offset + extent.nbytes
+                wanted.setdefault(extent.path, []).append((extent.offset, stop))
+        for path, ranges in wanted.items():
+            self._open.take(path).expect(ranges)
+            self._open.give_back(path)
+
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Count ranges that were read with another ledger, now or before a stop."""
         self._ledger.take(ranges)
@@ -168,6 +189,13 @@ class SourceReader:
             _read_exactly(file, offset, part)
         finally:
             self._open.give_back(path)
+
+
+def _plain_extents(source: ByteSource, start: int, stop: int) -> list[Extent]:
+    """The ranges of a source that are read as they are; what is gathered from many small is not."""
+    found = list(islice(source.extents(start, stop), _EXTENTS_MAX + 1))
+    is_plain = len(found) <= _EXTENTS_MAX and not any(isinstance(e, ComputedExtent) for e in found)
+    return found if is_plain else []
 
 
 def _read_exactly(file: InputFile, offset: int, part: memoryview) -> None:
@@ -255,7 +283,7 @@ class _OpenFiles:
 
     def _open(self, path: Path) -> InputFile:
         try:
-            file = InputFile(path)
+            file = open_input(path, self._files[path].version)
         except OSError as cause:
             raise _unreadable(path, cause) from cause
         try:

@@ -34,7 +34,7 @@ from zexport.resume.state import TrainingState
 from zexport.resume.universal_files import only_cell, universal_files
 from zexport.resume.values import unwritable
 from zexport.run.manifest import Manifest
-from zexport.store.folders import local_path
+from zexport.store.address import place
 from zexport.store.json import JsonObject, read_json_object, values_of
 from zexport.weights.accounting import Accounting, account
 
@@ -81,7 +81,7 @@ def plan_reshard(
     jobs, chunk_nbytes = share_memory(options, files)
     around = _around(checkpoint, settings, options)
     return ExportPlan(
-        out_dir=local_path(out_dir),
+        out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
         form=Form((), "checkpoint", weights_only=False),
         shards=files,

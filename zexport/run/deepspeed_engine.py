@@ -28,7 +28,7 @@ from zexport.ranges.extents import ByteSource, Extent, Window
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.mosaic import Mosaic
 from zexport.ranges.reader import SourceReader
-from zexport.run.pieces import TensorReader
+from zexport.run.pieces import Piece, TensorReader
 from zexport.store.folders import matching
 
 if TYPE_CHECKING:
@@ -125,6 +125,9 @@ class _Reference:
     def nbytes_read(self) -> int:
         """Bytes read for the CRC; what DeepSpeed itself reads is not known."""
         return self._sources.nbytes_read
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """DeepSpeed reads files of this machine alone."""
 
     def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from typing import TypeAlias
 
 from blake3 import blake3
 from isal import isal_zlib
@@ -23,6 +24,9 @@ from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, conv
 from zexport.run.receipts import Receipt, written_frame
 from zexport.run.shares import Stretch
 from zexport.store.files import OutputFile
+
+_BATCH_NBYTES = 16 << 20
+"""What is announced to the reader at a time."""
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
@@ -82,7 +86,7 @@ def _write_stretches(
             else:
                 flusher.written(writer, chunk.nbytes)
 
-        for writer, chunk, turn in _schedule(work, stretches, reader, closing):
+        for writer, chunk, turn in _announced(_schedule(work, stretches, reader, closing), reader):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
@@ -111,9 +115,29 @@ class _Turn:
             self._before.wait()
 
 
+_Scheduled: TypeAlias = "tuple[_StretchWriter, Chunk, _Turn]"
+
+
+def _announced(schedule: Iterator[_Scheduled], reader: TensorReader) -> Iterator[_Scheduled]:
+    """The same; the reader is told of a batch while the one before it is still to be done."""
+    before: list[_Scheduled] = []
+    batch: list[_Scheduled] = []
+    nbytes = 0
+    for one in schedule:
+        batch.append(one)
+        nbytes += one[1].nbytes
+        if nbytes >= _BATCH_NBYTES:
+            reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
+            yield from before
+            before, batch, nbytes = batch, [], 0
+    reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
+    yield from before
+    yield from batch
+
+
 def _schedule(
     work: Workplace, stretches: Sequence[Stretch], reader: TensorReader, closing: ExitStack
-) -> Iterator[tuple[_StretchWriter, Chunk, _Turn]]:
+) -> Iterator[_Scheduled]:
     """Every chunk in order, with its writer and its turn."""
     for stretch in stretches:
         writer = _StretchWriter(work.folder / stretch.file.filename, stretch, reader)

@@ -125,6 +125,10 @@ class TensorReader(Protocol):
         """An empty ledger, for a file or another part of the work."""
         ...
 
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """Say that pieces will be read soon, each once."""
+        ...
+
     def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on, and note them."""
         ...
@@ -151,6 +155,14 @@ class FileReader:
     def nbytes_read(self) -> int:
         """Bytes read so far, those read again for a CRC included."""
         return self._files.nbytes_read
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """Have storage that is far away fetch the pieces ahead."""
+        self._files.expect(
+            (piece.tensor.source, piece.first * itemsize, piece.last * itemsize)
+            for piece in pieces
+            for itemsize in (piece.tensor.stored_dtype.itemsize,)
+        )
 
     def read_into(self, tensor: TensorPlan, start: int, buffer: memoryview, ledger: Ledger) -> None:
         """Fill ``buffer`` with the stored bytes of ``tensor`` from ``start`` on."""

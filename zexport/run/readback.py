@@ -16,7 +16,7 @@ from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch
 from zexport.run.written import check_opens
-from zexport.store.files import InputFile, version, writing
+from zexport.store.files import open_input, version, writing
 from zexport.store.folders import is_file, is_link
 
 _READBACK_THREADS = 2
@@ -83,7 +83,7 @@ class Checks:
     ) -> list[Future[None]]:
         path = self._folder / stretch.file.filename
         if self._verify is VerifyMode.DISK:
-            with writing(path), InputFile(path) as written:
+            with writing(path), open_input(path) as written:
                 written.forget()
         running = [
             self._submit(_check_tensors, path, tensors, digests, on_bytes)
@@ -161,7 +161,7 @@ def _check_tensors(
 def _check_file(path: Path, entry: FileEntry, verify: VerifyMode) -> None:
     with writing(path):
         if verify is VerifyMode.DISK:
-            with InputFile(path) as written:
+            with open_input(path) as written:
                 written.forget()
         found = digest_file(path)
     if found != entry.blake3:

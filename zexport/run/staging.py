@@ -13,6 +13,7 @@ from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
 from zexport.run.verify import verify_export
+from zexport.store.address import local_path
 from zexport.store.files import writing
 from zexport.store.folders import (
     children,
@@ -101,6 +102,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 def real_path(out_dir: Path) -> Path:
     """Where the folder will lie, links followed."""
+    local_path(out_dir)
     try:
         return real(out_dir)
     except FileNotFoundError as cause:

@@ -14,6 +14,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.errors import UnsafeError
+from zexport.store.address import Address
+from zexport.store.folders import absolute, is_folder, is_link, real
 
 _CACHE_FOLDER = "models--"
 _SNAPSHOTS = "snapshots"
@@ -33,9 +35,9 @@ class Boundary(Struct, frozen=True):
         A snapshot in huggingface_hub's cache is of links into the ``blobs`` beside it, which are
         within.
         """
-        real = [Path(os.path.realpath(folder)) for folder in folders]
-        blobs = [blob for folder in (*real, *folders) for blob in _blobs_of(folder)]
-        return cls((*real, *blobs), follow)
+        found = [real(folder) for folder in folders]
+        blobs = [blob for folder in (*found, *folders) for blob in _blobs_of(folder)]
+        return cls((*found, *blobs), follow)
 
     def including(self, *folders: Path) -> Boundary:
         """The same with more folders."""
@@ -45,20 +47,20 @@ class Boundary(Struct, frozen=True):
         """Whether ``path`` leads to somewhere within."""
         if self.follow:
             return True
-        real = Path(os.path.realpath(path))
-        return any(real.is_relative_to(folder) for folder in self.folders)
+        place = real(path)
+        return any(place.is_relative_to(folder) for folder in self.folders)
 
     def check(self, path: Path) -> None:
         """Refuse a path that leads outside."""
         if not self.holds(path):
-            link = next((one for one in (path, *path.parents) if one.is_symlink()), path)
+            link = next((one for one in (path, *path.parents) if is_link(one)), path)
             put = "Put the file itself there"
-            if link.is_dir():  # a path that the user gives may lead anywhere
-                put = f"Give {os.path.realpath(link)} itself"
+            if is_folder(link):  # a path that the user gives may lead anywhere
+                put = f"Give {real(link)} itself"
             raise UnsafeError(
                 "is a link that leads outside the folder it lies in",
                 path=path,
-                found=os.path.realpath(path),
+                found=real(path),
                 expected=f"something within {self.folders[0]}",
                 hint=f"{put}, or pass --follow-symlinks if you trust the link",
             )
@@ -66,7 +68,7 @@ class Boundary(Struct, frozen=True):
     def check_tree(self, folder: Path) -> None:
         """Refuse a folder that leads outside, or holds at any depth a link that does."""
         self.check(folder)
-        if not self.follow:
+        if not (self.follow or isinstance(folder, Address)):
             for link in _links(folder):
                 self.check(link)
 
@@ -77,7 +79,7 @@ def _blobs_of(folder: Path) -> Iterator[Path]:
     Source: huggingface_hub 1.0, ``file_download.py``: ``models--ORG--NAME/snapshots/COMMIT/FILE``
     is a link to ``../../blobs/DIGEST``.
     """
-    parts = folder.absolute().parts
+    parts = absolute(folder).parts
     for index, (name, below) in enumerate(pairwise(parts)):
         if name.startswith(_CACHE_FOLDER) and below == _SNAPSHOTS:
             yield Path(os.path.realpath(Path(*parts[: index + 1], _BLOBS)))

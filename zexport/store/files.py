@@ -11,42 +11,48 @@ from contextlib import contextmanager
 from functools import cache, partial
 from io import FileIO
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
-
-from msgspec import Struct
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from zexport.errors import CheckpointError, OutputError, ZexportError
+from zexport.store import objects
+from zexport.store.address import Address
+from zexport.store.object_files import ObjectInput, ObjectReader
 from zexport.store.retries import steadily, synced
+from zexport.store.versions import Version
 
 _T = TypeVar("_T")
 
-
-class Version(Struct, frozen=True):
-    """What tells whether a file is still as it was: its size, and when it was last modified."""
-
-    nbytes: int
-    mtime_ns: int
-
-    def __str__(self) -> str:
-        return f"{self.nbytes} bytes, modified at {self.mtime_ns} ns"
+OpenFile: TypeAlias = FileIO | ObjectReader
+"""A file that is open for reading, without a buffer."""
 
 
 def version(path: Path) -> Version:
     """The version of a file."""
+    if isinstance(path, Address):
+        return objects.head(path)
     status = steadily(path.stat)
     return Version(status.st_size, status.st_mtime_ns)
 
 
 def changed_ns(path: Path) -> int | None:
-    """When anything of a file last changed, which no copy can set; ``None`` if it is not there."""
+    """When anything of a file last changed, which no copy can set; ``None`` if it is not there.
+
+    An object that changes has another ETag, too.
+    """
     try:
+        if isinstance(path, Address):
+            return objects.head(path).mtime_ns
         return steadily(path.stat).st_ctime_ns
     except OSError:
         return None
 
 
-def version_of(descriptor: int) -> Version:
+def version_of(file: OpenFile) -> Version:
     """The version of an open file."""
+    return file.version if isinstance(file, ObjectReader) else _version_of(file.fileno())
+
+
+def _version_of(descriptor: int) -> Version:
     status = os.fstat(descriptor)
     return Version(status.st_size, status.st_mtime_ns)
 
@@ -84,15 +90,56 @@ class _OpenFile:
             os.close(fresh)
 
 
-class InputFile(_OpenFile):
-    """A file that is being read by range."""
+class InputFile(Protocol):
+    """A file that is being read by range, from any number of threads."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing."""
+        ...
+
+    def version(self) -> Version:
+        """What it is now."""
+        ...
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say that ranges (start, stop) will be read, each once, for the storage to be ready."""
+        ...
+
+    def read(self, offset: int, part: memoryview) -> int:
+        """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
+        ...
+
+    def forget(self) -> None:
+        """Put the file on the disk and have the system forget it: the next reading starts there."""
+        ...
+
+
+def open_input(path: Path, known: Version | None = None) -> InputFile:
+    """A file to be read by range; of an object only what is of the version that is known of it."""
+    return ObjectInput(path, known) if isinstance(path, Address) else _LocalInput(path)
+
+
+class _LocalInput(_OpenFile):
+    """A file of this machine."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, steadily(lambda: open_descriptor(path)), os.O_RDONLY)
 
     def version(self) -> Version:
         """What it is now."""
-        return version_of(self._descriptor)
+        return _version_of(self._descriptor)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The system reads ahead by itself."""
 
     def read(self, offset: int, part: memoryview) -> int:
         """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
@@ -124,8 +171,10 @@ else:  # pragma: no cover - macOS before 11 lacks preadv
         return len(data)
 
 
-def read_at(file: FileIO, offset: int, nbytes: int) -> bytes:
+def read_at(file: OpenFile, offset: int, nbytes: int) -> bytes:
     """Bytes of an open file, or what there is of them; its position stays where it is."""
+    if isinstance(file, ObjectReader):
+        return file.read_at(offset, nbytes)
     return os.pread(file.fileno(), nbytes, offset)
 
 
@@ -145,20 +194,24 @@ def _blocks_of(path: Path) -> Iterator[bytes]:
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
     """Bytes of a file, or what there is of them."""
+    if isinstance(path, Address):
+        return ObjectReader(path).read_at(offset, nbytes)
     buffer = memoryview(bytearray(nbytes))
     done = 0
-    with InputFile(path) as file:
+    with open_input(path) as file:
         while done < nbytes and (count := file.read(offset + done, buffer[done:])):
             done += count
     return bytes(buffer[:done])
 
 
-def open_regular(path: Path) -> FileIO:
+def open_regular(path: Path) -> OpenFile:
     """The file, open for reading, without a buffer.
 
     A pipe, a device or a socket is refused at once: to open one may wait for ever, or give bytes
     without end.
     """
+    if isinstance(path, Address):
+        return ObjectReader(path)
     return FileIO(path, opener=lambda name, _: open_descriptor(Path(name)))
 
 
@@ -213,12 +266,19 @@ def reading(
     try:
         yield
     except OSError as cause:
-        named = isinstance(cause.filename, str | os.PathLike)
         raise error(
             f"cannot be read: {cause.strerror or cause}",
-            path=Path(cause.filename) if named else path,
+            path=_named(cause) or path,
             hint=hint,
         ) from cause
+
+
+def _named(cause: OSError) -> Path | None:
+    """What the system's refusal is about, where it says so."""
+    name = cause.filename
+    if isinstance(name, Address):
+        return name
+    return Path(name) if isinstance(name, str | os.PathLike) else None
 
 
 @contextmanager

@@ -1,77 +1,75 @@
 """What lies where: kinds of things, children of folders, and folders made and removed.
 
-Links are followed, but for ``is_link`` and ``remove``. What is not there is no error to ask about;
-what may not be looked at is an ``OSError``, as everywhere in this room.
+Of an ``Address``, a folder is what the names of objects have in common up to a slash, and nothing
+is a link. Links are followed, but for ``is_link`` and ``remove``. What is not there is no error to
+ask about; what may not be looked at is an ``OSError``, as everywhere in this room.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zexport.errors import UsageError
-
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
-
-
-def local_path(given: str | os.PathLike[str]) -> Path:
-    """A path as it was given, without detours; an address such as ``s3://bucket/model`` is refused.
-
-    As a path it would be a folder ``s3:``; a path has one slash left of the two. A detour such as
-    ``x/..`` stays where it leads elsewhere, ``x`` being a link.
-    """
-    if not os.fspath(given):  # as a path, nothing at all would be the working directory
-        raise UsageError("a path may not be empty")
-    path = Path(given)
-    if scheme := _ADDRESS.match(str(path)):
-        raise UsageError(
-            f"{str(given)!r} is an address, and {scheme[1]}: is no place that zexport knows: "
-            "give a path on this machine"
-        )
-    direct = Path(re.sub("^//+", "/", os.path.normpath(path)))
-    return direct if ".." not in path.parts or real(direct) == real(path) else path
+from zexport.store import objects
+from zexport.store.address import Address
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a regular file."""
+    """Whether it is a regular file, or an object."""
+    if isinstance(path, Address):
+        return objects.listed(path) is not None
     return path.is_file()
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder."""
+    """Whether it is a folder; of objects, whether any lie below it."""
+    if isinstance(path, Address):
+        return objects.is_folder(path)
     return path.is_dir()
 
 
 def is_link(path: Path) -> bool:
     """Whether it is a symbolic link."""
-    return path.is_symlink()
+    return not isinstance(path, Address) and path.is_symlink()
 
 
 def is_mount(path: Path) -> bool:
     """Whether a file system is mounted there."""
-    return os.path.ismount(path)
+    return not isinstance(path, Address) and os.path.ismount(path)
 
 
 def exists(path: Path) -> bool:
     """Whether anything is there, at the end of every link."""
+    if isinstance(path, Address):
+        return is_folder(path) or is_file(path)
     return path.exists()
 
 
 def children(folder: Path) -> list[Path]:
     """What lies in a folder, by name."""
+    if isinstance(folder, Address):
+        found = objects.listing(folder)
+        return [folder / name for name in sorted({*found.files, *found.folders})]
     return sorted(folder.iterdir(), key=lambda path: path.name)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names of a pattern, sorted; nothing where there is no folder."""
+    if isinstance(folder, Address):
+        first, _, rest = pattern.partition("/")
+        found = [path for path in children(folder) if fnmatchcase(path.name, first)]
+        return [p for one in found for p in (matching(one, rest) if rest else (one,))]
     return sorted(folder.glob(pattern))
 
 
 def child_folders(folder: Path) -> Iterator[tuple[Path, bool]]:
     """The folders in a folder and all links in it, in no order, each with whether it is a link."""
+    if isinstance(folder, Address):
+        yield from ((folder / name, False) for name in objects.listing(folder).folders)
+        return
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink() or entry.is_dir():
@@ -104,12 +102,12 @@ def may_change(folder: Path) -> bool:
 
 def absolute(path: Path) -> Path:
     """The path from the root on, its links as they are."""
-    return path.absolute()
+    return path if isinstance(path, Address) else path.absolute()
 
 
 def real(path: Path) -> Path:
     """The path that it leads to, all links followed."""
-    return Path(os.path.realpath(path))
+    return path if isinstance(path, Address) else Path(os.path.realpath(path))
 
 
 def home() -> Path | None:

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from zexport.errors import OutputError
 from zexport.store.files import HINTS, sync_path, writing
+from zexport.store.folders import exists
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -38,7 +39,7 @@ def _beside(target: Path, ending: str) -> Path:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether it is being filled, or was when that was stopped: it has a lock beside it."""
-    return folder.name.endswith(_PARTIAL) and folder.with_name(f"{folder.name}.lock").exists()
+    return folder.name.endswith(_PARTIAL) and exists(folder.with_name(f"{folder.name}.lock"))
 
 
 def unfinished_work(target: Path) -> tuple[Path, Path] | None:
@@ -49,7 +50,7 @@ def unfinished_work(target: Path) -> tuple[Path, Path] | None:
     if is_unfinished(target):
         return target, target.with_name(target.name.removesuffix(_PARTIAL))
     partial = _beside(target, _PARTIAL) if target.name else target
-    is_begun = is_unfinished(partial) and partial.exists() and not target.exists()
+    is_begun = is_unfinished(partial) and exists(partial) and not exists(target)
     return (partial, target) if is_begun else None
 
 

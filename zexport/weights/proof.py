@@ -76,14 +76,16 @@ class WeightReader(SourceReader):
         whole = partial(self.read_into, ledger=self._compared)
         casts = [one for one in self._replicas if isinstance(one, CastReplica)]
         unnamed = [one for one in casts if one.names_it]
-        if differences := compare_casts(unnamed, whole, full=True):
+        if differences := compare_casts(unnamed, whole, full=True, expect=self.expect):
             raise _other_weight(differences)
         named = [one for one in casts if not one.names_it]
         full = self._check is CheckMode.FULL
         with SourceReader(self._samples) as samples:
-            read = whole if full else samples.read_into
-            differences = compare_casts(named, read, full=full)
-            gathered = compare_casts(self._gathered, samples.read_into, full=full)
+            read, expect = (whole, self.expect) if full else (samples.read_into, samples.expect)
+            differences = compare_casts(named, read, full=full, expect=expect)
+            gathered = compare_casts(
+                self._gathered, samples.read_into, full=full, expect=samples.expect
+            )
         unequal = [
             one
             for one in self._replicas

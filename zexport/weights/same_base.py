@@ -132,7 +132,8 @@ def _compared(
     """Weights that are known to be those of the training's base, held against the base given."""
     pairs = _pairs(trained_on, base)
     with SourceReader(files) as reader:
-        differing = [c for c in compare_casts(pairs, reader.read_into, full=False) if _differs(c)]
+        compared = compare_casts(pairs, reader.read_into, full=False, expect=reader.expect)
+        differing = [one for one in compared if _differs(one)]
         nbytes = reader.nbytes_read
     if not differing:
         return SameBase((), nbytes, agrees=bool(pairs))

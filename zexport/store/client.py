@@ -1,0 +1,141 @@
+"""The client of a bucket: set up from options, environment and logins, once for each bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zexport.errors import UsageError
+from zexport.store.address import Address
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+RETRIES: Any = {
+    "max_retries": 8,
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=10),
+        "base": 2,
+    },
+    "retry_timeout": timedelta(minutes=3),
+}
+"""How often the library tries again; all in all it waits less than a minute."""
+
+_TIMEOUTS = {"connect_timeout": "10s", "timeout": "120s"}
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+"""Variables by which the library itself finds the credentials of S3."""
+
+_CLIENT_KEYS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "http1_only",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "read_timeout",
+        "timeout",
+        "user_agent",
+    }
+)
+"""The settings that are about connections and not about a store."""
+
+_options: dict[str, str] = {}
+
+
+def use_options(options: Mapping[str, str]) -> None:
+    """Have these settings of the store library count from now on, before the environment's."""
+    _options.clear()
+    _options.update(options)
+    store_of.cache_clear()
+
+
+@cache
+def store_of(root_url: str) -> ObjectStore:
+    """The client of a bucket, with the credentials that its users have set up."""
+    from obstore import store as stores  # noqa: PLC0415
+    from obstore.exceptions import BaseError  # noqa: PLC0415 - for addresses alone
+
+    from_url: Any = stores.from_url
+    client: dict[str, Any] = {**_TIMEOUTS, "allow_http": True} if _is_plain() else {**_TIMEOUTS}
+    client |= {key: _options[key] for key in _options.keys() & _CLIENT_KEYS}
+    config: dict[str, Any] = {k: v for k, v in _options.items() if k not in client}
+    provider = _logged_in(root_url, config)
+    try:
+        made: ObjectStore = from_url(
+            root_url,
+            config=config,
+            client_options=client,
+            retry_config=RETRIES,
+            **({} if provider is None else {"credential_provider": provider}),
+        )
+    except (BaseError, ValueError) as cause:
+        raise UsageError(
+            f"the store cannot be set up: {first_line(cause)}",
+            path=Address(root_url),
+            hint="Check the options given with --storage-option, and the environment",
+        ) from cause
+    return made
+
+
+def _is_plain() -> bool:
+    """Whether the endpoint is one without encryption, which only its own address says."""
+    given = (_options.get("endpoint") or _options.get("aws_endpoint"), *map(os.getenv, _ENDPOINTS))
+    return next(filter(None, given), "").startswith("http://")
+
+
+def _logged_in(root_url: str, config: dict[str, Any]) -> object | None:
+    """What gives the credentials of a login that the library does not know; it has those of gcloud.
+
+    AWS profiles and SSO are read by boto3; az's login by its own program.
+    """
+    if root_url.startswith("s3:"):
+        return None if _has_own_keys(config) else _of_profile(config)
+    if root_url.startswith(("az:", "abfs")) and not any(n.startswith("AZURE_") for n in os.environ):
+        config.setdefault("use_azure_cli", "true")
+    return None
+
+
+def _has_own_keys(config: Mapping[str, object]) -> bool:
+    given = {key.removeprefix("aws_") for key in config}
+    has_options = bool(given & {"access_key_id", "skip_signature", "web_identity_token_file"})
+    return has_options or any(map(os.getenv, _OWN_KEYS))
+
+
+def _of_profile(config: dict[str, Any]) -> object | None:
+    """boto3's view of the user's profile; ``None`` where there is none, or no boto3."""
+    home = Path("~/.aws").expanduser()
+    named = any(map(os.getenv, ("AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")))
+    if not (named or (home / "credentials").exists() or (home / "config").exists()):
+        return None
+    try:
+        import boto3  # noqa: PLC0415 - takes long, and few need it
+        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
+    except ImportError:
+        return None
+    try:
+        session = boto3.Session()
+        if session.region_name:
+            config.setdefault("region", session.region_name)
+        return Boto3CredentialProvider(session) if session.get_credentials() else None
+    except BotoCoreError as cause:
+        raise UsageError(
+            f"the AWS profile cannot be used: {first_line(cause)}",
+            hint="Check AWS_PROFILE, or log in again with aws sso login",
+        ) from cause
+
+
+def first_line(cause: Exception) -> str:
+    """The first line of what a library says, without a full stop."""
+    return str(cause).partition("\n")[0].rstrip(".")

@@ -1,0 +1,168 @@
+"""An object as an open file: for small reads here and there, and for large ones by range."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from io import RawIOBase
+from threading import Lock
+from typing import TYPE_CHECKING, Self
+
+from zexport.store import objects
+from zexport.store.address import Address
+from zexport.store.blocks import Blocks
+from zexport.store.versions import Version
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_WINDOW_NBYTES = 64 << 10
+"""What is fetched at the least: a zip's directory, a header or a small file whole."""
+_KNOWN_NBYTES_MAX = 16 << 20
+_lock = Lock()
+
+
+class _Known:
+    """What small reads have found of an object: its version, and windows of its bytes."""
+
+    def __init__(self, listed: Version) -> None:
+        self.listed = listed
+        self.version: Version | None = None
+        self.windows: dict[int, memoryview] = {}
+
+    def find(self, start: int, stop: int) -> bytes | None:
+        """The bytes, where a window has them all."""
+        for begin, data in self.windows.items():
+            if begin <= start and stop <= begin + data.nbytes:
+                return bytes(data[start - begin : stop - begin])
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(data.nbytes for data in self.windows.values())
+
+
+_known: OrderedDict[Address, _Known] = OrderedDict()
+"""Of the objects read last: a rank file is opened several times for a few bytes each."""
+
+
+def _known_of(path: Address) -> _Known:
+    """What is known of an object that is as it was when this was learnt."""
+    listed = objects.listed(path) or objects.head(path)
+    known = _known.pop(path, None)
+    if known is None or known.listed != listed:
+        known = _Known(listed)
+    _known[path] = known
+    while sum(one.nbytes for one in _known.values()) > _KNOWN_NBYTES_MAX and len(_known) > 1:
+        _known.popitem(last=False)
+    return known
+
+
+class ObjectReader(RawIOBase):
+    """An object, open for reading at any place, in windows that are kept for a while."""
+
+    def __init__(self, path: Address) -> None:
+        self.path = path
+        self._position = 0
+        with _lock:
+            self._known = _known_of(path)
+        if self._known.version is None:
+            self._fetch(0)
+
+    @property
+    def version(self) -> Version:
+        """What all that is read is of."""
+        return self._known.version or self._known.listed
+
+    def _fetch(self, start: int, nbytes: int = 0) -> None:
+        """Fetch a window; near the end, that whole: a zip has its directory there."""
+        if not self._known.listed.nbytes:
+            self._known.version = objects.head(self.path)
+            return
+        etag = self._known.version.etag if self._known.version is not None else ""
+        begin = min(start, max(self.version.nbytes - _WINDOW_NBYTES, 0))
+        stop = min(max(start + nbytes, begin + _WINDOW_NBYTES), self.version.nbytes)
+        self._known.version, data = objects.get(self.path, begin, stop, etag)
+        self._known.windows[begin] = data
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of it, or what there is of them; its position stays where it is."""
+        stop = min(offset + nbytes, self.version.nbytes)
+        if offset >= stop:
+            return b""
+        if (found := self._known.find(offset, stop)) is None:
+            self._fetch(offset, stop - offset)
+            found = self._known.find(offset, stop)
+        return found or b""
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """How many bytes were read into the buffer."""
+        view = memoryview(buffer).cast("B")
+        data = self.read_at(self._position, view.nbytes)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        """All bytes from here on."""
+        data = self.read_at(self._position, self.version.nbytes)
+        self._position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a place; where that is."""
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.version.nbytes}
+        self._position = origins[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Where the next byte is read."""
+        return self._position
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+
+class ObjectInput:
+    """An object that is being read by range: that of the version that was known of it, or none."""
+
+    def __init__(self, path: Address, known: Version | None = None) -> None:
+        self.path = path
+        self._version = objects.head(path) if known is None else known
+        self._blocks = Blocks(self._fetch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what was fetched."""
+        self._blocks.close()
+
+    def version(self) -> Version:
+        """What all that is read is of."""
+        return self._version
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say that ranges (start, stop) will be read, each once: they are fetched ahead."""
+        self._blocks.expect(ranges)
+
+    def read(self, offset: int, part: memoryview) -> int:
+        """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
+        nbytes = min(part.nbytes, self._version.nbytes - offset)
+        return self._blocks.read(offset, part[:nbytes]) if nbytes > 0 else 0
+
+    def forget(self) -> None:
+        """There is no copy in memory that could be forgotten."""
+
+    def _fetch(self, start: int, stop: int) -> memoryview:
+        return objects.get(self.path, start, stop, self._version.etag)[1]
