@@ -43,7 +43,7 @@ from zexport.run import finish, part
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.run.manifest import FileEntry, read_manifest
 from zexport.run.receipts import RECEIPTS_NAME, finished_files
-from zexport.store.files import OutputFile
+from zexport.store.files import LocalOutput, OutputFile
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -435,7 +435,7 @@ def test_a_disk_that_once_did_not_take_bytes_is_not_believed_later(
             raise OutputError("cannot be written: Input/output error", path=file.path)
 
     monkeypatch.setattr(part, "_FLUSH_NBYTES", 1)
-    monkeypatch.setattr(OutputFile, "sync", sync)
+    monkeypatch.setattr(LocalOutput, "sync", sync)
     plan = checkpoint(chunk_nbytes=28)
     with pytest.raises(OutputError, match="Input/output error"):
         run_plan(plan)

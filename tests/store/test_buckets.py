@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
 import pytest
 
 import zexport
-from tests.support.buckets import BUCKET, Answer, Request, Server, serving
+from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from zexport.errors import CheckpointError, MissingExtraError, UnsupportedError, UsageError
 from zexport.options import Engine, ExportOptions
-from zexport.store import client, objects
+from zexport.store import client
 from zexport.store.address import Address, place
 from zexport.store.blocks import BLOCK_NBYTES, joined
 from zexport.store.folders import children, exists, is_folder, matching
@@ -25,21 +24,7 @@ _MODEL = Model([{f"layers.{n}.w": values((64, 48), n) for n in range(12)}], {"f"
 _LARGE = Model([{f"layers.{n}.w": values((512, 1024), n) for n in range(6)}])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setitem(client.RETRIES, "max_retries", 2)
-    monkeypatch.setattr(server, "fault", lambda _: None)
-    client.use_options({})
-    objects.forget_listings()
-    server.requests.clear()
+pytestmark = pytest.mark.usefixtures("server")
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +34,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(saved: Path, server: Server) -> str:
+def address(saved: Path, running_server: Server) -> str:
     """The same in the bucket."""
-    return server.put(saved, "stage3/run")
+    return running_server.put(saved, "stage3/run")
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -229,7 +214,7 @@ def test_settings_are_given_on_the_command_line(address: str, server: Server) ->
 
 
 def test_deepspeeds_own_engine_takes_no_addresses(address: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="reads files of this machine alone"):
+    with pytest.raises(UsageError, match="reads and writes files of this machine alone"):
         zexport.consolidate(address, tmp_path / "out", ExportOptions(engine=Engine.DEEPSPEED))
 
 

@@ -18,7 +18,7 @@ from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
-from zexport.store.files import OutputFile, open_input, write_durably
+from zexport.store.files import open_input, open_output, write_durably
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
 
 TRIES = len(PAUSES_SECONDS) + 1
@@ -127,7 +127,7 @@ def test_short_reads_and_writes_are_gone_on_with(
         patch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:7]], at))
         patch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:5], at))
         data = _read(source)
-        with OutputFile(tmp_path / "copy", is_new=True) as file:
+        with open_output(tmp_path / "copy", is_new=True) as file:
             file.write(data, 0)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
@@ -163,7 +163,7 @@ def test_an_output_that_falters_is_written_all_the_same(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, call, Failing(getattr(os, call), errno.EIO, 3))
-        with OutputFile(tmp_path / "file", is_new=True) as file:
+        with open_output(tmp_path / "file", is_new=True) as file:
             file.reserve(6)
             file.write(b"onetwo", 0)
     assert (tmp_path / "file").read_bytes() == b"onetwo"
@@ -175,7 +175,7 @@ def test_an_output_that_goes_on_failing_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "pwrite", Failing(os.pwrite, errno.EIO, 99))
     with (
-        OutputFile(tmp_path / "file", is_new=True) as file,
+        open_output(tmp_path / "file", is_new=True) as file,
         pytest.raises(OutputError, match="cannot be written: Input/output error"),
     ):
         file.write(b"one", 0)
@@ -190,7 +190,7 @@ def test_a_file_system_that_takes_no_room_beforehand_is_written_to_all_the_same(
         return -1
 
     monkeypatch.setattr("zexport.store.files._fallocate", lambda: fallocate)
-    with OutputFile(tmp_path / "file", is_new=True) as file:
+    with open_output(tmp_path / "file", is_new=True) as file:
         file.reserve(5)
     assert (tmp_path / "file").stat().st_size == 5
 

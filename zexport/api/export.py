@@ -17,7 +17,7 @@ from zexport.options import Engine, ExportOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.execute import ExportReport, Progress, VerifyMode
-from zexport.store.address import Address
+from zexport.store.address import Address, place
 
 OnProgress = Callable[[Progress], None]
 
@@ -33,16 +33,18 @@ def plan_export(
         UsageError: an option cannot be meant.
     """
     if options is not None and options.engine is Engine.DEEPSPEED:
-        _check_on_disks(checkpoint, options)
+        _check_on_disks(checkpoint, place(out_dir), options)
     return decide(collect(checkpoint, options), out_dir)
 
 
-def _check_on_disks(checkpoint: ZeroCheckpoint, options: ExportOptions) -> None:
+def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOptions) -> None:
     """Refuse addresses for DeepSpeed's own converter, which reads paths."""
-    far = [one for one in (checkpoint.location.root, options.base) if isinstance(one, Address)]
+    far = [
+        one for one in (checkpoint.location.root, out_dir, options.base) if isinstance(one, Address)
+    ]
     if far:
         raise UsageError(
-            "the deepspeed engine reads files of this machine alone",
+            "the deepspeed engine reads and writes files of this machine alone",
             path=far[0],
             hint="Copy the checkpoint to this machine, or leave --engine out",
         )

@@ -24,6 +24,7 @@ from zexport.cli.options import (
 from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.printable import shell_word
+from zexport.store.address import Address
 from zexport.store.folders import exists
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ def consolidate(
     ckpts, out = _split(paths, output)
     mode = VerifyMode("none" if no_verify else verify)
     options = options_of(**chosen)
+    if chosen["overwrite"] and isinstance(out, Address) and not (dry_run or quiet):
+        told = f"What {out} holds is removed before the new model is written: this is not undone."
+        click.echo(told, err=True)
     began = time.monotonic()
     with progress_printer(progress, quiet=quiet) as on_progress:
         # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.

@@ -16,10 +16,11 @@ from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
 from zexport.run.receipts import Begun, Receipts
 from zexport.run.shares import Stretch, whole
+from zexport.store.address import Address
 from zexport.store.files import (
-    OutputFile,
     blocks,
     check_space,
+    open_output,
     open_regular,
     reading,
     sync_path,
@@ -44,10 +45,22 @@ class Workplace(Struct, frozen=True):
         """The workplace in a folder that exists."""
         return cls(plan, folder, Receipts(folder, plan), verify, meter)
 
+    @property
+    def last_sides(self) -> tuple[SideFile, ...]:
+        """The small files that are written when all others are there; those of a model at last.
+
+        In object storage these are all: a folder has its name from the beginning there.
+        """
+        far = self.plan.side_files if isinstance(self.folder, Address) else ()
+        return tuple(sorted(far, key=lambda side: side.filename.endswith(_OF_MODELS)))
+
     def checks(self) -> Checks:
         """Reading again what was written."""
         return Checks(self.folder, self.verify, self.meter)
 
+
+_OF_MODELS = ("config.json", ".index.json")
+"""How the names end of what loaders look for first."""
 
 _COPY_NBYTES = 1 << 20
 
@@ -91,14 +104,18 @@ def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: 
     plan, folder = work.plan, work.folder
     sides = sum(map(_side_nbytes, plan.side_files))
     check_space(folder, sum(file.nbytes for file in rest) + sides + _notes_nbytes(plan))
-    entries = {
-        side.filename: write_file(folder / side.filename, side_content(side))
-        for side in plan.side_files
-    }
+    entries = write_sides(work, [side for side in plan.side_files if side not in work.last_sides])
     _reserve(rest, folder)
     with writing(folder):
         sync_path(folder)
     work.receipts.begin(Begun(entries, parts, request))
+
+
+def write_sides(work: Workplace, sides: Iterable[SideFile]) -> dict[str, FileEntry]:
+    """Write small files; what a manifest says of each."""
+    return {
+        side.filename: write_file(work.folder / side.filename, side_content(side)) for side in sides
+    }
 
 
 def without_written(work: Workplace, stretches: Iterable[Stretch]) -> list[Stretch]:
@@ -121,7 +138,7 @@ def without_written(work: Workplace, stretches: Iterable[Stretch]) -> list[Stret
 def _reserve(files: Sequence[FilePlan], folder: Path) -> None:
     """Make every file and take its room: a full disk shows here, before any byte is read."""
     for file in files:
-        with OutputFile(folder / file.filename, is_new=True) as output:
+        with open_output(folder / file.filename, is_new=True) as output:
             output.reserve(file.nbytes)
 
 
@@ -157,9 +174,10 @@ def write_file(path: Path, content: Iterable[bytes]) -> FileEntry:
     """Write a file; what a manifest says of it. It is not yet on the disk."""
     digest = blake3()
     nbytes = 0
-    with OutputFile(path, is_new=True) as file:
+    with open_output(path, is_new=True) as file, writing(path):
         for offset, data in blocks(content):
             file.write(data, offset)
             digest.update(data)
             nbytes = offset + len(data)
+        file.complete()
     return FileEntry(nbytes, digest.hexdigest())

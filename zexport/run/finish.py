@@ -15,7 +15,7 @@ from zexport.ranges.casts import Statistics
 from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
 from zexport.ranges.ledger import Range
-from zexport.run.begin import Workplace, write_file
+from zexport.run.begin import Workplace, write_file, write_sides
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -26,7 +26,8 @@ from zexport.run.manifest import (
 from zexport.run.pieces import TensorReader
 from zexport.run.receipts import Receipt, written_frame
 from zexport.run.shares import Stretch, divide, whole
-from zexport.store.files import OutputFile, writing
+from zexport.store.address import Address
+from zexport.store.files import open_output, writing
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
@@ -52,7 +53,8 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     """
     plan, folder = work.plan, work.folder
     begun = work.receipts.need_begun()
-    files = dict(begun.side_files)
+    files = {**begun.side_files, **write_sides(work, work.last_sides)}
+    sides = [*files]
     tensors: dict[str, TensorEntry] = {}
     found = [*findings]
     stretches = [one for share in divide(plan.shards, begun.parts) for one in share]
@@ -75,12 +77,18 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
         files=dict(files),
         findings=findings,
     )
+    if isinstance(folder, Address):  # where the manifest says that the folder is there
+        _check_sides(work, {name: files[name] for name in sides})
     files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
-    with work.checks() as checks:
-        for filename in (*begun.side_files, MANIFEST_NAME):
-            checks.add_file(filename, files[filename])
-        checks.wait()
+    _check_sides(work, {name: files[name] for name in (*sides, MANIFEST_NAME)})
     return Finished(files, findings)
+
+
+def _check_sides(work: Workplace, files: Mapping[str, FileEntry]) -> None:
+    with work.checks() as checks:
+        for filename, entry in files.items():
+            checks.add_file(filename, entry)
+        checks.wait()
 
 
 def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan, Receipt]:
@@ -95,7 +103,7 @@ def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan
         return file, receipts[0]
     path = work.folder / file.filename
     joined = _joined(stretches, receipts, path)
-    with OutputFile(path, is_new=False) as output:
+    with open_output(path, is_new=False) as output:
         joined = written_frame(output, file, joined)
         output.sync()
     with work.checks() as checks:

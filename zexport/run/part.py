@@ -23,9 +23,9 @@ from zexport.run.begin import Workplace
 from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
 from zexport.run.receipts import Receipt, written_frame
 from zexport.run.shares import Stretch
-from zexport.store.files import OutputFile
+from zexport.store.files import open_output, writing
 
-_BATCH_NBYTES = 16 << 20
+_BATCH_NBYTES = 32 << 20
 """What is announced to the reader at a time."""
 
 _FLUSH_NBYTES = 32 << 20
@@ -181,7 +181,10 @@ class _StretchWriter:
         self._remarkable: dict[str, Statistics] = {}
         self._split = self._passed()
         self._ledger = reader.new_ledger()
-        self._output = OutputFile(path, is_new=False)
+        self._output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
+        if stretch.is_whole and not stretch.file.frame.has_crc32:  # it stands before the tensors
+            for offset, data in stretch.file.frame.pieces(()):
+                self._output.write(data, offset)
 
     def _passed(self) -> _Passed:
         return _Passed(with_crc32=self.stretch.file.frame.has_crc32)
@@ -240,7 +243,10 @@ class _StretchWriter:
         )
         if not self.stretch.is_whole:
             return receipt
-        return written_frame(self._output, self.stretch.file, receipt)
+        whole = written_frame(self._output, self.stretch.file, receipt)
+        with writing(self._output.path):
+            self._output.complete()
+        return whole
 
     def flush(self) -> None:
         """Put what is written on the disk."""

@@ -29,6 +29,7 @@ from zexport.run.readback import VerifyMode
 from zexport.run.receipts import Compared, drop_receipts, read_request
 from zexport.run.shares import Share, divide
 from zexport.run.staging import check_content, check_place, real_path
+from zexport.store.address import local_path
 from zexport.store.files import writing
 from zexport.store.folders import exists, make_folder
 from zexport.store.json import JsonObject, Natural, form_of
@@ -94,7 +95,7 @@ def run_part(
             process writes this part, or the system refuses to write.
     """
     began = time.monotonic()
-    target = real_path(plan.out_dir)
+    target = real_path(local_path(plan.out_dir))
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with parents(target.parent), locked_part(target, share.number):
         with _alone(target):

@@ -11,14 +11,15 @@ from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
-from zexport.run.receipts import drop_receipts, drop_unfinished, finished_files
+from zexport.run.receipts import RECEIPTS_NAME, drop_receipts, drop_unfinished, finished_files
 from zexport.run.verify import verify_export
-from zexport.store.address import local_path
+from zexport.store.address import Address
 from zexport.store.files import writing
 from zexport.store.folders import (
     children,
     exists,
     home,
+    is_file,
     is_folder,
     is_mount,
     leaves,
@@ -58,6 +59,10 @@ def staged_folder(
     """
     target = real_path(out_dir)
     check_place(target, sources)
+    if isinstance(target, Address):
+        with _filled_in_place(target, overwrite=overwrite, warn=warn):
+            yield target
+        return
     for place in workplaces(target):
         check_place(place, sources)
     with parents(target.parent), locked(target):
@@ -76,6 +81,38 @@ def staged_folder(
         except BaseException as error:  # Ctrl-C too: then finished shards stay
             _clear_up(partial, error)
             raise
+
+
+@contextmanager
+def _filled_in_place(
+    target: Address, *, overwrite: bool, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """A folder in object storage, which has its name from the beginning.
+
+    It is there when its manifest is, which is written last, and only if there is none. An older
+    one goes before: its manifest first, so that no mixture of the two looks whole.
+    """
+    manifest = target / MANIFEST_NAME
+    with writing(target):
+        if is_left := is_folder(target / RECEIPTS_NAME) and not is_file(manifest):
+            _check_left(target)
+        else:
+            check_content(target, overwrite=overwrite)
+        if is_file(manifest):
+            remove(manifest)
+        drop_unfinished(target)
+        if is_left:
+            count = len(finished_files(target))
+            warn(f"a stopped export was cleared up in {target}: {count} finished shards were kept")
+    try:
+        yield
+        with writing(target):
+            drop_receipts(target)
+    except BaseException as error:  # Ctrl-C too: then finished shards stay
+        with suppress(OSError):
+            if not is_file(manifest):  # that of another export, which has come first
+                _clear_up(target, error)
+        raise
 
 
 def _clear_up(partial: Path, error: BaseException) -> None:
@@ -102,7 +139,6 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 def real_path(out_dir: Path) -> Path:
     """Where the folder will lie, links followed."""
-    local_path(out_dir)
     try:
         return real(out_dir)
     except FileNotFoundError as cause:
@@ -198,6 +234,21 @@ def _is_resharded(folder: Path) -> bool:
         return "settings" in read_manifest(folder).provenance
     except VerificationError:
         return False
+
+
+def _check_left(target: Path) -> None:
+    """Refuse what a stopped export has left where something else was put into it."""
+    names = {path.relative_to(target).as_posix() for path in leaves(target)}
+    receipts = f"{RECEIPTS_NAME}/"
+    foreign = {n for n in names if not (n.startswith(receipts) or _is_models_own(n))}
+    if foreign:
+        raise OutputError(
+            "holds an unfinished export, and what is not its own, which would be removed",
+            path=target,
+            found=some(sorted(foreign)),
+            expected="what the export has written",
+            hint="Move it elsewhere, or choose another name for the output",
+        )
 
 
 def _check_replaceable(target: Path) -> None:

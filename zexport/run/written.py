@@ -15,6 +15,7 @@ from zexport.formats.safetensors_file import StoredTensor, read_header
 from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import FilePlan, qualified, qualified_by_file
 from zexport.ranges.extents import Extent
+from zexport.store.address import Address
 
 _SAFETENSORS, _TORCH = ".safetensors", ".pt"
 
@@ -99,6 +100,8 @@ def check_opens(path: Path, file: FilePlan) -> None:
 
 def _names_by_library(path: Path, filename: str) -> set[str]:
     try:
+        if isinstance(path, Address):
+            return set(read_written(path, filename).tensors)
         with safe_open(path, framework="np") as opened:
             return {qualified(filename, name) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as cause:

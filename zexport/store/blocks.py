@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 BLOCK_NBYTES = 8 << 20
 """Large enough that the wait for the first byte does not count."""
 
 _GAP_NBYTES = 64 << 10
 """Unused bytes between two ranges that are read sooner than asked for apart."""
-_HELD_NBYTES_MAX = 48 << 20
+_HELD_NBYTES_MAX = 64 << 20
 """Bytes that are there or on their way, of all objects together."""
 _REQUESTS = 12
 
@@ -115,6 +118,8 @@ _queue = _Queue()
 
 @cache
 def _fetchers() -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - takes long, and disks need none
+
     return ThreadPoolExecutor(_REQUESTS, thread_name_prefix="zexport-fetch")
 
 

@@ -17,6 +17,7 @@ from zexport.errors import CheckpointError, OutputError, ZexportError
 from zexport.store import objects
 from zexport.store.address import Address
 from zexport.store.object_files import ObjectInput, ObjectReader
+from zexport.store.object_output import ObjectOutput
 from zexport.store.retries import steadily, synced
 from zexport.store.versions import Version
 
@@ -125,10 +126,10 @@ class InputFile(Protocol):
 
 def open_input(path: Path, known: Version | None = None) -> InputFile:
     """A file to be read by range; of an object only what is of the version that is known of it."""
-    return ObjectInput(path, known) if isinstance(path, Address) else _LocalInput(path)
+    return ObjectInput(path, known) if isinstance(path, Address) else LocalInput(path)
 
 
-class _LocalInput(_OpenFile):
+class LocalInput(_OpenFile):
     """A file of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -295,7 +296,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Refuse a folder whose file system has no room for ``nbytes`` more bytes."""
+    """Refuse a folder whose file system has no room for ``nbytes`` more bytes; a store has room."""
+    if isinstance(folder, Address):
+        return
     with writing(folder):
         status = steadily(lambda: os.statvfs(folder))
     free = status.f_bavail * status.f_frsize
@@ -309,11 +312,51 @@ def check_space(folder: Path, nbytes: int) -> None:
         )
 
 
-class OutputFile(_OpenFile):
-    """A file that is being written; what the system refuses is an ``OutputError``.
+class OutputFile(Protocol):
+    """A file that is being written; what the system refuses is an ``OutputError``."""
 
-    Unless ``is_new``, it may be there already.
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """Close the file; closing twice does nothing. An object that is not complete is none."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Give the file its size, and where the file system can, its room on the disk."""
+        ...
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """Put ``data`` at its place; not yet on the disk."""
+        ...
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk; does nothing once the file is closed."""
+        ...
+
+    def complete(self) -> None:
+        """Say that all was written: now an object is there."""
+        ...
+
+
+def open_output(path: Path, *, is_new: bool, nbytes: int = 0) -> OutputFile:
+    """A file to be written, of ``nbytes`` at the most; unless ``is_new``, it may be there already.
+
+    An object that is new is small, and held until it is complete.
     """
+    if isinstance(path, Address):
+        return ObjectOutput(path, is_new=is_new, nbytes=nbytes)
+    return LocalOutput(path, is_new=is_new)
+
+
+class LocalOutput(_OpenFile):
+    """A file of this machine."""
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else 0)
@@ -321,6 +364,9 @@ class OutputFile(_OpenFile):
             path.parent.mkdir(parents=True, exist_ok=True)  # such as a checkpoint's tag
             descriptor = steadily(lambda: os.open(path, flags, 0o666))
         super().__init__(path, descriptor, os.O_WRONLY)
+
+    def complete(self) -> None:
+        """It is there from the beginning."""
 
     def reserve(self, nbytes: int) -> None:
         """Give the file its size, and where the file system can, its room on the disk."""
@@ -350,7 +396,9 @@ def _fdatasync(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Put a file, or the names in a folder, on the disk; an object is there once it is complete."""
+    if isinstance(path, Address):
+        return
     descriptor = steadily(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     try:
         synced(descriptor)
@@ -360,6 +408,9 @@ def sync_path(path: Path) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before."""
+    if isinstance(path, Address):
+        objects.put(path, content)
+        return
     fresh = path.with_name(f".{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -78,6 +78,12 @@ def child_folders(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
     """A folder and those below it, each with whether anything is in it; links are not gone into."""
+    if isinstance(folder, Address):
+        found = objects.listing(folder)
+        yield folder, bool(found.files or found.folders)
+        for name in sorted(found.folders):
+            yield from subfolders(folder / name)
+        return
 
     def fail(cause: OSError) -> None:
         raise cause
@@ -96,7 +102,9 @@ def leaves(folder: Path) -> Iterator[Path]:
 
 
 def may_change(folder: Path) -> bool:
-    """Whether names may be added to a folder and removed from it."""
+    """Whether names may be added to a folder and removed from it; a store says so when they are."""
+    if isinstance(folder, Address):
+        return True
     return os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -154,7 +162,9 @@ def replace_content(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are not there yet."""
+    """Make a folder, and those above it, where they are not there yet; objects need none."""
+    if isinstance(path, Address):
+        return
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -165,6 +175,9 @@ def move(path: Path, name: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with all that is in it."""
+    if isinstance(path, Address):
+        objects.delete([path] if is_file(path) else [*objects.below(path)])
+        return
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

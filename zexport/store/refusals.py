@@ -37,7 +37,9 @@ def refusals(address: Address) -> Iterator[None]:
 
     try:
         yield
-    except (BaseError, FileNotFoundError) as cause:
+    except (BaseError, OSError) as cause:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise  # the system's own, or told already
         number, sentence = _told(str(cause)) or (errno.EIO, first_line(cause))
         raise OSError(number, sentence, address) from cause
 

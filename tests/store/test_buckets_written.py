@@ -1,0 +1,212 @@
+"""Models written into object storage: moto's server takes them, over real HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import obstore
+import pytest
+
+import zexport
+from tests.support.buckets import BUCKET, Answer, Request, Server
+from tests.support.checkpoints import Model, Run, save, values
+from zexport.cli.main import cli
+from zexport.errors import OutputError, UsageError
+from zexport.options import ExportOptions, ReshardOptions
+from zexport.run.manifest import MANIFEST_NAME
+from zexport.store import objects
+
+_MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
+_REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
+_SHARDS = ExportOptions(max_shard_nbytes=1_000_000)
+_OVERWRITE = ExportOptions(max_shard_nbytes=1_000_000, overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and a base with a config, by which there is more than weights to write."""
+    return save(_MODEL, Run(stage=2), tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A prefix in the bucket of the test's own."""
+    return re.sub(r"\W+", "-", request.node.name).strip("-")
+
+
+pytestmark = pytest.mark.usefixtures("server")
+
+
+@pytest.fixture
+def out(name: str) -> str:
+    return f"s3://{BUCKET}/{name}"
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
+
+
+def test_a_model_in_a_bucket_is_that_on_a_disk_and_its_manifest_comes_last(
+    run: Path, out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    zexport.consolidate(run, tmp_path / "near", _SHARDS)
+    report = zexport.consolidate(run, out, _SHARDS)
+    assert server.get(name) == _files(tmp_path / "near")
+    written = [one.key.rpartition("/")[2] for one in server.of("PUT")]
+    assert written[-2:] == ["model.safetensors.index.json", MANIFEST_NAME]
+    assert str(report.out_dir) == out
+    assert zexport.verify_export(out, against=run).ok
+
+
+def test_a_large_shard_is_uploaded_in_parts_and_read_back_in_blocks(
+    out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    large = Model([{f"layers.{n}.w": values((1024, 1024), n) for n in range(6)}])
+    run = save(large, Run(stage=2), tmp_path / "run")
+    zexport.consolidate(run, out)
+    parts = [one for one in server.of("PUT") if "partNumber" in one.query]
+    assert len(parts) == 4  # 24 MiB and a header, 8 MiB each
+    assert len([one for one in server.of("GET") if one.key.endswith("model.safetensors")]) <= 8
+    zexport.consolidate(run, tmp_path / "near")
+    near = (tmp_path / "near" / "model.safetensors").read_bytes()
+    assert server.get(name)["model.safetensors"] == near
+
+
+def _of_shard(number: int, answer: Answer) -> Callable[[Request], Answer | None]:
+    ending = f"model-0000{number}-of-00004.safetensors"
+    return lambda one: answer if one.method == "PUT" and one.key.endswith(ending) else None
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (Answer("403 Forbidden", "AccessDenied"), "the store refuses access"),
+        (Answer("404 Not Found", "NoSuchBucket"), "there is no such bucket"),
+        (Answer("503 Service Unavailable", "SlowDown"), "the store answers 503"),
+    ],
+    ids=["403", "404", "503"],
+)
+def test_a_rerun_goes_on_from_whole_shards(
+    answer: Answer, told: str, run: Path, out: str, server: Server
+) -> None:
+    name = out.removeprefix(f"s3://{BUCKET}/")
+    server.fault = _of_shard(3, answer)
+    with pytest.raises(OutputError, match=told) as caught:
+        zexport.consolidate(run, out, _SHARDS)
+    assert caught.value.exit_code == 6
+    left = server.get(name)
+    assert MANIFEST_NAME not in left
+    assert "model.safetensors.index.json" not in left
+    server.fault = lambda _: None
+    report = zexport.consolidate(run, out, _SHARDS)
+    assert report.resumed
+    assert f"{len(report.resumed)} finished shards were kept" in " ".join(report.warnings)
+    assert not any(name.startswith(".zexport") for name in server.get(name))
+    assert zexport.verify_export(out, against=run).ok
+
+
+def test_what_passes_is_tried_again(run: Path, out: str, server: Server) -> None:
+    server.fault = lambda one: Answer() if one.count == 0 and one.method == "PUT" else None
+    zexport.consolidate(run, out, _SHARDS)
+    assert zexport.verify_export(out, against=run).ok
+
+
+def test_a_killed_export_leaves_nothing_that_looks_whole(
+    run: Path, out: str, name: str, server: Server
+) -> None:
+    command = [sys.executable, "-m", "zexport", "consolidate", str(run), out, "-q"]
+    words = [*command, "--max-shard-size", "1MB"]
+    process: list[subprocess.Popen[bytes]] = []
+
+    def kill(one: Request) -> None:
+        if one.method == "PUT" and one.key.endswith("model-00004-of-00004.safetensors"):
+            process[0].kill()
+
+    server.fault = kill
+    process.append(subprocess.Popen(words, env={**os.environ, **server.environment}))
+    assert process[0].wait(60) == -9
+    assert MANIFEST_NAME not in server.get(name)
+    server.fault = lambda _: None
+    zexport.consolidate(run, out, _SHARDS)
+    assert zexport.verify_export(out, against=run).ok
+    assert not any(name.startswith(".zexport") for name in server.get(name))
+
+
+def test_overwriting_removes_the_old_manifest_before_all_else(
+    run: Path, out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    zexport.consolidate(run, out, _SHARDS)
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, out, _SHARDS)
+    server.requests.clear()
+    other = save(Model([{"w": values((3, 4), 1)}]), Run(stage=2), tmp_path / "other")
+    zexport.consolidate(other, out, _OVERWRITE)
+    changes = [one for one in server.requests if one.method in ("PUT", "POST", "DELETE")]
+    assert changes[0].method == "POST"
+    assert set(server.get(name)) == {"model.safetensors", "README.md", MANIFEST_NAME}
+    command = [sys.executable, "-m", "zexport", "consolidate", str(other), out, "--overwrite"]
+    env = {**os.environ, **server.environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"What {out} holds is removed before the new model is written")
+
+
+def test_of_two_exports_the_first_with_a_manifest_stands(
+    run: Path, out: str, name: str, server: Server
+) -> None:
+    def publish_another(one: Request) -> None:
+        if one.method == "PUT" and one.key.endswith(MANIFEST_NAME):
+            server.fault = lambda _: None
+            obstore.put(server.store, f"{name}/{MANIFEST_NAME}", b"another's")
+
+    server.fault = publish_another
+    with pytest.raises(OutputError, match="it is there already"):
+        zexport.consolidate(run, out, _SHARDS)
+    assert server.get(name)[MANIFEST_NAME] == b"another's"
+
+
+def test_what_is_not_an_exports_own_is_not_removed(run: Path, out: str, server: Server) -> None:
+    obstore.put(server.store, f"{out.removeprefix(f's3://{BUCKET}/')}/notes/mine.txt", b"mine")
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, out, _SHARDS)
+    with pytest.raises(OutputError, match="neither an export nor a model's folder"):
+        zexport.consolidate(run, out, _OVERWRITE)
+    server.fault = _of_shard(2, Answer("403 Forbidden", "AccessDenied"))
+    with pytest.raises(OutputError):
+        zexport.consolidate(run, f"{out}-2", _SHARDS)
+    obstore.put(server.store, f"{out.removeprefix(f's3://{BUCKET}/')}-2/notes/mine.txt", b"mine")
+    server.fault = lambda _: None
+    objects.forget_listings()
+    with pytest.raises(OutputError, match="what is not its own, which would be removed"):
+        zexport.consolidate(run, f"{out}-2", _SHARDS)
+
+
+def test_parts_and_rank_files_are_written_on_disks_alone(run: Path, out: str) -> None:
+    plan = zexport.plan_export(zexport.open_checkpoint(run), out)
+    assert str(plan.out_dir) == out
+    with pytest.raises(UsageError, match="has to be a path on this machine"):
+        zexport.consolidate_part(run, out, zexport.Share(1, 2))
+    with pytest.raises(UsageError, match="rank files are written on this machine's disks alone"):
+        zexport.reshard(_REAL, out, ReshardOptions(world_size=3))
+
+
+def test_each_command_of_the_page_on_large_checkpoints_ends_well(
+    run: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "large.md").read_text()
+    block = re.search(r"## Object storage.*?```sh\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    for prefix in ("run", "model"):
+        obstore.delete(server.store, [f"{prefix}/{name}" for name in server.get(prefix)])
+    server.put(run, "run")
+    zexport.consolidate(run, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for line in block[1].splitlines():
+        _, *words = line.split()
+        cli.main(words, standalone_mode=False)
+    assert MANIFEST_NAME in server.get("model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
