@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zexport.adapters.peft_format import adapters_of, read_name
+from zexport.adapters.peft_names import adapters_of, read_name
 
 LAYER = "base_model.model.model.layers.0.q_proj"
 

@@ -11,11 +11,10 @@ from zexport.adapters.peft_format import (
     ADAPTER_CONFIG,
     DEFAULT_ADAPTER,
     AdapterConfig,
-    adapters_of,
     find_adapter_config,
     other_adapter_configs,
-    read_name,
 )
+from zexport.adapters.peft_names import adapters_of, read_name
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import (
     FrozenLeftOutError,

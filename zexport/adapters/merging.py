@@ -13,7 +13,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from zexport.adapters.find import Adapter, check_whole
-from zexport.adapters.peft_format import inner_name, read_name
+from zexport.adapters.peft_names import inner_name, read_name
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.adapters.updates import (
     KEEP_ADAPTER,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from msgspec import Struct
 
 from zexport.adapters.find import Adapter
-from zexport.adapters.peft_format import read_name
+from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header

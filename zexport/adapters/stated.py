@@ -11,14 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from msgspec.structs import replace
 
 from zexport.adapters.find import Adapter
-from zexport.adapters.peft_format import (
-    ADAPTER_CONFIG,
-    TRAINED_TOKENS,
-    AdapterConfig,
-    PeftName,
-    methods_of,
-    read_name,
-)
+from zexport.adapters.peft_format import ADAPTER_CONFIG, TRAINED_TOKENS, AdapterConfig
+from zexport.adapters.peft_names import PeftName, methods_of, read_name
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile

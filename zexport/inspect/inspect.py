@@ -10,7 +10,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.adapters.find import adapter_places, adapters_in, is_peft
-from zexport.adapters.peft_format import find_adapter_config, read_name
+from zexport.adapters.peft_format import find_adapter_config
+from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint

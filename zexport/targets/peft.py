@@ -14,13 +14,8 @@ from dataclasses import replace
 from msgspec import Struct
 
 from zexport.adapters.find import Adapter, check_whole, not_just_tensors
-from zexport.adapters.peft_format import (
-    ADAPTER_CONFIG,
-    EMBEDDINGS,
-    AdapterConfig,
-    inner_name,
-    read_name,
-)
+from zexport.adapters.peft_format import ADAPTER_CONFIG, EMBEDDINGS, AdapterConfig
+from zexport.adapters.peft_names import inner_name, read_name
 from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
