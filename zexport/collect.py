@@ -18,7 +18,12 @@ from zexport.adapters.merging import (
 )
 from zexport.adapters.peft_format import ADAPTER_CONFIG
 from zexport.adapters.saved_beside import SavedBeside, adapter_copies, saved_beside
-from zexport.adapters.stated import adapter_statements, base_statements, quantized_statements
+from zexport.adapters.stated import (
+    adapter_statements,
+    base_statements,
+    class_statements,
+    quantized_statements,
+)
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
@@ -237,8 +242,8 @@ def _with_adapters(found: Collected) -> Collected:
         mode is AdapterMode.MERGE
     ):  # which modules were targeted is told by the names of the training
         named, _ = Weights.of(checkpoint).only(options.only)[0].without_inner_wrappers()
-    lacked = (*named.left_out, *found.base.tensors)
-    stated = (s for adapter in adapters for s in adapter_statements(adapter, named.shapes, lacked))
+    base = found.base.tensors
+    stated = (s for adapter in adapters for s in adapter_statements(adapter, named, base))
     chosen = {adapter.name for adapter in adapters}
     rest = [repr(name) for name in adapters_in(found.weights) if name not in chosen]
     left = (f"other adapters of the checkpoint are left out: {', '.join(rest)}",) if rest else ()
@@ -288,6 +293,7 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         base_tokens=_tokens_of_base(found),
         statements=(
             *found.statements,
+            *class_statements(adapter, config),
             *_dtype_statements(dtype, checkpoint.cast_dtype),
             *quantized_statements(config if base.tensors else None),
         ),

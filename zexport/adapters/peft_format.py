@@ -27,6 +27,30 @@ TRAINED_TOKENS = "trainable_token_indices"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Modules that peft saves whole when they are targeted (0.21, ``utils/constants.py``)."""
 
+HEADS = frozenset({"classifier", "score", "qa_outputs"})
+"""Modules that peft trains whole by the task, named or not (0.21, ``peft_model.py``)."""
+
+SWITCHES = (
+    "apply_GS",
+    "block_share",
+    "coft",
+    "decompose_both",
+    "ensure_weight_tying",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_bias",
+    "prefix_projection",
+    "proportional_parameters",
+    "rank_dropout_scale",
+    "use_cayley_neumann",
+    "use_dora",
+    "use_effective_conv2d",
+    "use_idwt",
+    "use_qalora",
+    "use_rslora",
+)
+"""Keys that are true or false, whatever the method."""
+
 _VARIANTS = (
     "use_qalora",
     "use_bdlora",
@@ -106,7 +130,7 @@ class AdapterConfig(Struct, frozen=True):
     @property
     def is_kept_by_name(self) -> bool:
         """Whether what the method saves can be told by the names of the module's tensors."""
-        return self.peft_type in _KEPT_BY_NAME
+        return self.peft_type in _KEPT_BY_NAME and not self.switch("prefix_projection")
 
     @property
     def target_parameters(self) -> tuple[str, ...]:
@@ -175,14 +199,26 @@ class AdapterConfig(Struct, frozen=True):
         is_exact = isinstance(targets, str) or module in _strings(targets)
         return is_exact or self._is_of_layers(module)
 
-    def trained_rows(self, module: str) -> int | None:
+    def trained_rows(self, module: str) -> list[Json] | None:
         """The rows of an embedding that were trained; ``None`` for one tied to a named one."""
-        said = self.content.get(TRAINED_TOKENS)
+        said = self.content.get(
+            "token_indices" if self.peft_type == "TRAINABLE_TOKENS" else TRAINED_TOKENS
+        )
         if isinstance(said, dict) and said:
             found = (v for k, v in said.items() if self._names(TRAINED_TOKENS, [k], module))
             said = next(found, None)
-            return len(said) if isinstance(said, list) else None
-        return len(said) if isinstance(said, list) else 0
+            return said if isinstance(said, list) else None
+        return said if isinstance(said, list) else []
+
+    def is_feedforward(self, module: str) -> bool | None:
+        """Whether IA3 scales what goes into a module, and not what comes out of it.
+
+        ``None`` where the file leaves that to peft (0.21, ``tuners/ia3/model.py``).
+        """
+        named = self.content.get("feedforward_modules")
+        if isinstance(named, str):
+            return self._match("feedforward_modules", named, module) is not None
+        return None if named is None else module.endswith(_strings(named))
 
     def entries(self, key: str) -> tuple[str, ...]:
         """What a list names, or the patterns of a table, one by one."""
@@ -203,14 +239,21 @@ class AdapterConfig(Struct, frozen=True):
 
     def _is_of_layers(self, module: str) -> bool:
         """Whether a module is of the layers that are to be updated, if not all are."""
+        return not self.layers or self.layer_of(module) in self.layers
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that are to be updated; none where all are."""
         layers = self.content.get("layers_to_transform")
-        if layers is None or layers == []:
-            return True
+        several = layers if isinstance(layers, list) else [layers]
+        return tuple(one for one in several if isinstance(one, int))
+
+    def layer_of(self, module: str) -> int | None:
+        """The number of the layer that a module is of."""
         named = _strings(self.content.get("layers_pattern"))
         before = [rf"(?:.*?\.)?{name}" for name in named] or [r".*?\.[^.]*"]
         found = (self._match("layers_pattern", rf"{one}\.(\d+)\..*", module) for one in before)
-        number = next((int(one[1]) for one in found if one), None)
-        return number in (layers if isinstance(layers, list) else [layers])
+        return next((int(one[1]) for one in found if one), None)
 
     def _match(self, key: str, pattern: str, text: str) -> re.Match[str] | None:
         """The whole text as matched by a pattern under a key of the file."""
@@ -232,10 +275,11 @@ class AdapterConfig(Struct, frozen=True):
         """The keys that make it something else than plain LoRA or DoRA."""
         return [key for key in _VARIANTS if self.content.get(key)]
 
-    def rank_of(self, key: str) -> int | None:
-        """The rank of the update of one module or parameter."""
-        rank = self._by_pattern("rank_pattern", key, self.content.get("r"))
-        return rank if isinstance(rank, int) else None
+    def size_of(self, size: str, key: str) -> int | None:
+        """A size, such as ``r``, of the update of one module or parameter."""
+        pattern = "rank_pattern" if size == "r" else f"{size}_pattern"
+        said = self._by_pattern(pattern, key, self.content.get(size))
+        return said if isinstance(said, int) else None
 
     def scaling(self, key: str, rank: int) -> float:
         """What the product of the factors of one module or parameter is multiplied by."""

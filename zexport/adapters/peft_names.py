@@ -21,6 +21,8 @@ _AROUND_TOKENS = "token_adapter"
 _MAGNITUDE = "lora_magnitude_vector"
 _PROMPT = "prompt_encoder"
 
+_PROMPT_METHODS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT")
+
 _TUNER_PREFIXES = {
     "lora_": ("LORA", "ADALORA"),
     "ia3_": ("IA3",),
@@ -48,6 +50,8 @@ methods that they are of, where one tells (peft 0.21, ``prefix`` and ``adapter_l
 
 def methods_of(attribute: str) -> tuple[str, ...]:
     """The methods that an attribute of a layer may be of; none where that is not told."""
+    if attribute == _PROMPT:
+        return _PROMPT_METHODS
     found = (methods for start, methods in _TUNER_PREFIXES.items() if attribute.startswith(start))
     return next(found, ())
 
@@ -83,6 +87,11 @@ class PeftName(Struct, frozen=True):
     def is_copy(self) -> bool:
         """Whether it is of a module that was copied and trained whole."""
         return self.attribute == _SAVED
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is of rows of an embedding, and of no whole module."""
+        return self.attribute == _TOKENS
 
     @property
     def is_prompt(self) -> bool:

@@ -6,12 +6,14 @@ model without a word, and updates of another rank are not taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
+from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.find import Adapter
-from zexport.adapters.peft_format import ADAPTER_CONFIG, TRAINED_TOKENS, AdapterConfig
+from zexport.adapters.peft_format import ADAPTER_CONFIG, HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, read_name
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
@@ -19,23 +21,34 @@ from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import is_hub_id, plain_name
 from zexport.model.sidecars import CONFIG, Sidecars
 from zexport.ranges.dtypes import Shape
+from zexport.weights.named import Weights
 
-_RANK_AXIS = {
-    "lora_A.weight": 0,
-    "lora_embedding_A": 0,
-    "lora_B.weight": 1,
-    "lora_embedding_B": 1,
-    "hada_w1_b": 0,
+_SIZES = {
+    "lora_A.weight": ("r", 0),
+    "lora_B.weight": ("r", 1),
+    "lora_embedding_A": ("r", 0),
+    "lora_embedding_B": ("r", 1),
+    "hada_w1_a": ("r", 1),
+    "hada_w1_b": ("r", 0),
+    "hada_w2_a": ("r", 1),
+    "hada_w2_b": ("r", 0),
+    "lokr_w1_a": ("r", 1),
+    "lokr_w1_b": ("r", 0),
+    "lokr_w2_a": ("r", 1),
+    "lokr_w2_b": ("r", 0),
+    "hra_u": ("r", 1),
+    "hira_A": ("r", 0),
+    "hira_B": ("r", 1),
+    "delora_A": ("r", 0),
+    "delora_B": ("r", 1),
+    "fourierft_spectrum": ("n_frequency", 0),
+    "c3a_kernel": ("block_size", 2),
 }
-_TENSORS = "the adapter's tensors"
-_TOKENS = "trainable_tokens_delta"
-_COPIED = "modules_to_save"
-_NAMING = ("target_modules", _COPIED, "rank_pattern", "alpha_pattern")
-_HEADS = frozenset({"classifier", "score", "qa_outputs"})
-"""Modules that peft trains whole by the task, named or not (0.21, ``peft_model.py``)."""
+"""The key that says how long an axis of a tensor is (peft 0.21, ``tuners/*/layer.py``)."""
 
+_CONVOLVED = frozenset({"hada_t1", "hada_t2", "lokr_t2"})
+"""Where a module has these, LoHa and LoKr lay its factors out the other way."""
 
-_SWITCHES = ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
 SCALING = (
     "lora_alpha",
     "use_rslora",
@@ -52,35 +65,53 @@ _DECIDING = (
     "revision",
     "task_type",
     "target_modules",
+    "target_parameters",
+    "exclude_modules",
     "modules_to_save",
     "layers_to_transform",
+    "trainable_token_indices",
+    "bias",
     *SCALING,
 )
 """Keys by which an update is made of its tensors, and of what."""
 
+_SETS = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
+"""Keys whose names peft writes in any order."""
+
+_OF_TASK = {
+    "lm_head": ["CAUSAL_LM", "SEQ_2_SEQ_LM"],
+    "score": ["SEQ_CLS", "TOKEN_CLS"],
+    "classifier": ["SEQ_CLS", "TOKEN_CLS"],
+    "qa_outputs": ["QUESTION_ANS"],
+}
+"""What a head that was trained is for."""
+
 
 def adapter_statements(
-    adapter: Adapter, shapes: Mapping[str, Shape], elsewhere: Iterable[str]
+    adapter: Adapter, stored: Weights, base: Iterable[str] = ()
 ) -> Iterator[Statement]:
     """What is said of one adapter, by its file and by the names and shapes of its tensors.
 
     Each of several adapters has its own rank and targets, so what is said is said of its modules.
-    ``elsewhere`` are names of the model's weights that no file of the checkpoint holds.
+    ``base`` are the names of the base model that was given.
     """
-    modules = {part.module for n in (*shapes, *elsewhere) if not (part := read_name(n)).adapter}
-    for one in (*_statements(adapter, shapes), *_said_alone(adapter, shapes, modules)):
+    for one in _statements(adapter, stored, base):
         yield replace(one, about=f"{adapter.folder}{one.about}")
 
 
 def kept_statements(adapter: Adapter) -> Iterator[Statement]:
-    """What is said of the base weights of an adapter that is kept: whether peft changed them.
+    """What is said of the base of an adapter that is kept: where it is, and what peft changed.
 
     Layers that peft replicates it replicates again whenever it loads the adapter.
     """
+    by = f"{adapter.folder}{ADAPTER_CONFIG}"
     if change := adapter.config.rewrites_base:
-        by = f"{adapter.folder}{ADAPTER_CONFIG}"
         yield Statement(Fact.KEPT_CHANGES, f"init_lora_weights {change}", by)
         yield Statement(Fact.KEPT_CHANGES, "unchanged weights", "the base model")
+    name = adapter.config.text("base_model_name_or_path")
+    if name.startswith(("/", "~")):
+        yield Statement(Fact.KEPT_BASE, name, by)
+        yield Statement(Fact.KEPT_BASE, "a hub id", "a file for others")
 
 
 def base_statements(named: Mapping[str, str], sidecars: Sidecars) -> Iterator[Statement]:
@@ -100,121 +131,134 @@ def quantized_statements(config: ConfigFile | None) -> Iterator[Statement]:
         yield Statement(Fact.BASE_QUANTIZED, "plain", "--base")
 
 
-def _statements(adapter: Adapter, shapes: Mapping[str, Shape]) -> Iterator[Statement]:
-    config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
-    for key in _SWITCHES:
+def class_statements(adapter: Adapter, config: ConfigFile | None) -> Iterator[Statement]:
+    """The class of the model that an adapter was trained on, and of the one it is merged into."""
+    mapping = adapter.config.content.get("auto_mapping")
+    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    named = None if config is None else next(iter(config.architectures), None)
+    if isinstance(trained, str) and named and _family(trained) != _family(named):
+        yield Statement(Fact.ADAPTER_CLASS, trained, f"{adapter.folder}{ADAPTER_CONFIG}")
+        yield Statement(Fact.ADAPTER_CLASS, named, CONFIG)
+
+
+def _family(model_class: str) -> str:
+    """What classes of one model begin with, whatever their head."""
+    return re.split("For[A-Z]|Model|LMHead|PreTrained", model_class)[0]
+
+
+def _statements(adapter: Adapter, stored: Weights, base: Iterable[str]) -> Iterator[Statement]:
+    config, by, shapes = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}", stored.shapes
+    for key in SWITCHES:
         config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
-    for key in _DECIDING:
-        for one in (config, *adapter.others) if adapter.others else ():
-            yield Statement(Fact.ADAPTER_CONFIGS, one.content.get(key), str(one.path), key)
+    yield from _of_files(adapter)
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)
     for module in copies:
-        yield Statement(Fact.ADAPTER_COPIES, "trained whole", _TENSORS, module)
+        yield Statement(Fact.ADAPTER_COPIES, "trained whole", TENSORS, module)
         yield Statement(Fact.ADAPTER_COPIES, _copied(config, module), by, module)
     methods = {m for part in parts.values() for m in methods_of(part.attribute)}
     if methods and config.peft_type not in methods:
-        yield Statement(Fact.ADAPTER_METHOD, " or ".join(sorted(methods)), _TENSORS)
+        yield Statement(Fact.ADAPTER_METHOD, " or ".join(sorted(methods)), TENSORS)
         yield Statement(Fact.ADAPTER_METHOD, config.peft_type or "none", by)
-    for name, part in parts.items() if config.peft_type == "PROMPT_TUNING" else ():
-        for axis, key in enumerate(("num_virtual_tokens", "token_dim")) if part.is_prompt else ():
-            yield Statement(Fact.ADAPTER_PROMPT, shapes[name][axis], _TENSORS, key)
-            yield Statement(Fact.ADAPTER_PROMPT, config.content.get(key), by, key)
-    if not config.variants:
-        updates = {n: p for n, p in parts.items() if not (p.is_copy or p.is_prompt)}
-        yield from _of_updates(config, by, updates, shapes)
+        return
+    yield from _of_task(config, by, (part.module for part in parts.values()))
+    if config.variants:
+        return
+    yield from _of_tensors(config, by, {n: p for n, p in parts.items() if not p.is_copy}, shapes)
+    known = {name: part for name in stored.left_out if (part := read_name(name)).adapter}
+    own = {name: part for name, part in known.items() if part.adapter == adapter.name}
+    modules = Modules.of({**parts, **own}, stored.known_shapes, base)
+    yield from claimed_statements(config, by, modules)
+    yield from row_statements(config, by, {n: p for n, p in parts.items() if p.has_rows}, shapes)
 
 
-def _of_updates(
+def _of_files(adapter: Adapter) -> Iterator[Statement]:
+    """What several files of one adapter say of what decides."""
+    for key in _DECIDING:
+        for one in (adapter.config, *adapter.others) if adapter.others else ():
+            said = one.content.get(key)
+            if key in _SETS and isinstance(said, list):
+                said = sorted(said, key=str)
+            yield Statement(Fact.ADAPTER_CONFIGS, said, str(one.path), key)
+
+
+def _of_task(config: AdapterConfig, by: str, modules: Iterable[str]) -> Iterator[Statement]:
+    """The task that the file tells of, and those that a trained head is for."""
+    for head in dict.fromkeys(module.rpartition(".")[2] for module in modules):
+        if head in _OF_TASK:
+            yield Statement(Fact.ADAPTER_TASK, _OF_TASK[head], f"{TENSORS}, of a {head}")
+            yield Statement(Fact.ADAPTER_TASK, config.content.get("task_type"), by)
+
+
+def _of_tensors(
     config: AdapterConfig, by: str, parts: Mapping[str, PeftName], shapes: Mapping[str, Shape]
 ) -> Iterator[Statement]:
-    attributes: dict[str, set[str]] = {}
+    by_module: dict[str, dict[str, Shape]] = {}
     for name, part in parts.items():
-        short = ".".join(filter(None, (part.attribute, part.rest)))
-        attributes.setdefault(part.module, set()).add(short)
-        if (axis := _RANK_AXIS.get(short)) is not None and len(shapes[name]) > axis:
-            rank = shapes[name][axis]
-            yield Statement(Fact.ADAPTER_RANK, rank, _TENSORS, part.module)
-            yield Statement(Fact.ADAPTER_RANK, _rank(config, part.module, rank), by, part.module)
-        if part.attribute == _TOKENS:
-            rows = config.trained_rows(part.module)
-            yield Statement(Fact.ADAPTER_TOKENS, shapes[name][0], _TENSORS, part.module)
-            yield Statement(Fact.ADAPTER_TOKENS, rows, by, part.module)
-    for module, held in attributes.items():
-        if held - {_TOKENS}:
-            yield from _of_update(config, by, module, held)
+        if part.is_prompt:
+            yield from _of_prompt(config, by, shapes[name])
+        elif not part.has_rows:
+            short = ".".join(filter(None, (part.attribute, part.rest)))
+            by_module.setdefault(part.module, {})[short] = shapes[name]
+    for module, held in by_module.items():
+        yield from _of_update(config, by, module, held)
 
 
-def _of_update(config: AdapterConfig, by: str, module: str, held: Set[str]) -> Iterator[Statement]:
+def _of_update(
+    config: AdapterConfig, by: str, module: str, held: Mapping[str, Shape]
+) -> Iterator[Statement]:
     """What is said of the update of one module."""
     is_target = config.does_target(module)
     said = {None: None, True: "updated", False: "no target"}[is_target]
-    yield Statement(Fact.ADAPTER_TARGETS, "updated", _TENSORS, module)
+    yield Statement(Fact.ADAPTER_TARGETS, "updated", TENSORS, module)
     yield Statement(Fact.ADAPTER_TARGETS, said, by, module)
-    lora_alone = (
+    for short, shape in held.items() if held.keys().isdisjoint(_CONVOLVED) else ():
+        size, axis = _SIZES.get(short, ("", len(shape)))
+        if axis < len(shape):
+            stated = _size(config, size, module, shape[axis])
+            yield Statement(Fact.ADAPTER_RANK, shape[axis], TENSORS, module)
+            yield Statement(Fact.ADAPTER_RANK, stated, by, module)
+    scaled = held.get("ia3_l", ())
+    if len(scaled) == 2 and max(scaled) > 1:  # noqa: PLR2004
+        yield Statement(Fact.ADAPTER_FEEDFORWARD, scaled[0] == 1, TENSORS, module)
+        yield Statement(Fact.ADAPTER_FEEDFORWARD, config.is_feedforward(module), by, module)
+    for fact, key, attribute in (
         (Fact.ADAPTER_DORA, "use_dora", "lora_magnitude_vector"),
         (Fact.ADAPTER_BIAS, "lora_bias", "lora_B.bias"),
-    )
-    for fact, key, attribute in lora_alone if config.peft_type == "LORA" else ():
+    ):
         has_it = any(name.startswith(attribute) for name in held)
-        yield Statement(fact, has_it, _TENSORS, module)
+        yield Statement(fact, has_it, TENSORS, module)
         yield Statement(fact, config.switch(key), by, module)
 
 
-def _said_alone(
-    adapter: Adapter, shapes: Mapping[str, Shape], modules: Set[str]
-) -> Iterator[Statement]:
-    """What the file names and no tensor of the adapter is of.
-
-    peft passes over what the model does not have; what it has was trained, or the file is another
-    run's. Where nothing tells what the model has, that is to be looked at.
-    """
-    config, by = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}"
-    parts = [part for name in shapes if (part := read_name(name)).adapter == adapter.name]
-    copied = {part.module for part in parts if part.is_copy}
-    held = {part.module for part in parts}
-    is_plain = bool(held) and not (config.variants or config.keeps_ties)
-    for key in _NAMING if is_plain else ():
-        for entry in config.entries(key):
-            of = copied if key == _COPIED else held
-            named = {m for module in of for m in (module, *config.targeted_parameters(module))}
-            if not any(config.means(key, entry, module) for module in named):
-                fact = _fact_of_unheld(config, key, entry, held, modules)
-                if fact is not None:
-                    yield Statement(fact, "no tensors", _TENSORS, f"{key} {entry!r}")
-                    yield Statement(fact, "named", by, f"{key} {entry!r}")
-    if config.content.get(TRAINED_TOKENS) and all(part.attribute != _TOKENS for part in parts):
-        yield Statement(Fact.ADAPTER_TOKENS, "no tokens", _TENSORS)
-        yield Statement(Fact.ADAPTER_TOKENS, TRAINED_TOKENS, by)
+def _of_prompt(config: AdapterConfig, by: str, shape: Shape) -> Iterator[Statement]:
+    """The length of a prompt that was learnt, and of its embeddings."""
+    keys = ("num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_layers")
+    tokens, width, submodules, layers = (
+        n if isinstance(n := config.content.get(key), int) else None for key in keys
+    )
+    if config.peft_type == "PREFIX_TUNING":  # keys and values of each layer
+        width = width and layers and 2 * width * layers
+    else:
+        tokens = tokens and submodules and tokens * submodules
+    for what, held, said in zip(keys, shape, (tokens, width), strict=False):
+        yield Statement(Fact.ADAPTER_PROMPT, held, TENSORS, what)
+        yield Statement(Fact.ADAPTER_PROMPT, said, by, what)
 
 
-def _fact_of_unheld(
-    config: AdapterConfig, key: str, entry: str, held: Set[str], modules: Set[str]
-) -> Fact | None:
-    """What an entry that is about no tensor of the adapter is to be told as, if at all."""
-    if key.endswith("_pattern"):
-        return Fact.ADAPTER_UNHELD
-    theirs = [module for module in modules if config.means(key, entry, module)]
-    if key == _COPIED and (theirs or entry in _HEADS):
-        return Fact.ADAPTER_COPIES if theirs else None
-    if any(config.does_target(module) for module in theirs):
-        return Fact.ADAPTER_TARGETS
-    return None if held & modules else Fact.ADAPTER_UNHELD
-
-
-def _rank(config: AdapterConfig, module: str, held: int) -> int | None:
-    """What the file says of a module's rank, as its factors have it.
+def _size(config: AdapterConfig, size: str, module: str, held: int) -> int | None:
+    """What the file says of a size of a module's update, such as its rank, as its tensors have it.
 
     Those of fused experts, which are targeted as parameters, have it as often as there are experts.
     """
     parameters = config.targeted_parameters(module)
-    ranks = [config.rank_of(key) for key in parameters or [module]]
-    if parameters and any(rank and held % rank == 0 for rank in ranks):
+    sizes = [config.size_of(size, key) for key in parameters or [module]]
+    if parameters and any(one and held % one == 0 for one in sizes):
         return held
-    return ranks[0]
+    return sizes[0]
 
 
 def _copied(config: AdapterConfig, module: str) -> str:
     named = any(module.endswith(name) for name in config.saved_modules)
-    by_task = config.text("task_type") and module.rpartition(".")[2] in _HEADS
+    by_task = config.text("task_type") and module.rpartition(".")[2] in HEADS
     return "trained whole" if named or config.keeps_ties or by_task else "not in modules_to_save"

@@ -185,7 +185,7 @@ def _check_ranks(update: Update, matrices: int, config: AdapterConfig) -> int:
     """The rank of the update, which the factors and the configuration must agree about."""
     a, b = update.factors
     rank = a.shape[0] // matrices
-    said = config.rank_of(update.key)
+    said = config.size_of("r", update.key)
     if b.shape[1] != a.shape[0] or rank * matrices != a.shape[0] or rank != said:
         raise _unlike(update, config, "the rank", said)
     return rank

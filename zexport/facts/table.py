@@ -177,6 +177,7 @@ class Fact(Enum):
     ADAPTER_BIAS = _of_one_adapter("use of biases (lora_bias)")
     ADAPTER_TOKENS = _of_one_adapter("number of trainable_token_indices")
     ADAPTER_PROMPT = _of_one_adapter("size of the prompt")
+    ADAPTER_FEEDFORWARD = _of_one_adapter("choice of feedforward_modules")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
     ADAPTER_UNHELD = _warned(
         "parts that an adapter's configuration names",
@@ -187,6 +188,17 @@ class Fact(Enum):
         "task of a merged adapter",
         "the adapter was trained for another task than the model is built for",
         hint="Give the base with the config of the class that was trained with --base",
+        agreement=Agreement.SHARED,
+    )
+    ADAPTER_CLASS = _warned(
+        "class of the model that an adapter was trained on",
+        "the adapter was trained on a model of another class than config.json names: take care "
+        "that the base is the one that was trained on",
+    )
+    KEPT_BASE = _noted(
+        "name of the base model, where an adapter is kept",
+        "adapter_config.json names the base by a path, where no other machine has it: load the "
+        "base yourself, or write its name on the hub there",
     )
     ADAPTER_CONFIGS = _warned(  # the nearest was taken, or the one that the user named
         "keys that decide values, in several adapter_config.json",

@@ -105,7 +105,7 @@ class PeftAdapters(Struct, frozen=True):
         del selection, files  # every adapter has the same
         for adapter in self.collected.adapters:
             name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
-            if config.content.get("inference_mode") is True:
+            if config.switch("inference_mode"):
                 yield SideFile(name, origin=config.path)
             else:
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
