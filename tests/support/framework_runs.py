@@ -52,13 +52,13 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def _lines(base: Path) -> Dataset:
+def lines_of(base: Path) -> Dataset:
     tokens = AutoTokenizer.from_pretrained(base)(_TEXT)["input_ids"][:16]
     row = {"input_ids": tokens, "labels": tokens}
     return Dataset.from_list([row] * 2 * STEPS).with_format("torch")
 
 
-def _arguments(out: Path) -> dict[str, Any]:
+def arguments_of(out: Path) -> dict[str, Any]:
     """Those of the Trainer and of all that is made of it."""
     return {
         "output_dir": str(out),
@@ -75,11 +75,11 @@ def _arguments(out: Path) -> dict[str, Any]:
 
 def with_trainer(base: Path, out: Path) -> Tensors:
     """transformers' Trainer, all weights."""
-    arguments = TrainingArguments(**_arguments(out))
+    arguments = TrainingArguments(**arguments_of(out))
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(base),
         args=arguments,
-        train_dataset=_lines(base),
+        train_dataset=lines_of(base),
         processing_class=AutoTokenizer.from_pretrained(base),
         data_collator=default_data_collator,
     )
@@ -89,7 +89,7 @@ def with_trainer(base: Path, out: Path) -> Tensors:
 
 def with_trl(base: Path, out: Path) -> Tensors:
     """TRL's SFTTrainer, a LoRA adapter."""
-    arguments = SFTConfig(**_arguments(out), max_length=16)
+    arguments = SFTConfig(**arguments_of(out), max_length=16)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     trainer = SFTTrainer(
@@ -109,7 +109,7 @@ def with_accelerate(base: Path, out: Path) -> Tensors:
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(_lines(base), batch_size=1)
+    loader = DataLoader(lines_of(base), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in islice(loader, STEPS):
         accelerator.backward(model(**batch).loss)
@@ -149,7 +149,7 @@ def with_lightning(base: Path, out: Path) -> Tensors:
         max_steps=STEPS,
         default_root_dir=out,
         logger=False,
-    ).fit(module, DataLoader(_lines(base), batch_size=1))
+    ).fit(module, DataLoader(lines_of(base), batch_size=1))
     return module.truth
 
 
@@ -160,7 +160,7 @@ def with_deepspeed(base: Path, out: Path) -> Tensors:
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepcopy(_CONFIG))
-    for row in islice(_lines(base).iter(1), STEPS):
+    for row in islice(lines_of(base).iter(1), STEPS):
         engine.backward(engine(**row).loss)
         engine.step()
     engine.save_checkpoint(str(out))
