@@ -127,7 +127,7 @@ def test_a_config_and_a_tokenizer_are_read_before(
 ) -> None:
     root = save(small_model(), Run(stage=3), tmp_path / "run")
     (root / "config.json").write_text(json.dumps({"model_type": "none-such", "vocab_size": 3}))
-    (root / "tokenizer.json").write_text('{"added_tokens": [{"id": 7}]}')
+    (root / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<x>"}]}')
     (root / "vocab.json").write_text("{")
     decided = _decided(open_checkpoint(root), ExportOptions(), monkeypatch)
     told = "\n".join(decided.warnings)
