@@ -172,7 +172,7 @@ def test_a_stranger_is_no_base_for_what_was_frozen(tmp_path: Path) -> None:
 def test_a_base_that_the_config_names_fills_in_what_was_frozen(tmp_path: Path) -> None:
     root, began = partly_trained(tmp_path, _name_or_path="acme/began")
     report = consolidate(root, tmp_path / "out", ExportOptions(base=began))
-    assert not any("training began from" in one for one in report.warnings)
+    assert not any("the base is" in one or "nothing shows" in one for one in report.warnings)
     cached = tmp_path / "models--acme--sibling" / "snapshots" / "abc"
     cached.parent.mkdir(parents=True)
     began.rename(cached)
