@@ -90,12 +90,12 @@ def write_sparse_zero3(root: Path, shapes: Mapping[str, Shape], world_size: int)
     saved: dict[int, tuple[bytes, bytes]] = {}
     for rank in range(world_size):
         path = tag_dir / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        name = path.stem.encode()
-        if len(name) not in saved:
+        inside = path.stem.encode()
+        if len(inside) not in saved:
             torch.save(_model(shapes), path)
-            saved[len(name)] = name, path.read_bytes()
-        like, content = saved[len(name)]  # the zip differs in nothing but the folder's name
-        path.write_bytes(content.replace(like, name))
+            saved[len(inside)] = inside, path.read_bytes()
+        like, content = saved[len(inside)]  # the zip differs in nothing but the folder's name
+        path.write_bytes(content.replace(like, inside))
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         write_with_holes(tag_dir / name, _optimizer(holes, world_size), holes)
 
