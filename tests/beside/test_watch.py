@@ -125,9 +125,52 @@ def test_an_export_that_was_published_when_the_watch_was_killed_is_not_made_agai
     assert len([*watch(run, outs, ONCE)]) == 1
     ledger = outs / ".zexport-watch" / "ledger.json"
     record = json.loads(ledger.read_text())
-    record["entries"]["checkpoint-2"] |= {"is_done": False, "manifest": ""}
+    record["entries"]["checkpoint-2"] |= {"is_begun": True, "manifest": ""}
     ledger.write_text(json.dumps(record))
-    assert [*watch(run, outs, ONCE)] == []
+    then = WatchOptions(once=True, then="true")
+    assert _told([*watch(run, outs, then)]) == [(EventKind.RAN, "checkpoint-2")]
+    assert [*watch(run, outs, then)] == []
+
+
+def test_another_save_is_exported_though_the_watch_was_stopped_while_it_was(
+    tmp_path: Path,
+) -> None:
+    """The export before is the watch's own still, and is replaced."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    ledger = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(ledger.read_text())
+    entry = record["entries"]["checkpoint-2"]
+    entry |= {"is_begun": True, "mark": "another", "found": entry["manifest"]}
+    ledger.write_text(json.dumps(record))
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
+def test_a_folder_in_the_way_holds_up_its_own_checkpoint_alone(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    (outs / "checkpoint-2").mkdir(parents=True)
+    (outs / "checkpoint-2" / "thesis.tex").write_text("mine")
+    events = watch(run, outs, OFTEN)
+    assert _told([next(events), next(events)]) == [
+        (EventKind.FAILED, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-4"),
+    ]
+    events.close()
+
+
+def test_links_are_read_as_an_export_reads_them(tmp_path: Path) -> None:
+    """One that leads elsewhere and is not needed, and a tag that lies elsewhere in the run."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    tag = _save(run, 2) / "global_step2"
+    (run / "store" / "of" / "all").mkdir(parents=True)
+    tag.rename(run / "store" / "of" / "all" / "there")
+    tag.symlink_to(run / "store" / "of" / "all" / "there")
+    (tmp_path / "log").write_text("of the launcher")
+    (run / "train.log").symlink_to(tmp_path / "log")
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
 def test_another_save_of_the_same_step_replaces_its_export(tmp_path: Path) -> None:
@@ -165,6 +208,11 @@ def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
     assert str(run / "checkpoint-2") in message
     assert ".zexport-watch" not in message
     assert (outs / "checkpoint-4" / "thesis.tex").read_text() == "mine"
+    consolidate(run / "checkpoint-6", outs / "checkpoint-2")
+    before = _files(outs / "checkpoint-2")
+    assert (EventKind.FAILED, "checkpoint-2") in _told([*watch(run, outs, ONCE)])
+    assert _files(outs / "checkpoint-2") == before
+    shutil.rmtree(outs / "checkpoint-2")
     spoilt.write_bytes(whole)
     assert (EventKind.EXPORTED, "checkpoint-2") in _told([*watch(run, outs, ONCE)])
 
@@ -197,6 +245,9 @@ def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
     events = [*watch(run, outs, fails)]
     assert [one.event for one in events] == [EventKind.EXPORTED, EventKind.COMMAND_FAILED]
     assert log.read_text() == f"{outs / 'checkpoint-2'}|2|"
+    _save(run, 4)
+    assert len([*watch(run, outs, fails)]) == 3
+    shutil.rmtree(outs / "checkpoint-4")
     works = WatchOptions(once=True, then=f"echo again {{step}} >> {log}")
     assert _told([*watch(run, outs, works)]) == [(EventKind.RAN, "checkpoint-2")]
     assert [*watch(run, outs, works)] == []
@@ -211,9 +262,8 @@ def test_older_exports_go_that_are_as_they_were_made(tmp_path: Path) -> None:
     (outs / "checkpoint-4" / "notes.txt").write_text("mine")
     for step in (10, 12):
         _save(run, step)
-    consolidate(run / "checkpoint-8", tmp_path / "8", ExportOptions(only="lin"))
-    shutil.rmtree(outs / "checkpoint-8")
-    (tmp_path / "8").rename(outs / "checkpoint-8")
+    with (outs / "checkpoint-8" / "README.md").open("a") as card:
+        card.write("My own words.")
     events = [*watch(run, outs, WatchOptions(once=True, keep=1))]
     assert _told(events) == [
         (EventKind.EXPORTED, "checkpoint-10"),

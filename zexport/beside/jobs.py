@@ -83,7 +83,8 @@ class Exported(Struct, frozen=True):
 
 def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     """An export as ``zexport consolidate`` makes it, with its options in words."""
-    program = (sys.executable, "-m", "zexport", "consolidate", checkpoint, out_dir)
+    # -P: the working folder may be the run's, and nothing is imported from there
+    program = (sys.executable, "-P", "-m", "zexport", "consolidate", checkpoint, out_dir)
     return Job((*program, *words, "--json", "--quiet"), is_heard=False)
 
 

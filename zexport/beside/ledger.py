@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
-from zexport.run.manifest import MANIFEST_NAME
+from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
-from zexport.store.files import read_whole, write_durably, writing
-from zexport.store.folders import exists, is_file, make_folder, move, remove
+from zexport.store.files import read_whole, version, write_durably, writing
+from zexport.store.folders import exists, is_file, make_folder, matching, move, remove
 from zexport.store.publish import locked_file
 
 _LEDGER = "ledger.json"
@@ -26,11 +26,12 @@ class Entry(Struct, frozen=True):
     """One checkpoint that was exported, or is about to be.
 
     Attributes:
-        mark: the checkpoint's files, as they were.
+        mark: the checkpoint's files, as they were; empty where no export came of them.
         step: the optimizer steps that it records.
         written_ns: when the last of its files was written.
-        manifest: digest of the export's manifest; while it is exported, of the one before.
-        is_done: whether the export stands, or stood until it was removed.
+        manifest: digest of the manifest of the export that the watch has made last.
+        found: that of the one which lay in the export's place when this one was begun.
+        is_begun: whether it is being made.
         is_owed: whether the command after it has not ended well yet.
     """
 
@@ -38,8 +39,14 @@ class Entry(Struct, frozen=True):
     step: int | None
     written_ns: int
     manifest: str = ""
-    is_done: bool = False
+    found: str = ""
+    is_begun: bool = False
     is_owed: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether an export stands, or stood until it was removed."""
+        return bool(self.manifest) and not self.is_begun
 
 
 class _Record(Struct, frozen=True):
@@ -94,19 +101,25 @@ class Ledger:
             write_durably(self._path, msgspec.json.format(record))
 
     def is_ours(self, name: str) -> bool:
-        """Whether the export that is there is the one that was made, as it was made."""
+        """Whether the export that is there is the one that the watch has made."""
         entry = self._entries.get(name)
-        return entry is not None and entry.is_done and entry.manifest == self._digest(name)
+        return entry is not None and bool(entry.manifest) and entry.manifest == self._digest(name)
 
     def begin(self, seen: Sighting, step: int | None) -> None:
         """A checkpoint is about to be exported."""
-        before = self._digest(seen.name) if exists(self.out(seen.name)) else ""
-        self.put(seen.name, Entry(seen.mark, step, seen.written_ns, before))
+        found = self._digest(seen.name)
+        ours = found if self.is_ours(seen.name) else ""
+        entry = Entry(seen.mark, step, seen.written_ns, ours, found, is_begun=True)
+        self.put(seen.name, entry)
 
     def end(self, name: str, *, is_owed: bool) -> None:
         """An export stands; a command after it may be owed."""
-        digest = self._digest(name)
-        self.put(name, replace(self._entries[name], manifest=digest, is_done=True, is_owed=is_owed))
+        entry = replace(self._entries[name], manifest=self._digest(name), is_begun=False)
+        self.put(name, replace(entry, is_owed=is_owed))
+
+    def failed(self, name: str) -> None:
+        """No export came of it: what appears in its place later is somebody else's."""
+        self.put(name, replace(self._entries[name], mark="", is_begun=False))
 
     def paid(self, name: str) -> None:
         """The command after an export has ended well."""
@@ -120,7 +133,7 @@ class Ledger:
         entry = self._entries.get(seen.name)
         if entry is None or entry.mark != seen.mark:
             return False
-        if not entry.is_done and self._digest(seen.name) not in ("", entry.manifest):
+        if entry.is_begun and self._digest(seen.name) not in ("", entry.found):
             self.end(seen.name, is_owed=True)
         return self._entries[seen.name].is_done
 
@@ -132,15 +145,29 @@ class Ledger:
         """
         out, away = self.out(name), self._path.parent / f"removed-{name}"
         check_content(out, overwrite=True)
-        if not self.is_ours(name):
+        if not (self.is_ours(name) and _is_untouched(out)):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
         with writing(out):
+            if exists(away):
+                remove(away)
             move(out, away)
             remove(away)
 
     def _digest(self, name: str) -> str:
         path = self.out(name) / MANIFEST_NAME
         return blake3(read_whole(path)).hexdigest() if is_file(path) else ""
+
+
+def _is_untouched(out: Path) -> bool:
+    """Whether every file has its size, and is as old as the manifest, which is written last."""
+    made = version(out / MANIFEST_NAME).mtime_ns
+    for name, entry in read_manifest(out).files.items():
+        if not is_file(out / name):
+            return False
+        now = version(out / name)
+        if now.nbytes != entry.nbytes or now.mtime_ns > made:
+            return False
+    return True
 
 
 @contextmanager
@@ -154,4 +181,8 @@ def held(outs: Path) -> Iterator[Path]:
     with writing(place):
         make_folder(place)
     with locked_file(place / "lock", outs, "another watch exports into this folder"):
+        with writing(place):
+            for left in (place / "unfinished", *matching(place, "removed-*")):
+                if exists(left):
+                    remove(left)
         yield place

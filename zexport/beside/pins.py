@@ -7,6 +7,7 @@ whose time is what a rotation goes by (transformers 5.23, ``trainer_utils.py``).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +23,14 @@ from zexport.store.folders import (
     exists,
     is_file,
     is_folder,
+    is_link,
     leaves,
     make_folder,
     move,
     real,
     remove,
 )
-from zexport.store.links import NoKeepError, keep, let_go
+from zexport.store.links import NoKeepError, keep, let_go, point
 
 
 class Pin(Struct, frozen=True):
@@ -64,29 +66,50 @@ class Pin(Struct, frozen=True):
 def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pin:
     """Keep a checkpoint of that step, with the files beside it in the run, in ``place``.
 
+    A link that leads out of the run stays one, which the export refuses if it needs it.
+
     Raises:
         FileNotFoundError: it was removed meanwhile.
-        UnsafeError: a link leads outside the run.
+        UnsafeError: there is such a link, and files can be kept by holding them open alone.
         OutputError: ``place`` cannot be written.
     """
-    folder, unfinished = place / seen.name, place / f"{seen.name}.new"
+    folder, unfinished = place / seen.name, place.with_name("unfinished")
     descriptors: list[int] = []
     try:
-        for path in _files(seen):
-            boundary.check(path)
-            target = unfinished / seen.run.name / path.relative_to(seen.run)
-            with writing(place):
-                make_folder(target.parent)
-            keep(real(path), target, descriptors)
+        _fill(unfinished, seen, boundary, descriptors)
         with writing(place):
             move(unfinished, folder)
-    except NoKeepError:
+    except FileNotFoundError:
+        _undo(unfinished, descriptors)
+        raise
+    except (NoKeepError, OSError):  # what cannot be kept is read where it lies
         _undo(unfinished, descriptors)
         return Pin(seen, step)
     except BaseException:
         _undo(unfinished, descriptors)
         raise
     return Pin(seen, step, folder, tuple(descriptors))
+
+
+def _fill(unfinished: Path, seen: Sighting, boundary: Boundary, descriptors: list[int]) -> None:
+    kept: list[Path] = []
+    outward: list[Path] = []
+    for path in _files(seen):
+        target = unfinished / seen.run.name / path.relative_to(seen.run)
+        with writing(unfinished):
+            make_folder(target.parent)
+        if boundary.holds(path):
+            keep(real(path), target, descriptors)
+            kept.append(path)
+        else:
+            point(real(path), target)
+            outward.append(path)
+    if descriptors and outward:
+        boundary.check(outward[0])
+    there = {*kept, *outward}
+    wanted = [*kept, *(seen.tag_dir / name for name in seen.versions)]
+    if gone := next((one for one in wanted if one not in there or not exists(one)), None):
+        raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(gone))
 
 
 def pins_left(place: Path) -> Iterator[Pin]:
@@ -104,8 +127,15 @@ def pins_left(place: Path) -> Iterator[Pin]:
 
 def _files(seen: Sighting) -> Iterator[Path]:
     """The files of a checkpoint, and those that lie in the run beside it."""
-    yield from (path for path in leaves(seen.folder) if is_file(path))
+    yield from filter(_is_wanted, leaves(seen.folder))
+    if is_link(seen.tag_dir):
+        yield from filter(_is_wanted, leaves(seen.tag_dir))
     yield from (path for path in children(seen.run) if is_file(path) and path.name != "latest")
+
+
+def _is_wanted(path: Path) -> bool:
+    """Whether it is a file, or was one a moment ago."""
+    return is_file(path) or not (exists(path) or is_link(path))
 
 
 def _undo(unfinished: Path, descriptors: list[int]) -> None:

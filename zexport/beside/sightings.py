@@ -61,7 +61,7 @@ class Sighting(Struct, frozen=True):
     def mark(self) -> str:
         """A digest of its files' names, sizes and times: another save has another."""
         told = "\n".join(f"{name} {one}" for name, one in sorted(self.versions.items()))
-        return blake3(told.encode()).hexdigest()
+        return blake3(told.encode(errors="surrogateescape")).hexdigest()
 
     @property
     def written_ns(self) -> int:
@@ -113,19 +113,24 @@ def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
     """The checkpoints in a run's folder, oldest first; none where there is no folder yet.
 
     One that is removed meanwhile is left out.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
     """
     try:
         run = run_folder(run)
         found = [*_sightings(run, boundary)]
     except FileNotFoundError:
         return ()
+    except OSError as cause:
+        raise CheckpointError(f"cannot be read: {cause.strerror or cause}", path=run) from cause
     return tuple(sorted(found, key=lambda one: (one.written_ns, one.name)))
 
 
 def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
     tags = list_tags(run)
     checkpoints = list_ages(run) if tags else list_run_checkpoints(run)
-    for name in (*checkpoints, *tags):
+    for name in filter(str.isprintable, (*checkpoints, *tags)):
         try:
             yield sighting(run, name, boundary)
         except (CheckpointError, FileNotFoundError):  # it is going, or not there yet

@@ -15,12 +15,12 @@ from zexport.beside.ledger import Ledger, held
 from zexport.beside.pins import Pin, pin, pins_left
 from zexport.beside.sightings import Sighting, look
 from zexport.beside.words import words_of
-from zexport.errors import OutputError, UsageError, ZexportError
+from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
 from zexport.options import ExportOptions
 from zexport.report.failure import Told
 from zexport.store.address import local_path
 from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, make_folder, real
+from zexport.store.folders import absolute, exists, is_folder, make_folder, real
 
 _SETTLE_S = 2.0
 """Between the two looks of a watch that looks once."""
@@ -90,15 +90,15 @@ def watch(
     run, outs = absolute(local_path(run)), absolute(local_path(outs))
     if real(run) == real(outs):
         raise UsageError("the exports need a folder of their own", found=str(outs))
+    if exists(run) and not is_folder(run):
+        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
     export = export or ExportOptions()
     words = (*words_of(export), "--verify", verify)
     with held(outs) as place:
         make_folder(place / "pins")
         ledger = Ledger(outs, place, real(run))
         boundary = Boundary.of(run, follow=follow_symlinks)
-        owed = [name for name, entry in ledger.entries.items() if entry.is_owed]
-        options = options or WatchOptions()
-        work = _Work(run, place, ledger, boundary, options, words, owed=owed)
+        work = _Work(run, place, ledger, boundary, options or WatchOptions(), words)
         try:
             yield from work.events()
         finally:
@@ -136,7 +136,8 @@ class _Work:
     stay: set[str] = field(default_factory=set)
     """Older exports that cannot be removed."""
     task: _Task | None = None
-    not_before: float = 0.0
+    not_before: dict[str, float] = field(default_factory=dict)
+    """When an export that had no room is tried again."""
 
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
@@ -145,6 +146,8 @@ class _Work:
         while True:
             yield from self._look()
             looks += 1
+            if looks == 1:  # which notes what was published when the last watch ended
+                self.owed = [n for n, entry in self.ledger.entries.items() if entry.is_owed]
             yield from self._begin()
             if self.options.once and self._is_done(looks):
                 yield from (self._event(EventKind.WAITING, n, why=w) for n, w in self.waits.items())
@@ -170,8 +173,13 @@ class _Work:
                 self.queue[name] = left
 
     def _look(self) -> Iterator[WatchEvent]:
-        """See what there is, and keep what is complete."""
-        seen = {one.name: one for one in look(self.run, self.boundary)}
+        """See what there is, and keep what is complete; storage that falters is looked at again."""
+        try:
+            seen = {one.name: one for one in look(self.run, self.boundary)}
+        except CheckpointError:
+            if self.options.once:
+                raise
+            return
         for name in self.waits.keys() - seen.keys():
             del self.waits[name]
             yield self._event(EventKind.LOST, name, why="the run removed it before it was complete")
@@ -216,16 +224,22 @@ class _Work:
 
     def _begin(self) -> Iterator[WatchEvent]:
         """Start what is next, if nothing runs."""
-        if self.task is not None:
-            return
-        if self.owed and self.options.then:
+        while self.owed and self.options.then and not self._is_busy():
             self._command(self.owed.pop(0))
-        elif self.queue and time.monotonic() >= self.not_before:
-            waiting = sorted(self.queue.values(), key=lambda one: one.seen.written_ns)
+        if not self._is_busy() and (ready := self._ready()):
             if self.options.newest_only:
-                for one in waiting[:-1]:
+                for one in ready[:-1]:
                     yield self._skipped(one)
-            self._export(self.queue.pop(waiting[-1 if self.options.newest_only else 0].seen.name))
+            self._export(self.queue.pop(ready[-1 if self.options.newest_only else 0].seen.name))
+
+    def _is_busy(self) -> bool:
+        return self.task is not None
+
+    def _ready(self) -> list[Pin]:
+        """What waits for its turn, and not for room, oldest first."""
+        now = time.monotonic()
+        ready = (one for name, one in self.queue.items() if now >= self.not_before.get(name, 0))
+        return sorted(ready, key=lambda one: one.seen.written_ns)
 
     def _skipped(self, one: Pin) -> WatchEvent:
         del self.queue[one.seen.name]
@@ -277,9 +291,10 @@ class _Work:
             self.owed += [name] * bool(self.options.then)
             kept.release()
             return replace(event, warnings=told.warnings)
+        self.ledger.failed(name)
         if told.error.code == OutputError.exit_code and not self.options.once:
             self.queue[name] = kept
-            self.not_before = time.monotonic() + _RETRY_S
+            self.not_before[name] = time.monotonic() + _RETRY_S
         else:
             kept.release()
         return replace(event, event=EventKind.FAILED, failure=self._named(kept, told.error))
@@ -311,7 +326,8 @@ class _Work:
         done = [n for n, e in entries.items() if e.is_done and self._is_there(n)]
         done.sort(key=lambda name: entries[name].written_ns)
         for name in done[: -self.options.keep]:
-            if not (entries[name].is_owed or self._is_running(name) or name in self.stay):
+            is_owed = entries[name].is_owed and self.options.then
+            if not (is_owed or self._is_running(name) or name in self.stay):
                 yield self._removed(name)
 
     def _removed(self, name: str) -> WatchEvent:

@@ -52,6 +52,11 @@ def _keep_open(path: Path, target: Path, descriptors: list[int]) -> None:
     target.symlink_to(_OPEN_FILES / str(descriptors[-1]))
 
 
+def point(path: Path, target: Path) -> None:
+    """Make a symbolic link to ``path``."""
+    target.symlink_to(path)
+
+
 def let_go(descriptors: Iterable[int]) -> None:
     """Close what was held open."""
     for descriptor in descriptors:
