@@ -178,7 +178,7 @@ def test_what_is_not_an_exports_own_is_not_removed(run: Path, out: str, server: 
     server.fault = _of_shard(2, Answer("403 Forbidden", "AccessDenied"))
     with pytest.raises(OutputError):
         zexport.consolidate(run, f"{out}-2", _SHARDS)
-    obstore.put(server.store, f"{out.removeprefix(f's3://{BUCKET}/')}-2/notes/mine.txt", b"mine")
+    obstore.put(server.store, f"{out.removeprefix(f's3://{BUCKET}/')}-2/mine.txt", b"mine")
     server.fault = lambda _: None
     objects.forget_listings()
     with pytest.raises(OutputError, match="what is not its own, which would be removed"):

@@ -127,12 +127,14 @@ def run_plan(
         reader = FileReader(sources) if reader is None else reader
         paths = [source.path for source in plan.sources]
         paths += [side.origin for side in plan.side_files if side.origin is not None]
+        names = [file.filename for file in plan.shards] + [s.filename for s in plan.side_files]
         folder = stack.enter_context(
             staged_folder(
                 plan.out_dir,
                 overwrite=plan.overwrite,
                 is_checkpoint=plan.form.is_checkpoint,
                 sources=paths,
+                own=names,
                 warn=warnings.append,
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def staged_folder(
     overwrite: bool,
     is_checkpoint: bool = False,
     sources: Iterable[Path] = (),
+    own: Iterable[str] = (),
     warn: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Path]:
     """A folder to fill: it becomes ``out_dir`` when the block ends, and never when that fails.
@@ -55,12 +56,12 @@ def staged_folder(
     It lies beside it, so that the last step is a rename; all that can be known to fail is looked at
     before, and an older folder goes when the new one is on the disk. After an interrupt, and where
     the system refused, it stays with the files that have receipts; after any other failure it is
-    gone.
+    gone. ``own`` are the names of the files that it is filled with.
     """
     target = real_path(out_dir)
     check_place(target, sources)
     if isinstance(target, Address):
-        with _filled_in_place(target, overwrite=overwrite, warn=warn):
+        with _filled_in_place(target, {*own}, overwrite=overwrite, warn=warn):
             yield target
         return
     for place in workplaces(target):
@@ -85,7 +86,7 @@ def staged_folder(
 
 @contextmanager
 def _filled_in_place(
-    target: Address, *, overwrite: bool, warn: Callable[[str], None]
+    target: Address, own: Set[str], *, overwrite: bool, warn: Callable[[str], None]
 ) -> Iterator[None]:
     """A folder in object storage, which has its name from the beginning.
 
@@ -94,8 +95,10 @@ def _filled_in_place(
     """
     manifest = target / MANIFEST_NAME
     with writing(target):
-        if is_left := is_folder(target / RECEIPTS_NAME) and not is_file(manifest):
-            _check_left(target)
+        if is_file(manifest):  # a stopped export may have lacked this alone
+            drop_receipts(target)
+        if is_left := is_folder(target / RECEIPTS_NAME):
+            _check_left(target, own)
         else:
             check_content(target, overwrite=overwrite)
         if is_file(manifest):
@@ -236,11 +239,13 @@ def _is_resharded(folder: Path) -> bool:
         return False
 
 
-def _check_left(target: Path) -> None:
+def _check_left(target: Path, own: Set[str]) -> None:
     """Refuse what a stopped export has left where something else was put into it."""
     names = {path.relative_to(target).as_posix() for path in leaves(target)}
     receipts = f"{RECEIPTS_NAME}/"
-    foreign = {n for n in names if not (n.startswith(receipts) or _is_models_own(n))}
+    weights = {name for name in names if any(Path(name).match(one) for one in _WEIGHTS)}
+    others = names - own - weights
+    foreign = {name for name in others if not name.startswith(receipts)}
     if foreign:
         raise OutputError(
             "holds an unfinished export, and what is not its own, which would be removed",

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from zexport.errors import MissingExtraError, UsageError
 
-SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
-"""What addresses may begin with, and how the store library has it."""
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfs"}
+"""What addresses may begin with, and the one way in which one place is named."""
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 
@@ -39,7 +39,7 @@ class Address(PosixPath):
     def root_url(self) -> str:
         """The bucket's own address."""
         scheme, bucket = self.parts[:2]
-        return f"{SCHEMES[scheme[:-1]]}://{bucket}"
+        return f"{scheme}//{bucket}"
 
     @property
     def key(self) -> str:
@@ -82,7 +82,7 @@ def _address(given: str, text: str, scheme: str) -> Address:
             f"{given!r} is an address, and {scheme}: is no place that zexport knows: "
             "give a path on this machine, or an address that begins with s3://, gs:// or az://"
         )
-    address = Address(scheme.lower() + text[len(scheme) :])
+    address = Address(SCHEMES[scheme.lower()] + text[len(scheme) :])
     if len(address.parts) == 1 or ".." in address.parts:
         raise UsageError(f"{given!r} is no address", expected=f"{scheme}://BUCKET/FOLDER")
     if find_spec("obstore") is None:

@@ -162,7 +162,8 @@ class Blocks:
     def close(self) -> None:
         """Let everything go; what is on its way is not waited for."""
         with _queue.lock:
-            for block in list(self.blocks.values()):
+            blocks, self.blocks = list(self.blocks.values()), {}  # none of them is begun any more
+            for block in blocks:
                 if block.future is not None:
                     block.future.cancel()
                 _queue.drop(block)

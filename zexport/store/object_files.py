@@ -33,7 +33,7 @@ class _Known:
 
     def find(self, start: int, stop: int) -> bytes | None:
         """The bytes, where a window has them all."""
-        for begin, data in self.windows.items():
+        for begin, data in list(self.windows.items()):  # other threads add some
             if begin <= start and stop <= begin + data.nbytes:
                 return bytes(data[start - begin : stop - begin])
         return None
@@ -41,7 +41,7 @@ class _Known:
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(data.nbytes for data in self.windows.values())
+        return sum(data.nbytes for data in list(self.windows.values()))
 
 
 _known: OrderedDict[Address, _Known] = OrderedDict()
