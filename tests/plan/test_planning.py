@@ -101,7 +101,7 @@ def test_a_problem_of_the_checkpoint_is_raised_before_anything_else(zero2: Path)
 
 def test_what_is_missing_beside_the_weights_is_a_warning(zero2: Path) -> None:
     plan = _plan(zero2)
-    assert "config.json and a tokenizer" in plan.warnings[0]
+    assert "config.json, a tokenizer" in plan.warnings[0]
     assert plan.provenance["loadable"] is False
 
 

@@ -381,7 +381,7 @@ def test_a_model_with_code_of_its_own_keeps_its_names(tmp_path: Path) -> None:
     root = checkpoint_of(model, tmp_path / "run", config=config, trained=trained)
     report = consolidate(root, tmp_path / "out")
     assert facts(files_of(tmp_path / "out")) == facts(trained.masters)
-    assert any("written as stored" in warning for warning in report.warnings)
+    assert any("were not checked" in warning for warning in report.warnings)
 
 
 def test_transformers_is_asked_once_for_a_config(

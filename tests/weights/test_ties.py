@@ -45,7 +45,7 @@ def _fine_tuned(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if trained in name:
-                parameter.add_(1)
+                parameter.add_(0.01)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     own = {name: tensor for name, tensor in weights.items() if trained in name}
     frozen = {name: tensor for name, tensor in weights.items() if name not in own}
