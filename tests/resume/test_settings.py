@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.real_cases import FIXTURES
+from tests.support.checkpoints import edit
+from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint
 from zexport.errors import UsageError
 from zexport.options import ReshardOptions
@@ -113,3 +114,41 @@ def test_a_configuration_of_another_element_type_is_refused(
             ReshardOptions(world_size=3, ds_config=path),
         )
     assert advice in caught.value.hint
+
+
+@pytest.mark.parametrize("zero", [_AUTO, "auto"])
+def test_zexport_train_is_told_of_the_layout_that_auto_meant(zero: object, tmp_path: Path) -> None:
+    """It leaves ``auto`` out, by which DeepSpeed's own values would read the flat data."""
+    root = copied("z2_w2_bf16_groups", tmp_path)
+    path = tmp_path / "ds.json"
+    given = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "auto"}, **_BF16}
+    path.write_text(json.dumps(given), encoding="utf-8")
+    for file in root.glob("*/*_model_states.pt"):
+        edit(file, _dealt_out)
+    options = ReshardOptions(world_size=2, ds_config=path)
+    plan = plan_reshard(open_checkpoint(root), tmp_path / "out", options)
+    (typed,) = (file.content for file in plan.side_files if file.filename == "zexport_train.json")
+    says = json.loads(typed or b"")["ds_config"]
+    settings = plan.provenance["settings"]
+    assert isinstance(settings, dict)
+    assert says["zero_optimization"]["round_robin_gradients"] is settings["is_dealt_out"] is True
+    assert says["data_types"] == {"grad_accum_dtype": "fp32"}
+    offloading = says["zero_optimization"].get("offload_optimizer")
+    assert offloading == ({"device": "cpu"} if zero == "auto" else None)
+
+
+def _dealt_out(model: Any) -> None:
+    zero = {"round_robin_gradients": True, "offload_optimizer": {"device": "cpu"}}
+    model["ds_config"]["zero_optimization"].update(zero)
+    model["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+
+
+def test_the_precision_that_trainer_fills_in_is_the_sources(tmp_path: Path) -> None:
+    root, path = copied("z2_w2_bf16_groups", tmp_path), tmp_path / "ds.json"
+    (root / "zexport_source.json").rename(root / "trainer_state.json")
+    options = ReshardOptions(world_size=3, ds_config=path)
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}), encoding="utf-8")
+    assert settle(open_checkpoint(root), options)[0].is_bf16
+    path.write_text(json.dumps({"fp16": {"enabled": True}}), encoding="utf-8")
+    with pytest.raises(UsageError, match="found fp16"):
+        settle(open_checkpoint(root), options)

@@ -204,3 +204,15 @@ def _renamed(model: Any, old: str, new: str) -> None:
         items = [*table.items()]
         table.clear()
         table.update((new if name == old else name, one) for name, one in items)
+
+
+def test_steps_that_differ_within_a_group_are_refused(tmp_path: Path) -> None:
+    tag_dir = _universal(_root("z2_w2_bf16_groups"), tmp_path / "out").location.tag_dir
+    steps = sorted(tag_dir.glob("zero/*/step.pt"))
+    for path in steps:
+        torch.save(2, path)
+    options = {"world_size": 2, "stage": 2, "format": "native"}
+    assert _plan(tmp_path / "out", tmp_path / "again", **options).shards
+    torch.save(3, steps[0])
+    with pytest.raises(ZexportError, match="is another than of the group's first"):
+        _plan(tmp_path / "out", tmp_path / "again", **options)

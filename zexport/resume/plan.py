@@ -160,16 +160,19 @@ def _around(checkpoint: ZeroCheckpoint, settings: Settings, options: ReshardOpti
     location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
     given = read_json_object(options.ds_config) if options.ds_config else None
+    typed: Mapping[str, object] | None = given
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
         told = tuple((False, text) for text in told_of_loading(options, settings))
     else:
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"
-        source = batch_of(source_config(checkpoint), before)
+        config = source_config(checkpoint)
+        typed = None if given is None else settings.typed(given, config)
+        source = batch_of(config, before)
         target = batch_of(given or {}, settings.world_size)
         told = tuple(told_of_batch(source, settings.world_size, target))
-    found = beside(location, ranks, stage, checkpoint.global_steps, given)
+    found = beside(location, ranks, stage, checkpoint.global_steps, typed)
     return Beside(
         files=(*found.files, SideFile(latest, location.tag.encode())),
         warnings=(*found.warnings, *(text for warns, text in told if warns)),

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
+from zexport.checkpoint.location import Framework
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, models_of
 from zexport.checkpoint.states import ZERO3
 from zexport.errors import UsageError, ZexportError
@@ -21,6 +22,11 @@ SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's own (0.10 to 0.19, ``runtime/zero/config.py``)."""
 
 _STAGES = (1, 2, ZERO3)
+_LAYOUT = ("zero_optimization", "data_types")
+_PRECISIONS = ("bf16", "bfloat16", "fp16")
+_FILLS_IN_PRECISION = (Framework.HF_TRAINER, Framework.ACCELERATE)
+"""Who adds the section of their own precision (accelerate 1.15, ``set_mixed_precision``)."""
+
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6})*", re.ASCII)
 _FIRST = (0, 14, 5)
 TAKES_EITHER_FORM = (0, 19, 3)
@@ -58,6 +64,17 @@ class TargetSettings(Struct, frozen=True):
         if self.stage == ZERO3:
             found["sub_group_size"] = self.sub_group_size
         return {**config, "zero_optimization": found}
+
+    def typed(
+        self, given: Mapping[str, object], source: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """A given configuration that says itself what these were decided by.
+
+        A program that takes ``auto`` for DeepSpeed's own value would read the flat data in another
+        order.
+        """
+        said = {key: _said(given[key], source.get(key)) for key in _LAYOUT if key in given}
+        return {str(key): value for key, value in self.put_into({**given, **said}).items()}
 
 
 class UniversalSettings(Struct, frozen=True):
@@ -105,6 +122,15 @@ class _Config:
         if any(self.is_on(key, "enabled") for key in ("bf16", "bfloat16")):
             return "bf16"
         return "fp16" if self.is_on("fp16", "enabled") else "fp32"
+
+
+def _said(value: object, source: object) -> object:
+    """A value with the source's in place of ``auto``, where that is one that JSON can say."""
+    if isinstance(value, Mapping):
+        return {key: _said(one, _at(source, (key,))) for key, one in value.items()}
+    if value == _AUTO and isinstance(source, Mapping):
+        return {key: _said(_AUTO, one) for key, one in source.items() if isinstance(key, str)}
+    return source if value == _AUTO and isinstance(source, str | int | float) else value
 
 
 def _at(config: object, keys: tuple[str, ...]) -> object:
@@ -156,7 +182,11 @@ def source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
 
 def _config_of(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> _Config:
     source = source_config(checkpoint)
-    return _Config(_read(options.ds_config) if options.ds_config else source, source)
+    own = _read(options.ds_config) if options.ds_config else source
+    is_filled_in = checkpoint.location.framework in _FILLS_IN_PRECISION
+    if is_filled_in and own.keys().isdisjoint(_PRECISIONS):
+        own = {**own, **dict.fromkeys(_PRECISIONS, _AUTO)}
+    return _Config(own, source)
 
 
 def _read(path: Path) -> Mapping[str, object]:

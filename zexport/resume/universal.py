@@ -157,6 +157,12 @@ class _Reader:
                 kept = first.values[STEP]
                 one = first.file.source(Value(first.file.path, STEP, kept).tensor())
                 self.replicas.append(Replica(f"the step of {name}", one, file.source(file.value)))
+            elif file.value != first.values[STEP]:
+                raise LayoutError(
+                    f"the step of {name!r} is another than of the group's first parameter",
+                    file.value,
+                    first.values[STEP],
+                )
         return first or self._step_of_all()
 
     def _step_of_all(self) -> Recorded:
