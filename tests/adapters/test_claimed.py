@@ -16,6 +16,9 @@ from tests.support import checkpoints, peft_models
 from tests.support.checkpoints import Run
 from tests.support.peft_models import FORMS, Form, Trained
 from zexport import ExportOptions, ExportReport, consolidate
+from zexport.adapters.claimed import Modules, row_statements
+from zexport.adapters.peft_format import AdapterConfig
+from zexport.adapters.peft_names import read_name
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.options import AdapterMode
 
@@ -207,7 +210,35 @@ def test_a_base_by_a_path_is_noted_where_the_adapter_is_kept(
 def test_a_trained_head_tells_the_task(tmp_path: Path) -> None:
     run = Run(stage=2, exclude_frozen=True)
     trained = peft_models.train(FORMS["saved_modules"], tmp_path, run)
-    for task, is_told in (("SEQ_CLS", True), ("CAUSAL_LM", False), (None, False)):
+    tasks = ("SEQ_CLS", True), ("CAUSAL_LM", False), (None, False), ({"a": 1}, True)
+    for task, is_told in tasks:
         (folder := tmp_path / str(task)).mkdir()
         report = _export(trained, folder, task_type=task)
         assert any("trained for another task" in one for one in report.warnings) is is_told
+
+
+def test_layers_of_the_base_that_no_model_was_loaded_with_were_no_targets() -> None:
+    """Such as those that predict several tokens, which transformers passes over."""
+    layers = ("model.layers.0", "model.layers.1")
+    q, k = "self_attn.q_proj", "self_attn.k_proj"
+    parts = {f"{one}.{q}.lora_A.weight": read_name(f"{one}.{q}.lora_A.weight") for one in layers}
+    beside = ("model.layers.2", "mtp.layers.0")
+    base = [f"{one}.{name}.weight" for one in (*layers, *beside) for name in (q, k)]
+    found = Modules.of(parts, [*parts], [*base, "lm_head.weight"])
+    assert found.are_all
+    assert found.of_model == {*(f"{one}.{name}" for one in layers for name in (q, k)), "lm_head"}
+
+
+def test_a_layers_number_of_many_digits_is_none() -> None:
+    config = AdapterConfig(Path("adapter_config.json"), {})
+    assert config.layer_of("model.layers.12.self_attn.q_proj") == 12
+    assert config.layer_of(f"model.layers.{'9' * 5000}.self_attn.q_proj") is None
+
+
+def test_rows_and_embeddings_of_no_dimension_are_told() -> None:
+    row, base = "model.embed_tokens.token_adapter.trainable_tokens_delta", "model.embed_tokens"
+    content = {"trainable_token_indices": [3]}
+    config = AdapterConfig(Path("adapter_config.json"), content)
+    shapes: dict[str, tuple[int, ...]] = {row: (), f"{base}.weight": ()}
+    told = row_statements(config, "file", {row: read_name(row)}, shapes)
+    assert [one.value for one in told] == [0, 1]

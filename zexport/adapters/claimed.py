@@ -24,6 +24,9 @@ _SINGLE_EXPERT = re.compile(r"experts\.\d+\.")
 """Of a base's names: experts that are stored one by one may be one module in memory."""
 
 
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
+
+
 class Modules(Struct, frozen=True):
     """Modules, by what is known of them.
 
@@ -47,7 +50,9 @@ class Modules(Struct, frozen=True):
     ) -> Modules:
         """The modules of an adapter's parts, and those of the model by its names and the base's.
 
-        The base's count where they are the names of the training: all that is updated has one.
+        The base's count where they are the names of the training: all that is updated has one. Not
+        those of layers of which the checkpoint has nothing: a base may hold layers that no model
+        is loaded with, such as those that predict several tokens.
         """
         rows = _modules(p for p in parts.values() if p.has_rows)
         copied = _modules(p for p in parts.values() if p.is_copy)
@@ -56,12 +61,20 @@ class Modules(Struct, frozen=True):
         given = {name.removesuffix(_WEIGHT) for name in base if name.endswith(_WEIGHT)}
         are_all = bool(updated or rows) and given | own >= {*updated, *rows}
         if are_all:
-            own |= {one for one in given if not _SINGLE_EXPERT.search(one)}
+            loaded = {"", *map(_layer_of, (*own, *updated, *rows))}
+            known = {one for one in given if _layer_of(one) in loaded}
+            own |= {one for one in known if not _SINGLE_EXPERT.search(one)}
         return cls(updated, copied, rows, frozenset(own), are_all)
 
     def has(self, ending: str) -> bool:
         """Whether the model is known to have a module of this ending, with a weight in it."""
         return any(f"{ending}." in f"{one}." for one in self.of_model)
+
+
+def _layer_of(module: str) -> str:
+    """The name of the layer that a module is in; empty where it is in none."""
+    found = _LAYER.match(module)
+    return found[0] if found else ""
 
 
 def _modules(parts: Iterable[PeftName]) -> tuple[str, ...]:
@@ -140,10 +153,10 @@ def row_statements(
         if not (part := read_name(name)).adapter
     }
     for name, part in parts.items():
-        rows, held = config.trained_rows(part.module), shapes[name][0]
+        rows, (held, *_) = config.trained_rows(part.module), shapes[name] or (0,)
         yield Statement(Fact.ADAPTER_TOKENS, held, TENSORS, part.module)
         yield Statement(Fact.ADAPTER_TOKENS, None if rows is None else len(rows), by, part.module)
-        count, *_ = embeddings.get(f"{part.module}{_WEIGHT}", (None,))
+        count, *_ = embeddings.get(f"{part.module}{_WEIGHT}") or (None,)
         beyond = [str(row) for row in rows or () if isinstance(row, int) and count and row >= count]
         if beyond:
             yield Statement(Fact.ADAPTER_TOKENS, f"row {some(beyond)}", by, part.module)

@@ -252,7 +252,9 @@ class AdapterConfig(Struct, frozen=True):
         """The number of the layer that a module is of."""
         named = _strings(self.content.get("layers_pattern"))
         before = [rf"(?:.*?\.)?{name}" for name in named] or [r".*?\.[^.]*"]
-        found = (self._match("layers_pattern", rf"{one}\.(\d+)\..*", module) for one in before)
+        found = (
+            self._match("layers_pattern", rf"{one}\.(\d{{1,9}})\..*", module) for one in before
+        )
         return next((int(one[1]) for one in found if one), None)
 
     def _match(self, key: str, pattern: str, text: str) -> re.Match[str] | None:

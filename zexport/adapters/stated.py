@@ -187,7 +187,7 @@ def _of_task(config: AdapterConfig, by: str, modules: Iterable[str]) -> Iterator
     for head in dict.fromkeys(module.rpartition(".")[2] for module in modules):
         if head in _OF_TASK:
             yield Statement(Fact.ADAPTER_TASK, _OF_TASK[head], f"{TENSORS}, of a {head}")
-            yield Statement(Fact.ADAPTER_TASK, config.content.get("task_type"), by)
+            yield Statement(Fact.ADAPTER_TASK, config.text("task_type") or None, by)
 
 
 def _of_tensors(
