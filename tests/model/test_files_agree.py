@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, Unigram
@@ -13,7 +14,13 @@ from zexport.facts.statements import Judgement, judge
 from zexport.model.agreement import file_facts
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import find_sidecars
-from zexport.model.special_tokens import end_statements, id_statements, pad_statements
+from zexport.model.special_tokens import (
+    end_statements,
+    id_statements,
+    lacking_statements,
+    pad_statements,
+)
+from zexport.model.tokenizer import Tokenizer as Rules
 from zexport.model.tokenizer import older_tokens
 from zexport.model.tokens import token_numbers
 
@@ -429,8 +436,32 @@ def test_vocabularies_of_older_forms_need_rows(root: Path) -> None:
     write(sentencepiece(root, *WORDS), vocab_txt="a\nb\nc\n")
     found = {one.by: one.number for one in token_numbers(find_sidecars(root).copied)}
     assert found == {"tokenizer.model": 5, "vocab.txt": 2}
-    (root / "tokenizer.model").write_bytes(b"\x0a\xff")
-    assert "tokenizer.model" not in older_tokens(find_sidecars(root).copied)
+    for spoilt in (b"\x0a\xff", b"\x0a\x02\x0a\x7f" * 99, b"\x0a" + b"\xff" * 10_000_000):
+        (root / "tokenizer.model").write_bytes(spoilt)
+        assert "tokenizer.model" not in older_tokens(find_sidecars(root).copied)
+
+
+@pytest.mark.parametrize("spoilt", [b'"\xff"', b"1e999", b"[" * 100_000 + b"]" * 100_000])
+@pytest.mark.parametrize("part", [b"normalizer", b"model"])
+def test_a_tokenizer_with_a_part_that_cannot_be_read_is_taken(
+    root: Path, part: bytes, spoilt: bytes
+) -> None:
+    value = b'{"vocab": {%b: 1}}' % spoilt if part == b"model" else spoilt
+    added = b'"added_tokens": [{"id": 1, "content": "a"}]'
+    put(root, tokenizer_config={"do_lower_case": False})
+    (root / "tokenizer.json").write_bytes(b'{%b, "%b": %b}' % (added, part, value))
+    assert warned(root) is not None
+
+
+def test_a_vocabulary_that_is_a_list_numbers_no_tokens() -> None:
+    file = b'{"model": {"vocab": [["a", 0.0], [":1", 0.0]]}}'
+    assert not [*msgspec.json.decode(file, type=Rules).in_vocabulary({1, 2})]
+
+
+def test_of_many_lacking_tokens_some_are_told(root: Path) -> None:
+    tokenizer(root, WORDS)
+    put(root, added_tokens={f"<{number}>": number for number in range(999)})
+    assert len([*lacking_statements(find_sidecars(root).copied)]) == 128
 
 
 def test_rules_that_the_tokenizers_config_has_otherwise_are_told(root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
@@ -30,6 +31,9 @@ _END_OF_TURN = re.compile(
 _OF_INPUTS = re.compile(r"\w*(?:image|video|audio|vision|speech)\w*_token_(?:id|index)")
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_ID = re.compile(r"(?P<name>(?!eos_|pad_)\w+_token)_(?:id|index)")
+_LACKING_MAX = 64
+"""More of them tell nothing more, and looking for each reads the whole vocabulary."""
+
 _ENDING_TEXT = "<|endoftext|>"
 _OF_CLASS = {
     "LlamaTokenizer": {"bos_token": "<s>", _END: "</s>", "unk_token": "<unk>"},
@@ -152,11 +156,13 @@ def lacking_statements(files: Files) -> Iterator[Statement]:
     template, used = marks(files)
     named = dict.fromkeys(used, (Fact.TEMPLATE_TOKEN, template))
     named |= {token: (Fact.SPECIAL_TOKEN, by) for token, by in _named_special(files).items()}
-    for token, (fact, by) in named.items():
-        is_there = token in found.added or _in_vocabulary(token, found, rb"[:,]")
-        if found.model.vocab and not is_there:
-            yield Statement(fact, "a special token", by, repr(token))
-            yield Statement(fact, "no token", TOKENIZER, repr(token))
+    added = found.added
+    unknown = (token for token in named if token not in added) if found.model.vocab else ()
+    lacking = (token for token in unknown if not _in_vocabulary(token, found, rb"[:,]"))
+    for token in islice(lacking, _LACKING_MAX):
+        fact, by = named[token]
+        yield Statement(fact, "a special token", by, repr(token))
+        yield Statement(fact, "no token", TOKENIZER, repr(token))
 
 
 def _named_special(files: Files) -> dict[str, str]:

@@ -21,6 +21,8 @@ VOCABULARY_LINES = "vocab.txt"
 _FIELD_1 = 0x0A
 """The mark of a protocol buffer's field 1, where that has a length."""
 
+_VARINT_NBITS = 64
+
 
 class _Added(Struct, frozen=True):
     id: int
@@ -53,16 +55,20 @@ class Tokenizer(Struct, frozen=True):
 
     def in_vocabulary(self, numbers: Container[int]) -> Iterator[tuple[int, str]]:
         """Those of the numbers that the vocabulary gives to a token, unless it is a list."""
-        for found in _NUMBERED.finditer(memoryview(self.model.vocab)):
+        vocabulary = memoryview(self.model.vocab)
+        is_list = bytes(vocabulary[:1]) == b"["
+        for found in () if is_list else _NUMBERED.finditer(vocabulary):
             if int(found[2]) in numbers:
-                with suppress(msgspec.DecodeError):
+                with suppress(msgspec.MsgspecError, ValueError, RecursionError):
                     yield int(found[2]), msgspec.json.decode(found[1], type=str)
 
     @property
     def normalizing(self) -> JsonObject:
-        """What is done to a text before it is cut, where that is one step."""
-        rules = msgspec.json.decode(self.normalizer)
-        return rules if isinstance(rules, dict) else {}
+        """What is done to a text before it is cut, where that is one step that can be read."""
+        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            rules = msgspec.json.decode(self.normalizer)
+            return rules if isinstance(rules, dict) else {}
+        return {}
 
     @property
     def around_texts(self) -> dict[str, int]:
@@ -123,15 +129,23 @@ def _pieces(model: bytes) -> list[str]:
             if model[start] != _FIELD_1:
                 return []
             length, text = _varint(model, start + 1)
+            if text + length > start + size:
+                return []
             pieces.append(model[text : text + length].decode(errors="replace"))
             at = start + size
     return pieces
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of a protocol buffer, and where it ends."""
+    """A number of a protocol buffer, and where it ends.
+
+    Raises:
+        IndexError: it does not end, or has more bits than any.
+    """
     value = shift = 0
     while data[at] & 0x80:
+        if shift >= _VARINT_NBITS:
+            raise IndexError(at)
         value |= (data[at] & 0x7F) << shift
         at, shift = at + 1, shift + 7
     return value | data[at] << shift, at + 1
