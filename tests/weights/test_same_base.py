@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -17,6 +18,9 @@ from zexport import ExportOptions, ExportReport, consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, ExportDType
+from zexport.ranges.copies import CastReplica, cosine
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Extent
 
 WITHOUT_BASE = Run(stage=2, exclude_frozen=True)
 WITH_BASE = Run(stage=2)
@@ -376,3 +380,15 @@ def test_another_type_of_the_base_than_the_trainings_is_told(tmp_path: Path) -> 
     )
     warnings = consolidate(trained.checkpoint, tmp_path / "out", options).warnings
     assert any("float16 in --base-dtype; bfloat16 in DeepSpeed's" in one for one in warnings)
+
+
+def test_infinite_values_make_no_angle(tmp_path: Path) -> None:
+    values = np.array([np.inf, 1, -np.inf, 2], np.float32)
+    (path := tmp_path / "values").write_bytes(values.tobytes())
+    source = Extent(path, 0, 16)
+    copy = CastReplica("w", path, source, DType.F32, source, DType.F32)
+
+    def read(_: ByteSource, start: int, buffer: memoryview) -> None:
+        buffer[:] = values.tobytes()[start : start + len(buffer)]
+
+    assert cosine(read, copy) == pytest.approx(1)

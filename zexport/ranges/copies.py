@@ -158,7 +158,9 @@ def cosine(read: Read, replica: CastReplica) -> float:
         np.frombuffer(_elements(read, [(source, s) for s in spans], dtype), NUMPY[dtype])
         for source, dtype in sides
     )
-    one, other = np.nan_to_num(one.astype(np.float64)), np.nan_to_num(other.astype(np.float64))
+    one, other = (
+        np.nan_to_num(side.astype(np.float64), posinf=0, neginf=0) for side in (one, other)
+    )
     norms = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(one @ other) / norms if norms else 1.0
 
