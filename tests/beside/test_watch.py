@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from zexport import WatchEvent, WatchOptions, consolidate, watch
+from zexport.beside import sightings
 from zexport.beside.events import EventKind
 from zexport.errors import OutputError, UsageError
 from zexport.options import ExportOptions
@@ -215,6 +216,18 @@ def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
     shutil.rmtree(outs / "checkpoint-2")
     spoilt.write_bytes(whole)
     assert (EventKind.EXPORTED, "checkpoint-2") in _told([*watch(run, outs, ONCE)])
+
+
+def test_a_trainers_checkpoint_that_has_only_its_age_is_exported_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2, is_whole=False)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.WAITING, "checkpoint-2")]
+    monkeypatch.setattr(sightings, "STILL_S", 0)
+    (event,) = watch(run, outs, ONCE)
+    assert event.event is EventKind.EXPORTED
+    assert "only its age" in event.warnings[0]
 
 
 def test_a_plain_run_is_exported_when_every_file_is_whole_and_still(tmp_path: Path) -> None:

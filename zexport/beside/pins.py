@@ -41,12 +41,14 @@ class Pin(Struct, frozen=True):
         step: the optimizer steps that it records.
         folder: the pin's own folder; without one the checkpoint is read where it lies.
         descriptors: the files that are open for it.
+        is_unproved: whether nothing but its age says that it is complete.
     """
 
     seen: Sighting
     step: int | None
     folder: Path | None = None
     descriptors: tuple[int, ...] = ()
+    is_unproved: bool = False
 
     @property
     def path(self) -> Path:
@@ -74,6 +76,7 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
         OutputError: ``place`` cannot be written.
     """
     folder, unfinished = place / seen.name, place.with_name("unfinished")
+    is_unproved = seen.is_unproved
     descriptors: list[int] = []
     try:
         _fill(unfinished, seen, boundary, descriptors)
@@ -84,11 +87,11 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
         raise
     except (NoKeepError, OSError):  # what cannot be kept is read where it lies
         _undo(unfinished, descriptors)
-        return Pin(seen, step)
+        return Pin(seen, step, is_unproved=is_unproved)
     except BaseException:
         _undo(unfinished, descriptors)
         raise
-    return Pin(seen, step, folder, tuple(descriptors))
+    return Pin(seen, step, folder, tuple(descriptors), is_unproved)
 
 
 def _fill(unfinished: Path, seen: Sighting, boundary: Boundary, descriptors: list[int]) -> None:
@@ -119,7 +122,7 @@ def pins_left(place: Path) -> Iterator[Pin]:
         within = Boundary.of(run)
         try:
             left = sighting(run, folder.name, within)
-            yield Pin(left, left.step(within), folder)
+            yield Pin(left, left.step(within), folder, is_unproved=left.is_unproved)
         except (ZexportError, FileNotFoundError):
             with writing(folder):
                 remove(folder)

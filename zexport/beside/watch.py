@@ -25,6 +25,8 @@ from zexport.store.folders import absolute, exists, is_folder, make_folder, real
 _SETTLE_S = 2.0
 """Between the two looks of a watch that looks once."""
 
+_UNPROVED = "trainer_state.json is not there: only its age says that the checkpoint is complete"
+
 _RETRY_S = 60.0
 """A full disk may have room again after so long."""
 
@@ -290,7 +292,8 @@ class _Work:
             self.ledger.end(name, is_owed=bool(self.options.then))
             self.owed += [name] * bool(self.options.then)
             kept.release()
-            return replace(event, warnings=told.warnings)
+            age = (_UNPROVED,) if kept.is_unproved else ()
+            return replace(event, warnings=(*age, *told.warnings))
         self.ledger.failed(name)
         if told.error.code == OutputError.exit_code and not self.options.once:
             self.queue[name] = kept
