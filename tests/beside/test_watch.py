@@ -19,7 +19,7 @@ from tests.support.checkpoints import Run, save, small_model
 from zexport import WatchEvent, WatchOptions, consolidate, watch
 from zexport.beside import sightings
 from zexport.beside.events import EventKind
-from zexport.errors import OutputError, UsageError
+from zexport.errors import CheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
 
 ONCE = WatchOptions(once=True)
@@ -320,11 +320,39 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
         next(watch(tmp_path / "other", outs, ONCE))
     with pytest.raises(UsageError, match="need a folder of their own"):
         next(watch(run, run, ONCE))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is no folder"):
+        next(watch(tmp_path / "file", outs, ONCE))
     with pytest.raises(UsageError, match="keep is too small"):
         WatchOptions(keep=0)
     (outs / ".zexport-watch" / "ledger.json").write_text("{")
     with pytest.raises(OutputError, match="is not what a watch writes"):
         next(watch(run, outs, ONCE))
+
+
+def test_storage_that_falters_is_told_of_by_a_single_look_and_looked_at_again_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    looks = iter([errno.EIO, errno.EIO])
+    list_tags = sightings.list_tags
+
+    def falter(folder: Path) -> tuple[str, ...]:
+        for number in looks:
+            raise OSError(number, "Input/output error")
+        return list_tags(folder)
+
+    monkeypatch.setattr(sightings, "list_tags", falter)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+        next(watch(run, outs, ONCE))
+    looks = iter([])
+    events = watch(run, outs, OFTEN)
+    assert next(events).event is EventKind.EXPORTED
+    _save(run, 4)
+    looks = iter([errno.EIO])
+    assert next(events).checkpoint == "checkpoint-4"
+    events.close()
 
 
 def test_a_watch_ends_soon_after_it_is_asked_to_and_leaves_no_process(tmp_path: Path) -> None:
