@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.checkpoints import Run, save, small_model
 from zexport import WatchEvent, WatchOptions, consolidate, watch
-from zexport.beside import sightings
+from zexport.beside import ledger, sightings
 from zexport.beside.events import EventKind
 from zexport.errors import CheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
@@ -124,10 +124,10 @@ def test_an_export_that_was_published_when_the_watch_was_killed_is_not_made_agai
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     assert len([*watch(run, outs, ONCE)]) == 1
-    ledger = outs / ".zexport-watch" / "ledger.json"
-    record = json.loads(ledger.read_text())
+    noted = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(noted.read_text())
     record["entries"]["checkpoint-2"] |= {"is_begun": True, "manifest": ""}
-    ledger.write_text(json.dumps(record))
+    noted.write_text(json.dumps(record))
     then = WatchOptions(once=True, then="true")
     assert _told([*watch(run, outs, then)]) == [(EventKind.RAN, "checkpoint-2")]
     assert [*watch(run, outs, then)] == []
@@ -140,11 +140,11 @@ def test_another_save_is_exported_though_the_watch_was_stopped_while_it_was(
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     assert len([*watch(run, outs, ONCE)]) == 1
-    ledger = outs / ".zexport-watch" / "ledger.json"
-    record = json.loads(ledger.read_text())
+    noted = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(noted.read_text())
     entry = record["entries"]["checkpoint-2"]
     entry |= {"is_begun": True, "mark": "another", "found": entry["manifest"]}
-    ledger.write_text(json.dumps(record))
+    noted.write_text(json.dumps(record))
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
@@ -160,6 +160,24 @@ def test_a_folder_in_the_way_holds_up_its_own_checkpoint_alone(tmp_path: Path) -
         (EventKind.EXPORTED, "checkpoint-4"),
     ]
     events.close()
+
+
+def test_a_full_disk_does_not_end_a_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what it notes has room; that is written with what it notes next."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    events = watch(run, outs, OFTEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "write_durably", refuse)
+        assert next(events).event is EventKind.EXPORTED
+    _save(run, 4)
+    assert next(events).checkpoint == "checkpoint-4"
+    events.close()
+    assert [*watch(run, outs, ONCE)] == []
 
 
 def test_links_are_read_as_an_export_reads_them(tmp_path: Path) -> None:

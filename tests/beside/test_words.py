@@ -11,6 +11,7 @@ import pytest
 from zexport.beside.words import words_of
 from zexport.cli.consolidate import consolidate
 from zexport.cli.export_options import options_of
+from zexport.errors import UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 
@@ -53,7 +54,7 @@ def test_usual_options_need_no_words() -> None:
 
 
 def test_an_option_without_a_word_is_not_lost() -> None:
-    with pytest.raises(ValueError, match="hub_layout"):
+    with pytest.raises(UsageError, match="hub_layout"):
         words_of(ExportOptions(hub_layout="first"))
-    with pytest.raises(ValueError, match="renames"):
+    with pytest.raises(UsageError, match="renames"):
         words_of(ExportOptions(renames=(("a=", "b"),)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -55,7 +55,7 @@ class _Record(Struct, frozen=True):
 
 
 class Ledger:
-    """The entries of one folder of exports, on the disk as soon as one changes."""
+    """The entries of one folder of exports, on the disk as soon as there is room."""
 
     def __init__(self, outs: Path, place: Path, run: Path) -> None:
         self._outs = outs
@@ -94,10 +94,10 @@ class Ledger:
         return self._outs / name
 
     def put(self, name: str, entry: Entry) -> None:
-        """Keep an entry."""
+        """Keep an entry; what a full disk has no room for is written with the next one."""
         self._entries[name] = entry
         record = msgspec.json.encode(_Record(self._run, self._entries))
-        with writing(self._path):
+        with suppress(OSError):
             write_durably(self._path, msgspec.json.format(record))
 
     def is_ours(self, name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
 
+from zexport.errors import UsageError
 from zexport.options import ExportOptions
 
 _OPTIONS = {
@@ -19,7 +20,7 @@ def words_of(options: ExportOptions) -> tuple[str, ...]:
     """The words by which a command has these options; defaults are left out.
 
     Raises:
-        ValueError: an option that no word means.
+        UsageError: an option that no word means.
     """
     return tuple(_words(options))
 
@@ -31,7 +32,7 @@ def _words(options: ExportOptions) -> Iterator[str]:
         if value == getattr(usual, one.name):
             continue
         if one.name == "hub_layout" or any("=" in old for old, _ in options.renames):
-            raise ValueError(f"no word means {one.name}={value!r}")
+            raise UsageError(f"no word of the command line means {one.name}", found=value)
         option = _OPTIONS.get(one.name, f"--{one.name.replace('_', '-')}")
         for item in sorted(value, key=str) if isinstance(value, frozenset) else _items(value):
             yield option
