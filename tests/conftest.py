@@ -15,7 +15,7 @@ from tests.support.error_goldens import Update, departures, normalised, noted, r
 from tests.support.published import check_all_printed
 from tests.support.warm_names import WarmSubprocess
 from zexport.checkpoint import problems
-from zexport.model import names
+from zexport.model import names_client
 
 _UPDATE = pytest.StashKey[Update]()
 _PASSED = pytest.StashKey[bool]()
@@ -106,7 +106,7 @@ def warm_subprocess() -> WarmSubprocess:
 @pytest.fixture(autouse=True)
 def _warm_names(warm_subprocess: WarmSubprocess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask transformers without importing it anew for every question."""
-    monkeypatch.setattr(names, "subprocess", warm_subprocess)
+    monkeypatch.setattr(names_client, "subprocess", warm_subprocess)
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
-from msgspec import Struct, field, structs
+from msgspec import structs
 
 from zexport.adapters.find import Adapter, adapter_mode, adapters_in, choose_adapters
 from zexport.adapters.merging import (
@@ -17,32 +17,31 @@ from zexport.adapters.merging import (
     with_saved,
 )
 from zexport.adapters.peft_format import ADAPTER_CONFIG
-from zexport.adapters.saved_beside import SavedBeside, adapter_copies, saved_beside
+from zexport.adapters.saved_beside import adapter_copies, saved_beside
 from zexport.adapters.stated import (
     adapter_statements,
+    base_form_statements,
     base_statements,
     class_statements,
-    quantized_statements,
 )
 from zexport.adapters.updates import BaseModel
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
+from zexport.collected import Collected
 from zexport.errors import raise_all
-from zexport.facts.statements import Statement, judge
+from zexport.facts.statements import judge
 from zexport.facts.table import OF_BASE, Fact
-from zexport.findings import Finding
 from zexport.model.agreement import file_facts, model_facts
-from zexport.model.config import ConfigFile
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of, model_folder
-from zexport.model.names import Learner, NamesClient
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import (
     CONFIG,
     GENERATION_CONFIG,
     README,
     TOKENIZER,
-    Sidecars,
     find_sidecars,
     spoilt_files,
 )
@@ -51,12 +50,9 @@ from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica
-from zexport.ranges.dtypes import DType
 from zexport.store.files import reading
-from zexport.weights.autoep_experts import are_split, fuse_experts, with_original_names
+from zexport.weights.autoep_experts import with_hub_experts
 from zexport.weights.base import (
-    Base,
     base_of,
     gathered_copies,
     read_base,
@@ -71,49 +67,8 @@ from zexport.weights.same_base import BaseName, compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
 
-class Collected(Struct, frozen=True):
-    """All that a plan is decided from; deciding reads nothing more.
-
-    ``weights`` are the model's, heads aside, under the checkpoint's names after every rename; those
-    of the base model where an adapter is merged into it, which is worked in already. ``base`` goes
-    by the model's names, and the config in ``sidecars`` is mended where the weights tell otherwise.
-    ``statements`` are what several files say of the same facts.
-    """
-
-    checkpoint: ZeroCheckpoint
-    options: ExportOptions
-    weights: Weights
-    sidecars: Sidecars
-    base: Base = field(default_factory=Base)
-    files: tuple[SourceFile, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    mode: AdapterMode | None = None
-    adapters: tuple[Adapter, ...] = ()
-    saved: Mapping[str, SavedBeside] = field(default_factory=dict)
-    fit: Fit | NamesUnknown = NamesUnknown("it was not asked for")
-    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
-    ties: Ties = field(default_factory=Ties)
-    gathered: tuple[CastReplica, ...] = ()
-    spoilt: tuple[str, ...] = ()
-    tokens: tuple[TokenNumber, ...] = ()
-    base_tokens: tuple[TokenNumber, ...] = ()
-    statements: tuple[Statement, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    nbytes_compared: int = 0
-
-    def __repr__(self) -> str:
-        """What it is about; whole, it would be as long as the checkpoint."""
-        mode = "a model" if self.mode is None else f"adapters to {self.mode.value}"
-        return f"Collected({self.checkpoint.location.tag_dir}: {self.weights}, {mode})"
-
-
 def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> Collected:
-    """Read all that the plan of an export depends on.
-
-    Raises:
-        ZexportError: of every kind but ``OutputError``, where it cannot be read or makes no sense.
-    """
+    """Read all that the plan of an export depends on."""
     with reading(checkpoint.location.root, hint="Check its permissions"):
         return _collect(checkpoint, options or ExportOptions())
 
@@ -129,7 +84,7 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
         learner = Learner(sidecars.source, transformers)
         spoilt = spoilt_files(sidecars.copied)
         part, told = Weights.of(checkpoint).only(options.only)
-        weights = _with_hub_experts(part, sidecars.config, learner, options)
+        weights = with_hub_experts(part, sidecars.config, learner, options)
         headers = read_base(options.base, follow_symlinks=location.boundary.follow)
         beside = read_gathered(checkpoint)
         found = Collected(
@@ -147,11 +102,11 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
             warnings=told,
             notes=tuple(_unknown_code(checkpoint)),
         )
-        found = _stated_by_configs(_stated_by_files(_with_adapters(found)))
+        found = _stated_by_configs(_stated_by_files(_with_adapters(found, part)))
         if found.mode is AdapterMode.KEEP:
             adapter, unknown = found.adapters[0], NamesUnknown("not asked")
-            named = _named_by_adapter(adapter)
-            return _held_against_base(found, unknown, weights_of_base(found.weights), named)
+            stored = weights_of_base(found.weights)
+            return _held_against_base(found, unknown, stored, _named_by_adapter(adapter))
         task = ""
         if found.mode is AdapterMode.MERGE:
             adapter = only_adapter(found.adapters, options)
@@ -207,23 +162,11 @@ def _stated_by_configs(found: Collected) -> Collected:
     return structs.replace(found, statements=(*found.statements, *stated))
 
 
-def _with_hub_experts(
-    stored: Weights, config: ConfigFile | None, learner: Learner, options: ExportOptions
-) -> Weights:
-    """The weights with AutoEP's experts as the Hugging Face model has them, if it is one."""
-    if options.layout is NameLayout.MEMORY or not are_split(stored):
-        return stored
-    fused = fuse_experts(stored)
-    names = learner.names(config, dict(fused.shapes))
-    if not isinstance(names, ModelNames):
-        return stored
-    fused = with_original_names(fused, names.shapes)
-    is_known = fused.renamed(options.renames).shapes.keys() <= names.shapes.keys()
-    return fused if is_known else stored
+def _with_adapters(found: Collected, part: Weights) -> Collected:
+    """The same with what is to become of adapters, and what peft saved beside them.
 
-
-def _with_adapters(found: Collected) -> Collected:
-    """The same with what is to become of adapters, and what peft saved beside them."""
+    ``part`` are the weights by the names of the training, which tell what modules were targeted.
+    """
     checkpoint, options = found.checkpoint, found.options
     mode = adapter_mode(checkpoint, found.weights, options)
     has_config = found.sidecars.config or found.sidecars.source
@@ -237,11 +180,8 @@ def _with_adapters(found: Collected) -> Collected:
     saved = saved_beside(checkpoint, found.weights, adapters, options.check)
     copies = adapter_copies(checkpoint, found.weights, adapters)
     headers = (*(one.header for one in saved.values()), *(header for header, _ in copies))
-    named = found.weights
-    if (
-        mode is AdapterMode.MERGE
-    ):  # which modules were targeted is told by the names of the training
-        named, _ = Weights.of(checkpoint).only(options.only)[0].without_inner_wrappers()
+    is_merged = mode is AdapterMode.MERGE
+    named = part.without_inner_wrappers()[0] if is_merged else found.weights
     base = found.base.tensors
     stated = (s for adapter in adapters for s in adapter_statements(adapter, named, base))
     chosen = {adapter.name for adapter in adapters}
@@ -265,18 +205,18 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     checkpoint, options, config = found.checkpoint, found.options, found.sidecars.config
     dtype = DTYPES.get(options.base_dtype, checkpoint.cast_dtype)
     names = learner.names(config, shapes_of_base(found.weights, found.base))
-    named = _named_by_adapter(adapter)
-    found = _held_against_base(found, names, weights_of_base(found.weights), named)
+    stored = weights_of_base(found.weights)
+    found = _held_against_base(found, names, stored, _named_by_adapter(adapter))
     tag_dir = checkpoint.location.tag_dir
     judged = judge(found.statements, tag_dir, chosen=found.base.path, allow=options.allow)
     raise_all(judged.refused, tag_dir)
     base = as_in_training(found.base, names, found.weights, adapter, dtype)
-    ties = compare_ties(names, weights_of_base(found.weights), base.tensors, found.files)
+    ties = compare_ties(names, stored, base.tensors, found.files)
     known = without_ties(names, ties.differing) if isinstance(names, ModelNames) else None
     model_type = "" if config is None else str(config.content.get("model_type") or "")
     saved = found.saved.get(adapter.name)
-    stored = with_saved(found.weights, saved, base.tensors, options)
-    merged = merge_adapter(checkpoint, stored, adapter, BaseModel({}, base, known, {}, model_type))
+    whole = with_saved(found.weights, saved, base.tensors, options)
+    merged = merge_adapter(checkpoint, whole, adapter, BaseModel({}, base, known, {}, model_type))
     lacking = base.tensors.keys() - merged.shapes.keys()
     rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
     note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
@@ -294,19 +234,12 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
         statements=(
             *found.statements,
             *class_statements(adapter, config),
-            *_dtype_statements(dtype, checkpoint.cast_dtype),
-            *quantized_statements(config if base.tensors else None),
+            *base_form_statements(dtype, checkpoint.cast_dtype, config if base.tensors else None),
         ),
         warnings=(*found.warnings, *(saved.warnings if saved is not None else ())),
         notes=(*found.notes, note, *(saved.notes if saved is not None else ())),
         nbytes_compared=found.nbytes_compared + ties.nbytes_read,
     )
-
-
-def _dtype_statements(taken: DType | None, cast: DType | None) -> Iterator[Statement]:
-    """The element type that a base is taken in, and that of the training."""
-    for by, dtype in {"--base-dtype": taken, "DeepSpeed's configuration": cast}.items():
-        yield Statement(Fact.BASE_DTYPE, dtype and dtype.torch_name, by)
 
 
 def _tokens_of_base(found: Collected) -> tuple[TokenNumber, ...]:

@@ -24,12 +24,7 @@ from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint, sour
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.rank_files import RankFileKind
-from zexport.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    FrozenLeftOutError,
-    ZexportError,
-)
+from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
 from zexport.extras import to_install
 from zexport.printable import some
 from zexport.ranges.dtypes import DType

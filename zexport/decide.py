@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.collect import Collected
+from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
 from zexport.findings import FindingKind

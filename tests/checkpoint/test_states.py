@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Run, edit, save, small_model
-from zexport.checkpoint.states import (
-    ModelStates,
-    OptimizerStates,
-    read_model_states,
-    read_optimizer_states,
-)
+from zexport.checkpoint.model_states import ModelStates, read_model_states
+from zexport.checkpoint.optimizer_states import OptimizerStates, read_optimizer_states
 from zexport.errors import DamagedCheckpointError, UnsafeError, ZexportError
 from zexport.formats.torch_file import read_torch_file
 

@@ -18,7 +18,8 @@ import pytest
 from zexport import extras
 from zexport.errors import MissingExtraError
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.names import Learner, NamesClient, _cache_name, _digest
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient, _cache_name, _digest
 from zexport.model.sidecars import Sidecars, find_sidecars
 from zexport.ranges.dtypes import DType
 from zexport.store.json import Json

@@ -21,7 +21,8 @@ from zexport import plan_export
 from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.location import Framework, Location, TagChoice
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.collect import Collected, collect
+from zexport.collect import collect
+from zexport.collected import Collected
 from zexport.decide import decide
 from zexport.errors import DamagedCheckpointError, FrozenLeftOutError
 from zexport.model.config import ConfigFile

@@ -20,7 +20,7 @@ from zexport.checkpoint import reading
 from zexport.cli.main import cli
 from zexport.errors import CheckpointError, IncompleteCheckpointError, OutputError, UsageError
 from zexport.inspect.inspect import inspect_checkpoint
-from zexport.model.names import NamesClient
+from zexport.model.names_client import NamesClient
 from zexport.options import ExportOptions, NameLayout
 from zexport.weights.base import base_of, read_base
 from zexport.weights.same_base import BaseName, compare_base

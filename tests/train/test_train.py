@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tests.support.train_runs import Run, run, trained
 from zexport.errors import UsageError
 from zexport.model.fit import ModelNames
-from zexport.model.names import Learner, NamesClient
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
 from zexport.train.model import freeze
 from zexport.train.options import (
     TrainOptions,

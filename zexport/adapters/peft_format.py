@@ -197,7 +197,7 @@ class AdapterConfig(Struct, frozen=True):
         if not self._names("target_modules", targets, module):
             return False
         is_exact = isinstance(targets, str) or module in _strings(targets)
-        return is_exact or self._is_of_layers(module)
+        return is_exact or not self.layers or self.layer_of(module) in self.layers
 
     def trained_rows(self, module: str) -> list[Json] | None:
         """The rows of an embedding that were trained; ``None`` for one tied to a named one."""
@@ -236,10 +236,6 @@ class AdapterConfig(Struct, frozen=True):
         if isinstance(named, str):
             return self._match(key, named, module) is not None
         return any(f".{module}".endswith(f".{name}") for name in _strings(named))
-
-    def _is_of_layers(self, module: str) -> bool:
-        """Whether a module is of the layers that are to be updated, if not all are."""
-        return not self.layers or self.layer_of(module) in self.layers
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import is_hub_id, plain_name
 from zexport.model.sidecars import CONFIG, Sidecars
-from zexport.ranges.dtypes import Shape
+from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.named import Weights
 
 _SIZES = {
@@ -123,8 +123,12 @@ def base_statements(named: Mapping[str, str], sidecars: Sidecars) -> Iterator[St
         yield Statement(Fact.ADAPTER_BASE, plain_name(name) if is_hub_id(name) else None, by)
 
 
-def quantized_statements(config: ConfigFile | None) -> Iterator[Statement]:
-    """The form of the base that a config tells of, for an adapter that is merged into weights."""
+def base_form_statements(
+    taken: DType | None, cast: DType | None, config: ConfigFile | None
+) -> Iterator[Statement]:
+    """The element type that a base is taken in and that of the training, and any quantization."""
+    for by, dtype in {"--base-dtype": taken, "DeepSpeed's configuration": cast}.items():
+        yield Statement(Fact.BASE_DTYPE, dtype and dtype.torch_name, by)
     told = config.content.get("quantization_config") if config is not None else None
     if isinstance(told, dict):
         yield Statement(Fact.BASE_QUANTIZED, told.get("quant_method") or "some", CONFIG)

@@ -8,8 +8,9 @@ from itertools import product
 from math import isfinite
 from pathlib import Path
 
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.checkpoint.rank_files import name_ranks
-from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.facts import statements as facts

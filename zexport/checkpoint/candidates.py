@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.checkpoint.model_states import read_model_states
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file
-from zexport.checkpoint.states import read_model_states
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary

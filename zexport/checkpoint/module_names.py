@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.model_states import ModelStates
 from zexport.errors import LayoutError
 from zexport.formats.inert import StorageRef, TensorRef
 from zexport.ranges.dtypes import Shape

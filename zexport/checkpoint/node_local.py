@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from zexport.checkpoint.location import Location
+from zexport.checkpoint.model_states import ModelStates, read_model_states
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
-from zexport.checkpoint.states import ModelStates, read_model_states
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.files import same_bytes

@@ -20,11 +20,7 @@ from zexport.checkpoint.find import (
 )
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.reading import read_checkpoint
-from zexport.errors import (
-    AmbiguousTagError,
-    NoSuchTagError,
-    UsageError,
-)
+from zexport.errors import AmbiguousTagError, NoSuchTagError, UsageError
 from zexport.store.address import place
 from zexport.store.files import reading
 

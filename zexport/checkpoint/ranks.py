@@ -11,7 +11,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.agreement import disagreements
+from zexport.checkpoint.model_states import MAX_DEGREE, ZERO3, ModelStates, read_model_states
 from zexport.checkpoint.module_names import with_checkpointing_named
+from zexport.checkpoint.optimizer_states import OptimizerStates, read_optimizer_states
 from zexport.checkpoint.rank_files import (
     RankFile,
     RankFileKind,
@@ -20,19 +22,7 @@ from zexport.checkpoint.rank_files import (
     ranges_of,
     rank_file_name,
 )
-from zexport.checkpoint.states import (
-    MAX_DEGREE,
-    ZERO3,
-    ModelStates,
-    OptimizerStates,
-    read_model_states,
-    read_optimizer_states,
-)
-from zexport.errors import (
-    DamagedCheckpointError,
-    IncompleteCheckpointError,
-    ZexportError,
-)
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import TorchFile, read_torch_file
@@ -64,6 +54,12 @@ class RankStates(Struct, frozen=True):
     def first_model(self) -> ModelStates | None:
         """The model states of the lowest rank there is."""
         return self.model[min(self.model)] if self.model else None
+
+    @property
+    def files(self) -> tuple[TorchFile, ...]:
+        """The files that they are in: model states before optimizer states."""
+        models = (states.file for states in self.model.values())
+        return (*models, *(states.file for states in self.optimizer.values()))
 
     @property
     def first_optimizer(self) -> OptimizerStates | None:

@@ -24,16 +24,12 @@ from zexport.checkpoint.layouts.structure import (
     recognise,
 )
 from zexport.checkpoint.location import Location, TagChoice
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.problems import finding_of, unless_unfinished
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
-from zexport.checkpoint.states import ModelStates
-from zexport.errors import (
-    IncompleteCheckpointError,
-    UnsupportedError,
-    ZexportError,
-)
+from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError
 from zexport.facts.statements import Statement, judge
 from zexport.facts.table import Fact
 from zexport.formats.torch_file import Container, TorchFile
@@ -46,7 +42,8 @@ from zexport.store.json import read_json_object
 def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     """One checkpoint, whose rank files lie in these tag folders, and what is wrong with it."""
     location = locations[0]
-    _check_links(locations)
+    for one in locations:  # before anything in them is read
+        one.boundary.check_tree(one.tag_dir)
     files = unite(locations)
     cells = _read_cells(location.tag_dir, files)
     structure = recognise(location.tag_dir, files, cells)
@@ -67,12 +64,6 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     problems += _missing_frozen(location.tag_dir, cells, inventory)
     told = tuple(unless_unfinished(problems, files))
     return _describe(location, files, cells, structure, inventory, told)
-
-
-def _check_links(locations: Sequence[Location]) -> None:
-    """Refuse a tag folder with a link to outside, before anything in it is read."""
-    for location in locations:
-        location.boundary.check_tree(location.tag_dir)
 
 
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
@@ -124,7 +115,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     missing_model_ranks = {rank for one in cells.values() for rank in one.missing_model_ranks}
     told = (found for p in problems if (found := finding_of(p)) and not found.kind.is_refused)
-    torch_files = (*_torch_files(cells), *inventory.files)
+    torch_files = (*(file for one in cells.values() for file in one.files), *inventory.files)
     return ZeroCheckpoint(
         location=location,
         layout=_layout(cells, structure, parallelism, stage),
@@ -228,12 +219,6 @@ def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) ->
         needed=file.path in read or file.kind is RankFileKind.OPTIMIZER or holds_names,
         unknown_globals=opened.unknown_globals if opened is not None else (),
     )
-
-
-def _torch_files(cells: Mapping[int, RankStates]) -> Iterator[TorchFile]:
-    for cell in cells.values():
-        yield from (states.file for states in cell.model.values())
-        yield from (states.file for states in cell.optimizer.values())
 
 
 def _optimizer_name(model: ModelStates | None) -> str | None:

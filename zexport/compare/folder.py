@@ -13,7 +13,8 @@ from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
-from zexport.model.names import Learner, NamesClient
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME

@@ -1,4 +1,4 @@
-"""The closed list of globals that a checkpoint's pickle may use, and what a call of each gives.
+"""The closed lists of globals: those that a checkpoint's pickle may use, and be written with again.
 
 Nothing is looked up, imported or called on behalf of the input: a call of a listed global is
 computed by a function of this module, from inert values to an inert value.
@@ -6,6 +6,7 @@ computed by a function of this module, from inert values to an inert value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeGuard
 
@@ -15,6 +16,7 @@ from zexport.formats.inert import (
     FragmentAddress,
     Global,
     HiddenError,
+    Made,
     MalformedError,
     Opaque,
     Ordered,
@@ -231,7 +233,8 @@ CALLS: dict[Global, Call] = _REBUILD | {
     Global("collections", "OrderedDict"): _ordered_dict,
     _ZERO_STAGE_ENUM: _zero_stage,
 }
-for _builtins in ("builtins", "__builtin__"):
+_BUILTINS = ("__builtin__", "builtins")
+for _builtins in _BUILTINS:
     CALLS |= {
         Global(_builtins, "getattr"): _getattr,
         Global(_builtins, "set"): _collected(set),
@@ -255,7 +258,77 @@ HARMLESS = (
     | _globals("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")
     | {
         Global(module, name)
-        for module in ("builtins", "__builtin__")
+        for module in _BUILTINS
         for name in ("list", "dict", "tuple", "int", "float", "bool", "bytearray", "slice", "range")
     }
 )
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ENCODE = Global("_codecs", "encode")
+_NUMPY_DTYPE = Global("numpy", "dtype")
+_NUMBERS = re.compile("[<>|=]?(?:[?bBhHiIlLqQefdgFD]|[biufcSU][0-9]{1,4})")
+"""What NumPy calls an element type that holds no objects."""
+
+_CALLED = frozenset(
+    {
+        Global("torch", "device"),
+        Global("collections", "OrderedDict"),
+        Global("collections", "defaultdict"),
+        Global("collections", "deque"),
+        Global("collections", "Counter"),
+        Global("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+        Global("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum"),
+        Global("numpy", "ndarray"),
+        _ENCODE,
+        _NUMPY_DTYPE,
+    }
+    | {Global(module, name) for module in _NUMPY for name in ("scalar", "_reconstruct")}
+    | {Global(module, "bytearray") for module in _BUILTINS}
+)
+_NEW = frozenset(
+    {
+        Global("argparse", "Namespace"),
+        Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+        Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    }
+)
+_NAMED = (
+    DTYPES.keys()
+    | {Global("torch", "Size"), Global("numpy", "ndarray")}
+    | {
+        Global(module, name)
+        for module in _BUILTINS
+        for name in ("bool", "dict", "float", "int", "list", "set", "str", "tuple")
+    }
+)
+
+
+def is_carried(name: Global) -> bool:
+    """Whether a global may be written by its name: an element type, or a class of plain values."""
+    return name in _NAMED
+
+
+def is_carried_call(value: Opaque) -> bool:
+    """Whether the call that an object stands for may be written again.
+
+    None of these runs what it is given. Whether its arguments and its state may be written is for
+    each of them to say.
+    """
+    if not isinstance(value.callee, Global):
+        return False
+    if value.made is Made.BY_NEW:
+        return value.callee in _NEW and not value.args
+    if value.made is not Made.BY_CALL or value.callee not in _CALLED:
+        return False
+    if value.callee == _NUMPY_DTYPE:
+        return _is_of_numbers(value)
+    return value.callee != _ENCODE or value.args[1:] in (("latin1",), ("latin-1",))
+
+
+def _is_of_numbers(dtype: Opaque) -> bool:
+    match dtype.args:
+        case (str(name), *rest):
+            return bool(_NUMBERS.fullmatch(name)) and all(isinstance(one, int) for one in rest)
+        case _:
+            return False

@@ -17,9 +17,14 @@ from operator import mul
 from typing import TypeAlias
 
 from zexport.errors import UnsafeError
-from zexport.formats.carried_globals import is_carried, is_carried_call
 from zexport.formats.inert import Global, Made, Opaque, OpaqueKey, Ordered, Size
-from zexport.formats.known_globals import REBUILD_TENSOR, REBUILD_TENSOR_V3, STORAGES
+from zexport.formats.known_globals import (
+    REBUILD_TENSOR,
+    REBUILD_TENSOR_V3,
+    STORAGES,
+    is_carried,
+    is_carried_call,
+)
 from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.dtypes import Shape
 
@@ -45,10 +50,6 @@ def dump(value: object, keys: Mapping[int, str]) -> bytes:
     ``value`` is of plain Python values and the classes of ``zexport.formats.inert``, with a
     ``TensorLeaf`` where a tensor is to be; ``keys`` are the names of their records by the leaves'
     ids. What is one object in ``value`` is one when the pickle is loaded.
-
-    Raises:
-        UnsafeError: it has a global, or a call, that is not on the list of those carried, or
-            anything else that is not written, such as a tensor of a foreign element type.
     """
     writer = _Writer(keys)
     writer.run(value)

@@ -87,9 +87,6 @@ def lay_out(value: object, root: str) -> tuple[TorchFrame, tuple[PlacedLeaf, ...
     """The file that holds ``value``, and its tensors that have bytes, in file order.
 
     Empty ones of one element type share an empty record, as they share nothing else.
-
-    Raises:
-        UnsafeError: ``value`` holds what is not written again (``pickle_writer.dump``).
     """
     layout = _Layout(value, root)
     placed = layout.placed

@@ -22,8 +22,8 @@ from zexport.checkpoint.candidates import (
 )
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, run_folder
+from zexport.checkpoint.optimizer_states import read_optimizer_states
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
-from zexport.checkpoint.states import read_optimizer_states
 from zexport.errors import CheckpointError, ZexportError
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header

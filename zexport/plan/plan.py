@@ -311,9 +311,6 @@ def plan_torch_file(filename: str, value: object) -> FilePlan:
 
     ``value`` is of plain Python values and the classes of ``zexport.formats.inert``. Its tensors
     are named by the file and by where they stand in ``value``, and lie in that order.
-
-    Raises:
-        UnsafeError: ``value`` holds what is not written again (``pickle_writer.dump``).
     """
     frame, placed = lay_out(value, PurePosixPath(filename).stem)
     tensors = tuple(

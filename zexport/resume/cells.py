@@ -8,7 +8,8 @@ from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_ten
 from zexport.checkpoint.layouts.zero import listed_frozen, owners_of, take_inventory
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import RankStates, no_first_model, no_optimizer_files
-from zexport.checkpoint.states import ZERO3, ModelStates, OptimizerStates
+from zexport.checkpoint.model_states import ZERO3, ModelStates
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef

@@ -10,7 +10,7 @@ from msgspec import Struct
 from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import UnsupportedError
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType

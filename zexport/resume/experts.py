@@ -13,7 +13,7 @@ from zexport.checkpoint.layouts.expert_layers import (
 from zexport.checkpoint.layouts.zero import bind_trained, owners_of, with_untrained
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import is_zero0
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.model_states import ModelStates
 from zexport.errors import UnsupportedError
 from zexport.ranges.copies import Replica
 from zexport.resume.cells import cell_files, frozen_table, module_entries, recorded

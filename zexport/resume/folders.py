@@ -60,9 +60,6 @@ def beside(
 
     ``stage`` is the new one, where it is one, and ``ds_config`` the configuration that was given
     for it; ``step`` counts updates.
-
-    Raises:
-        UnsafeError: a link leads outside the checkpoint's folder.
     """
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
         return Beside((), (), ())

@@ -8,7 +8,8 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, FlatRun, bind
 from zexport.checkpoint.layouts.zero import flat_runs
-from zexport.checkpoint.states import ModelStates, OptimizerStates, ParameterGroup
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import OptimizerStates, ParameterGroup
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

@@ -11,8 +11,8 @@ from math import prod
 
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.layouts.universal import STEP
-from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.layouts.universal_weights import STEP
+from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.options import ReshardOptions

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
-from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import FrozenLeftOutError
 from zexport.formats.inert import Ordered, Size, TensorRef
 from zexport.formats.leaves import TensorLeaf

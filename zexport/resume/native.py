@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from zexport.checkpoint.layouts.expert_groups import Placement
+from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.checkpoint.states import ZERO3
 from zexport.errors import UsageError
 from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resume.cuts import cuts_of
@@ -20,13 +20,7 @@ from zexport.resume.values import with_leaves
 def native_files(
     state: TrainingState, settings: TargetSettings, tag: str, dropped: Collection[str] = ()
 ) -> Iterator[FilePlan]:
-    """Every rank file, in the folder of its tag; ``dropped`` are client keys to leave out.
-
-    Raises:
-        UnsafeError: a value to be carried is none that can be written safely.
-        UnsupportedError: a group's states are not alike, and cannot lie in one run.
-        UsageError: so many ranks cannot have the experts as they are.
-    """
+    """Every rank file, in the folder of its tag; ``dropped`` are client keys to leave out."""
     _check_experts(state, settings)
     ranks = range(settings.world_size)
     is_zero3 = settings.stage == ZERO3

@@ -9,7 +9,7 @@ from msgspec import Struct
 from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.leaves import TensorLeaf

@@ -66,12 +66,6 @@ def plan_reshard(
     """The whole plan of a resharding; nothing is written.
 
     ``recorded`` are the settings of one that was made, to be planned again.
-
-    Raises:
-        CheckpointError: the checkpoint has problems, or lacks what a training goes on from.
-        UnsupportedError: a state cannot be cut for other ranks.
-        UnsafeError: a value to be carried cannot be written safely.
-        UsageError: an option cannot be meant.
     """
     settings, told = _settled(checkpoint, options) if recorded is None else (recorded, ())
     findings = raise_problems(checkpoint, options.allow)
@@ -129,11 +123,7 @@ def _files(
 
 
 def recorded_settings(provenance: Mapping[str, object]) -> Settings:
-    """What a plan or a manifest says of the layout.
-
-    Raises:
-        ValueError: no resharding can have these.
-    """
+    """What a plan or a manifest says of the layout."""
     if provenance["settings"] is None:
         return msgspec.convert(provenance.get("universal"), UniversalSettings)
     return msgspec.convert(provenance["settings"], TargetSettings)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.reading import swapped_out
 from zexport.errors import DamagedCheckpointError, LayoutError
-from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.resume.cells import read_cell
 from zexport.resume.experts import read_experts
@@ -18,12 +15,7 @@ from zexport.resume.zero0 import read_zero0
 
 
 def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
-    """The state in a checkpoint without problems.
-
-    Raises:
-        CheckpointError: it lacks what a training goes on from, such as moments or masters.
-        UnsupportedError: a state cannot be cut for other ranks, or the layout's cannot.
-    """
+    """The state in a checkpoint without problems."""
     tag_dir = checkpoint.location.tag_dir
     if (swapped := swapped_out(tag_dir)) is not None:
         raise swapped
@@ -39,7 +31,7 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
             expected=error.expected,
             hint="Copy all rank files of one save again",
         ) from error
-    own = {file.path for ranks in checkpoint.cells.values() for file in _files(ranks)}
+    own = {file.path for ranks in checkpoint.cells.values() for file in ranks.files}
     return TrainingState(
         cells=tuple(cells),
         carried=tuple(file for file in checkpoint.torch_files if file.path not in own),
@@ -53,11 +45,6 @@ def _cells(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Replica]]:
         return read_experts(checkpoint)
     read = [_read(index, ranks) for index, ranks in sorted(checkpoint.cells.items())]
     return [cell for cell, _ in read], [copy for _, copies in read for copy in copies]
-
-
-def _files(ranks: RankStates) -> Iterator[TorchFile]:
-    yield from (states.file for states in ranks.model.values())
-    yield from (states.file for states in ranks.optimizer.values())
 
 
 def _read(index: int, ranks: RankStates) -> tuple[CellState, tuple[Replica, ...]]:

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
 from zexport.checkpoint.location import Framework
+from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, models_of
-from zexport.checkpoint.states import ZERO3
 from zexport.errors import UsageError, ZexportError
 from zexport.options import ReshardOptions
 from zexport.store.json import read_json_object
@@ -144,12 +144,7 @@ def _at(config: object, keys: tuple[str, ...]) -> object:
 def settle(
     checkpoint: ZeroCheckpoint, options: ReshardOptions
 ) -> tuple[TargetSettings, tuple[str, ...]]:
-    """The settings of the target, and what should be known of them.
-
-    Raises:
-        UsageError: the world size or stage is none, or the configuration cannot be read or is of
-            another training.
-    """
+    """The settings of the target, and what should be known of them."""
     source, config = source_config(checkpoint), _config_of(checkpoint, options)
     stage = _stage(checkpoint, options, config)
     if options.ds_config and source:
@@ -218,12 +213,7 @@ def _check_precision(path: Path, found: str, expected: str) -> None:
 def settle_universal(
     checkpoint: ZeroCheckpoint, options: ReshardOptions
 ) -> tuple[UniversalSettings, tuple[str, ...]]:
-    """The settings of a universal checkpoint, and what should be known of the run's own.
-
-    Raises:
-        UsageError: the version of DeepSpeed is none, or one that loads no such checkpoint; there is
-            no such stage.
-    """
+    """The settings of a universal checkpoint, and what should be known of the run's own."""
     if options.stage not in (None, *_STAGES):
         raise _no_files_of(options.stage, checkpoint)
     version, config = options.for_deepspeed, _config_of(checkpoint, options)
@@ -247,11 +237,7 @@ def _told_of_dealing_out(config: _Config, settings: UniversalSettings) -> Iterat
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version of DeepSpeed.
-
-    Raises:
-        UsageError: it is none, or of before universal checkpoints had their files of today.
-    """
+    """The numbers of a version of DeepSpeed."""
     found = _VERSION.match(version)
     numbers = tuple(map(int, found[0].split("."))) if found else ()
     if numbers < _FIRST:

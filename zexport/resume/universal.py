@@ -9,16 +9,16 @@ from pathlib import Path
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.layouts.universal import (
+from zexport.checkpoint.layouts.universal_weights import (
     FOLDER,
     OPTIMIZER_STATE,
     STEP,
     names_its_groups,
     shape_of_flat,
 )
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import no_first_model
-from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator
 import msgspec
 
 from zexport.checkpoint.contents import source_of
-from zexport.checkpoint.layouts.universal import FOLDER, OPTIMIZER_STATE, STEP
+from zexport.checkpoint.layouts.universal_weights import FOLDER, OPTIMIZER_STATE, STEP
+from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.checkpoint.states import ZERO3
 from zexport.errors import UnsafeError, UnsupportedError
 from zexport.formats.leaves import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
@@ -35,13 +35,7 @@ _NAME_MAX = 255
 def universal_files(
     state: TrainingState, settings: UniversalSettings, tag: str, dropped: Collection[str] = ()
 ) -> Iterator[FilePlan]:
-    """Every file below the folder of its tag; ``dropped`` are client keys to leave out.
-
-    Raises:
-        UnsafeError: a value to be carried is none that can be written safely, or a parameter's name
-            none that a folder can have.
-        UnsupportedError: the state is cut over model-parallel ranks.
-    """
+    """Every file below the folder of its tag; ``dropped`` are client keys to leave out."""
     cell = only_cell(state)
     for name, value in _model_files(cell, dropped):
         yield plan_torch_file(f"{tag}/{name}", value)

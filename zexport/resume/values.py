@@ -138,11 +138,7 @@ def unwritable(said: Recorded) -> dict[str, UnsafeError]:
 
 
 def loss_scaler(said: Recorded) -> Opaque | None:
-    """A loss scaler from its numbers, as one of DeepSpeed's two classes; ``None`` without one.
-
-    Raises:
-        UnsafeError: it is of another class, or has another field than these have.
-    """
+    """A loss scaler from its numbers, as one of DeepSpeed's two classes; ``None`` without one."""
     value = said.values.get("loss_scaler")
     if value is None:
         return None

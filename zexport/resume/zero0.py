@@ -9,7 +9,8 @@ from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.layouts.master_matching import match_in_order
 from zexport.checkpoint.layouts.unnamed_masters import FUSED, NAMED, UNFUSED, form_of
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
-from zexport.checkpoint.states import GroupState, ModelStates, group_state
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import GroupState, group_state
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef

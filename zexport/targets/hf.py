@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.collect import Collected
+from zexport.collected import Collected
 from zexport.facts.statements import Statement, disagreements
 from zexport.facts.table import OF_BASE, Fact
 from zexport.model.card import model_card

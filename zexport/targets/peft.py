@@ -19,7 +19,7 @@ from zexport.adapters.peft_names import inner_name, read_name
 from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.collect import Collected
+from zexport.collected import Collected
 from zexport.errors import UnsupportedError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact

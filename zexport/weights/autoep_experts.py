@@ -12,6 +12,10 @@ from itertools import chain
 
 from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import DamagedCheckpointError
+from zexport.model.config import ConfigFile
+from zexport.model.fit import ModelNames
+from zexport.model.names import Learner
+from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 from zexport.weights.named import Weights
@@ -20,9 +24,19 @@ _EXPERTS = ".experts."
 _DIMENSIONS = 3  # expert, output, input
 
 
-def are_split(stored: Weights) -> bool:
-    """Whether there are layers whose experts AutoEP has split."""
-    return any(name.endswith(f"{_EXPERTS}w1") for name in stored.tensors)
+def with_hub_experts(
+    stored: Weights, config: ConfigFile | None, learner: Learner, options: ExportOptions
+) -> Weights:
+    """The weights with AutoEP's experts as the Hugging Face model has them, if it is one."""
+    if options.layout is NameLayout.MEMORY or not _layers(stored, "w1"):
+        return stored
+    fused = fuse_experts(stored)
+    names = learner.names(config, dict(fused.shapes))
+    if not isinstance(names, ModelNames):
+        return stored
+    fused = with_original_names(fused, names.shapes)
+    is_known = fused.renamed(options.renames).shapes.keys() <= names.shapes.keys()
+    return fused if is_known else stored
 
 
 def fuse_experts(stored: Weights) -> Weights:

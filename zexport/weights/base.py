@@ -11,7 +11,7 @@ from msgspec import Struct, field, structs
 
 from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.states import ZERO3
+from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown

@@ -16,8 +16,9 @@ from tests.support.checkpoints import Run, edit, save, small_model
 from zexport.checkpoint.layouts.bind import MASTERS, bind
 from zexport.checkpoint.layouts.expert_groups import bind_experts
 from zexport.checkpoint.layouts.zero import bind_trained, flat_run, owners_of
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import read_optimizer_states
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, read_optimizer_states
 from zexport.errors import LayoutError
 from zexport.formats.torch_file import read_torch_file
 

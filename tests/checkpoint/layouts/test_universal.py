@@ -17,10 +17,7 @@ from tests.support.checkpoints import edit
 from tests.support.model_parallel import assembled, unequal
 from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.structure import Structure
-from zexport.checkpoint.layouts.universal import (
-    check_whole,
-    shape_of_flat,
-)
+from zexport.checkpoint.layouts.universal_weights import check_whole, shape_of_flat
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import (
     DamagedCheckpointError,

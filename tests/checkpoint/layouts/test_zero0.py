@@ -22,9 +22,9 @@ from zexport.checkpoint.contents import Inventory, Role
 from zexport.checkpoint.layouts.master_matching import match_in_order
 from zexport.checkpoint.layouts.unnamed_masters import is_tiled
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
+from zexport.checkpoint.model_states import read_model_states
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.ranks import is_zero0
-from zexport.checkpoint.states import read_model_states
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.findings import FindingKind
 from zexport.formats.torch_file import read_torch_file

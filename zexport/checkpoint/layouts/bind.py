@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.contents import FlatData, Role, StoredTensor
 from zexport.checkpoint.layouts import zero3, zero12
-from zexport.checkpoint.states import OptimizerStates
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.errors import LayoutError
 from zexport.formats.inert import TensorRef
 from zexport.ranges.dtypes import DType, Shape

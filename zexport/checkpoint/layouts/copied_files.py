@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.layouts.zero3 import StripedParameter, stripe_parameters
+from zexport.checkpoint.model_states import ZERO3
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ZERO3, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain

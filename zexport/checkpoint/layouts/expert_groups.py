@@ -12,8 +12,9 @@ from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind
 from zexport.checkpoint.layouts.expert_layers import read_autoep_layers
 from zexport.checkpoint.layouts.zero import flat_run
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 
 

@@ -11,9 +11,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.layouts.module_files import ModuleFile
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import (
     DamagedCheckpointError,

@@ -37,10 +37,10 @@ from zexport.checkpoint.layouts.zero import (
     with_untrained,
 )
 from zexport.checkpoint.layouts.zero0_experts import read_expert_optimizers, take_unsharded_experts
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, check_cells, is_zero0, models_of, no_first_model
-from zexport.checkpoint.states import ModelStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.extents import Chain, Window

@@ -24,9 +24,9 @@ from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero import commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
+from zexport.checkpoint.model_states import Grid
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates, check_cells, models_of
-from zexport.checkpoint.states import Grid
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.layouts.module_files import ModuleFile
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.model_states import ModelStates
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile

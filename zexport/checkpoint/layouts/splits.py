@@ -21,7 +21,7 @@ from zexport.checkpoint.layouts.boxes import (
     replicated,
 )
 from zexport.checkpoint.layouts.patterns import PatternTable
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.ranges.dtypes import Shape

@@ -11,14 +11,10 @@ from msgspec.structs import replace
 from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
 from zexport.checkpoint.contents import Inventory, Parallelism, Role, Structure
 from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, models_of
-from zexport.checkpoint.states import ModelStates
-from zexport.errors import (
-    DamagedCheckpointError,
-    LayoutError,
-    ZexportError,
-)
+from zexport.errors import DamagedCheckpointError, LayoutError, ZexportError
 from zexport.facts import statements as facts
 from zexport.facts.table import Fact
 from zexport.formats.torch_file import TorchFile
@@ -275,8 +271,4 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
     }
     trained = stated_by_key(files, (Fact.CONFIG, Fact.LOSS_SCALE))
     for found in facts.disagreements((*stated_by_rank(stated), *trained)):
-        yield found.error(tag_dir, _name_cells)
-
-
-def _name_cells(cells: Iterable[int]) -> str:
-    return f"model-parallel ranks {ranges_of(cells)}"
+        yield found.error(tag_dir, lambda cells: f"model-parallel ranks {ranges_of(cells)}")

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates, check_cells, models_of
-from zexport.checkpoint.states import ModelStates
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Run, Weight, match
-from zexport.checkpoint.states import optimizer_in
+from zexport.checkpoint.optimizer_states import optimizer_in
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import FragmentAddress, StorageRef, TensorRef

@@ -10,14 +10,15 @@ from math import prod
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS, Bound, FlatRun, bind, check_one_type
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import (
     check_spelling,
     find_aliases,
     has_value,
     with_parameter_names,
 )
+from zexport.checkpoint.optimizer_states import OptimizerStates
 from zexport.checkpoint.ranks import RankStates
-from zexport.checkpoint.states import ModelStates, OptimizerStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile

@@ -27,7 +27,7 @@ from zexport.checkpoint.contents import Inventory, Role, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero import stored_buffers
-from zexport.checkpoint.states import ModelStates
+from zexport.checkpoint.model_states import ModelStates
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
 from zexport.formats.inert import TensorRef

@@ -27,20 +27,12 @@ from zexport.checkpoint.layouts.expert_layers import (
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.module_files import stack_slices
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
-from zexport.checkpoint.layouts.zero0 import (
-    casts,
-    contradictions,
-    inventory_of,
-    weights_of,
-)
+from zexport.checkpoint.layouts.zero0 import casts, contradictions, inventory_of, weights_of
+from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.optimizer_states import optimizer_in
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import check_written_as_named
-from zexport.checkpoint.states import ModelStates, optimizer_in
-from zexport.errors import (
-    DamagedCheckpointError,
-    IncompleteCheckpointError,
-    UnsupportedError,
-)
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica, fingerprint
 from zexport.ranges.dtypes import DType
