@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zexport.api.compare import diff_models, diff_states
-    from zexport.api.export import consolidate, plan_export, run_export
+    from zexport.api.export import consolidate, plan_export, plan_reshard, reshard, run_export
     from zexport.api.parts import consolidate_part, finish_export, reshard_part
-    from zexport.api.reshard import plan_reshard, reshard
     from zexport.api.verify import verify_export
     from zexport.beside.events import WatchEvent
     from zexport.beside.watch import WatchOptions, watch
@@ -38,13 +37,7 @@ if TYPE_CHECKING:
     from zexport.compare.tensor import Outcome, TensorDiff
     from zexport.compare.verdict import Cause
     from zexport.errors import ZexportError
-    from zexport.options import (
-        Engine,
-        ExportDType,
-        ExportOptions,
-        NameLayout,
-        ReshardOptions,
-    )
+    from zexport.options import Engine, ExportDType, ExportOptions, NameLayout, ReshardOptions
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, Progress, VerifyMode
     from zexport.run.parts import PartReport
@@ -95,9 +88,8 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `zexport --help` pays for none of them.
 _HOMES = {
     "api.compare": ("diff_models", "diff_states"),
-    "api.export": ("consolidate", "plan_export", "run_export"),
+    "api.export": ("consolidate", "plan_export", "plan_reshard", "reshard", "run_export"),
     "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
-    "api.reshard": ("plan_reshard", "reshard"),
     "api.verify": ("verify_export",),
     "beside.events": ("WatchEvent",),
     "beside.watch": ("WatchOptions", "watch"),

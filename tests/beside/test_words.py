@@ -10,7 +10,7 @@ import pytest
 
 from zexport.beside.words import words_of
 from zexport.cli.consolidate import consolidate
-from zexport.cli.export_options import options_of
+from zexport.cli.options import options_of
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout

@@ -1,4 +1,4 @@
-"""An export: planned, run, or both at once."""
+"""An export, or a checkpoint for other ranks: planned, run, or both at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import UsageError
-from zexport.options import Engine, ExportOptions, chosen
+from zexport.options import Engine, ExportOptions, ReshardOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.execute import ExportReport, Progress, VerifyMode
@@ -35,6 +35,31 @@ def plan_export(
     if options is not None and options.engine is Engine.DEEPSPEED:
         _check_on_disks(checkpoint, place(out_dir), options)
     return decide(collect(checkpoint, options), out_dir)
+
+
+def plan_reshard(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ReshardOptions
+) -> ExportPlan:
+    """The whole plan of a resharding, which ``run_export`` runs; nothing is written.
+
+    Raises:
+        CheckpointError: the checkpoint has problems, or lacks what a training goes on from.
+        UnsupportedError: a state cannot be cut for other ranks.
+        UnsafeError: a value to be carried along cannot be written safely.
+        UsageError: an option cannot be meant.
+    """
+    from zexport.resume import plan  # noqa: PLC0415 - no export needs it
+
+    return plan.plan_reshard(checkpoint, out_dir, options)
+
+
+def plan_folder(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | ReshardOptions
+) -> ExportPlan:
+    """The plan of what the options are of."""
+    if isinstance(options, ReshardOptions):
+        return plan_reshard(checkpoint, out_dir, options)
+    return plan_export(checkpoint, out_dir, options)
 
 
 def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOptions) -> None:
@@ -108,5 +133,27 @@ def consolidate(
     began = time.monotonic()
     opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
     plan = plan_export(opened, out_dir, options)
+    done = run_export(plan, verify=verify, progress=progress)
+    return replace(done, seconds=time.monotonic() - began)
+
+
+def reshard(
+    checkpoint: Checkpoint,
+    out_dir: Path | str,
+    options: ReshardOptions,
+    *,
+    tag: str | None = None,
+    follow_symlinks: bool = False,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: OnProgress | None = None,
+) -> ExportReport:
+    """Turn a ZeRO checkpoint into one that the same training goes on from on other ranks.
+
+    ``out_dir`` is of the same arrangement as the checkpoint (a Trainer's ``checkpoint-N``, say);
+    ``options`` are number of ranks, stage and more. All else is as for ``consolidate``.
+    """
+    began = time.monotonic()
+    opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
+    plan = plan_reshard(opened, out_dir, options)
     done = run_export(plan, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.api.export import OnProgress, plan_export
-from zexport.api.reshard import plan_reshard
+from zexport.api.export import OnProgress, plan_folder
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
@@ -62,9 +61,7 @@ class Request(Struct, frozen=True):
         opened = open_checkpoint(
             self.checkpoint, tag=self.tag, follow_symlinks=self.follow_symlinks
         )
-        if self.reshard is not None:
-            return plan_reshard(opened, out_dir, self.reshard)
-        return plan_export(opened, out_dir, self.export)
+        return plan_folder(opened, out_dir, self.reshard or self.export or ExportOptions())
 
 
 def run_part(
@@ -134,11 +131,6 @@ def reshard_part(
     """Write one worker's share of a resharding; the worker that completes the set publishes it.
 
     As ``consolidate_part`` does of an export: the folder is byte for byte that of ``reshard``.
-
-    Raises:
-        OutputError: the folder was begun for another plan or another number of workers, or another
-            process writes this part.
-        ZexportError: as ``reshard`` does.
     """
     began = time.monotonic()
     request = Request.of(checkpoint, options, tag, follow=follow_symlinks)

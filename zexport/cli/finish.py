@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
+from zexport.cli.making import tell
 from zexport.cli.options import PATH, json_option, progress_options
-from zexport.cli.streams import put_out
 
 
 @click.command(short_help="Publish what several parts have written.")
@@ -24,12 +23,7 @@ def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
     """
     from zexport.api.parts import finish_export
     from zexport.cli.progress import progress_printer
-    from zexport.report.export import print_export, print_warnings
-    from zexport.report.text import PlainConsole
 
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = finish_export(out, progress=on_progress)
-    if quiet and not json:
-        print_warnings(PlainConsole(sys.stderr), done)
-        return
-    put_out(done.to_json, lambda console: print_export(console, done), as_json=json)
+    tell(done, done.to_json, as_json=json, quiet=quiet)

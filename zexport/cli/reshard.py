@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from zexport.cli.making import Making, making_options
 from zexport.cli.options import (
     PATH,
     ByteSize,
     allow_option,
     check_option,
     jobs_option,
-    json_option,
-    links_option,
     missing_path,
-    progress_options,
-    storage_option,
     tag_option,
     verify_option,
 )
-from zexport.cli.part import part_option
-from zexport.cli.streams import put_out
 from zexport.findings import FindingKind
 from zexport.options import ReshardOptions, ResumeFormat
 from zexport.printable import shell_word
-
-if TYPE_CHECKING:
-    from zexport.plan.plan import ExportPlan
-    from zexport.run.execute import ExportReport
-    from zexport.run.parts import PartReport
-    from zexport.run.shares import Share
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
@@ -84,31 +70,8 @@ if TYPE_CHECKING:
 @verify_option
 @check_option
 @allow_option
-@links_option
-@storage_option
-@part_option
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace an older result at OUT, once the new one is complete.",
-)
-@json_option
-@progress_options
-def reshard(
-    *,
-    paths: tuple[Path, ...],
-    world_size: int | None,
-    tag: str | None,
-    follow_symlinks: bool,
-    verify: str,
-    part: Share | None,
-    dry_run: bool,
-    json: bool,
-    progress: str,
-    quiet: bool,
-    **chosen: Any,
-) -> None:
+@making_options("Replace an older result at OUT, once the new one is complete.")
+def reshard(*, paths: tuple[Path, ...], world_size: int | None, **given: Any) -> None:
     """Turn the ZeRO checkpoint CKPT into OUT, from which the same training goes on with N ranks.
 
     Weights, optimizer states, schedule and the client's own state come along. OUT is loaded as any
@@ -117,31 +80,10 @@ def reshard(
 
     Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
     """
-    from zexport.api.export import run_export
-    from zexport.api.parts import Request, run_part
-    from zexport.api.reshard import plan_reshard
-    from zexport.checkpoint.opening import open_checkpoint
-    from zexport.cli.progress import progress_printer
-    from zexport.run.execute import VerifyMode
-
-    is_bare = world_size is None and chosen["format"] == ResumeFormat.NATIVE.value
+    is_bare = world_size is None and given["format"] == ResumeFormat.NATIVE.value
     _check(paths, is_bare=is_bare)
-    options = _options(world_size=world_size, **chosen)
-    ckpts, out, mode = paths[:-1], paths[-1], VerifyMode(verify)
-    began = time.monotonic()
-    with progress_printer(progress, quiet=quiet) as on_progress:
-        checkpoint = open_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
-        plan = plan_reshard(checkpoint, out, options)
-        done: ExportReport | PartReport | None = None
-        if part is not None and not dry_run:
-            request = Request.of(ckpts, options, tag, follow=follow_symlinks)
-            done = run_part(plan, part, request, verify=mode, progress=on_progress)
-        elif not dry_run:
-            done = run_export(plan, verify=mode, progress=on_progress)
-    if done is None:
-        _show(plan, as_json=json, quiet=quiet)
-    else:
-        _tell(replace(done, seconds=time.monotonic() - began), plan, as_json=json, quiet=quiet)
+    making = Making.taken_from(given)
+    making.make(paths[:-1], paths[-1], _options(world_size=world_size, **given))
 
 
 def _check(paths: tuple[Path, ...], *, is_bare: bool) -> None:
@@ -160,39 +102,3 @@ def _options(
 ) -> ReshardOptions:
     """What was chosen, by the library's names for it."""
     return ReshardOptions(max_memory_nbytes=max_memory, allow=frozenset(allow), **chosen)
-
-
-def _show(plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
-    from zexport.plan.summary import side_nbytes, summarize
-    from zexport.report.reshard import print_reshard_plan
-    from zexport.resume.plan import recorded_settings
-    from zexport.store.json import form_of
-
-    summary, settings = summarize(plan), recorded_settings(plan.provenance)
-    put_out(
-        lambda: form_of(summary, plan.provenance),
-        lambda console: print_reshard_plan(
-            console, summary, side_nbytes(plan), settings, quiet=quiet
-        ),
-        as_json=as_json,
-    )
-
-
-def _tell(done: ExportReport | PartReport, plan: ExportPlan, *, as_json: bool, quiet: bool) -> None:
-    from zexport.report.export import print_part, print_warnings
-    from zexport.report.reshard import print_reshard
-    from zexport.report.text import PlainConsole
-    from zexport.resume.plan import recorded_settings
-    from zexport.run.parts import PartReport
-    from zexport.store.json import form_of
-
-    if quiet and not as_json:
-        print_warnings(PlainConsole(sys.stderr), done)
-    elif isinstance(done, PartReport):
-        put_out(done.to_json, lambda console: print_part(console, done), as_json=as_json)
-    else:
-        put_out(
-            lambda: form_of(done, plan.provenance),
-            lambda console: print_reshard(console, done, recorded_settings(plan.provenance)),
-            as_json=as_json,
-        )

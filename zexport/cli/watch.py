@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from zexport.cli.export_options import export_options, options_of
-from zexport.cli.options import PATH, links_option, verify_option
+from zexport.cli.options import PATH, export_options, links_option, options_of, verify_option
 
 
 @click.command(short_help="Export every checkpoint of a run while it trains.")

@@ -1,0 +1,148 @@
+"""Making a folder of a checkpoint: its plan shown, or run, and what came of that told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+from msgspec import Struct
+
+from zexport.cli.options import (
+    F,
+    json_option,
+    links_option,
+    progress_options,
+    storage_option,
+    together,
+)
+from zexport.cli.part import part_option
+from zexport.cli.streams import put_out
+from zexport.options import ExportOptions, ReshardOptions
+
+if TYPE_CHECKING:
+    from zexport.plan.plan import ExportPlan
+    from zexport.run.execute import ExportReport
+    from zexport.run.parts import PartReport
+    from zexport.run.shares import Share
+    from zexport.store.json import JsonObject
+
+
+def making_options(overwrite: str) -> Callable[[F], F]:
+    """The options of every command that makes a folder; ``overwrite`` says what is replaced."""
+    return together(
+        links_option,
+        storage_option,
+        part_option,
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--overwrite", is_flag=True, help=overwrite),
+        json_option,
+        progress_options,
+    )
+
+
+class Making(Struct, frozen=True):
+    """How a folder is to be made, as typed."""
+
+    tag: str | None
+    follow_symlinks: bool
+    verify: str
+    part: Share | None
+    dry_run: bool
+    json: bool
+    progress: str
+    quiet: bool
+
+    @classmethod
+    def taken_from(cls, given: dict[str, Any]) -> Self:
+        """Those of all options; the others are left there."""
+        return cls(**{name: given.pop(name) for name in cls.__struct_fields__})
+
+    def make(
+        self, ckpts: tuple[Path, ...], out: Path, options: ExportOptions | ReshardOptions
+    ) -> None:
+        """Plan what the options are of; then show the plan, or run it and tell what was done."""
+        from zexport.api.export import plan_folder, run_export
+        from zexport.api.parts import Request, run_part
+        from zexport.checkpoint.opening import open_checkpoint
+        from zexport.cli.progress import progress_printer
+        from zexport.run.execute import VerifyMode
+
+        mode, follow = VerifyMode(self.verify), self.follow_symlinks
+        began = time.monotonic()
+        with progress_printer(self.progress, quiet=self.quiet) as on_progress:
+            # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.
+            plan = plan_folder(
+                open_checkpoint(ckpts, tag=self.tag, follow_symlinks=follow), out, options
+            )
+            done: ExportReport | PartReport | None = None
+            if self.part is not None and not self.dry_run:
+                request = Request.of(ckpts, options, self.tag, follow=follow)
+                done = run_part(plan, self.part, request, verify=mode, progress=on_progress)
+            elif not self.dry_run:
+                done = run_export(plan, verify=mode, progress=on_progress)
+        if done is None:
+            self._show(plan)
+        else:
+            self._tell(replace(done, seconds=time.monotonic() - began), plan)
+
+    def _show(self, plan: ExportPlan) -> None:
+        from zexport.plan.summary import side_nbytes, summarize
+        from zexport.report.export import print_plan
+        from zexport.store.json import form_of
+
+        summary, what = summarize(plan), _what(plan)
+        put_out(
+            lambda: form_of(summary, plan.provenance),
+            lambda console: print_plan(
+                console, summary, side_nbytes(plan), quiet=self.quiet, what=what
+            ),
+            as_json=self.json,
+        )
+
+    def _tell(self, done: ExportReport | PartReport, plan: ExportPlan) -> None:
+        from zexport.report.export import print_part, print_warnings
+        from zexport.report.text import PlainConsole
+        from zexport.run.parts import PartReport
+        from zexport.store.json import form_of
+
+        if not isinstance(done, PartReport):
+            form = partial(form_of, done, plan.provenance)
+            tell(done, form, as_json=self.json, quiet=self.quiet, what=_what(plan))
+        elif self.quiet and not self.json:
+            print_warnings(PlainConsole(sys.stderr), done)
+        else:
+            put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
+
+
+def tell(
+    done: ExportReport,
+    form: Callable[[], JsonObject],
+    *,
+    as_json: bool,
+    quiet: bool,
+    what: str = "",
+) -> None:
+    """Tell of a folder that was made: as JSON, for people, or of its warnings alone."""
+    from zexport.report.export import print_export, print_warnings
+    from zexport.report.text import PlainConsole
+
+    if quiet and not as_json:
+        print_warnings(PlainConsole(sys.stderr), done)
+    else:
+        put_out(form, lambda console: print_export(console, done, what=what), as_json=as_json)
+
+
+def _what(plan: ExportPlan) -> str:
+    """What is made, where the form of the files does not say it: which ranks go on from it."""
+    if not plan.form.is_checkpoint:
+        return ""
+    from zexport.report.reshard import for_whom
+    from zexport.resume.plan import recorded_settings
+
+    return for_whom(recorded_settings(plan.provenance))
