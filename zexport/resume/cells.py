@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from msgspec.structs import replace
+
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.zero import listed_frozen, owners_of, take_inventory
-from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.ranks import RankStates, no_first_model, no_optimizer_files
 from zexport.checkpoint.model_states import ZERO3, ModelStates
+from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.optimizer_states import OptimizerStates
+from zexport.checkpoint.ranks import RankStates, no_first_model, no_optimizer_files
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
@@ -18,35 +20,40 @@ from zexport.resume.groups import GroupReader
 from zexport.resume.state import CellState, ModuleEntry, Recorded
 from zexport.weights.named import PEFT_PREFIX
 
+CellFiles = tuple[ModelStates, list[OptimizerStates]]
+"""The model states that name the weights, and all optimizer states in the order of ranks."""
+
 
 def read_cell(index: int, ranks: RankStates) -> tuple[CellState, tuple[Replica, ...]]:
     """The state of one index, none of whose files is missing, and copies that must be equal."""
-    model, owners = cell_files(index, ranks)
+    model, owners = files = cell_files(index, ranks)
     named = with_parameter_names(model)
-    inventory = take_inventory(ranks, model)
+    state = without_groups(index, ranks, files, named, take_inventory(ranks, model))
     reader = GroupReader(owners, named, is_zero3=ranks.is_zero3)
-    said, inner = recorded(model, owners[0])
-    state = CellState(
+    return replace(state, groups=reader.read()), tuple(reader.replicas)
+
+
+def without_groups(
+    index: int, ranks: RankStates, files: CellFiles, named: ModelStates, inventory: Inventory
+) -> CellState:
+    """The state of one index but for what is trained; ``named`` has the parameters' names."""
+    model, owners = files
+    first = owners[0]
+    said = Value(model.file.path, "model states", model.file.value).mapping()
+    inner = Value(first.file.path, "optimizer states", first.file.value).mapping()
+    return CellState(
         index=index,
-        groups=reader.read(),
+        groups=(),
         frozen=frozen_table(ranks, named, inventory, len(owners)),
         module=tuple(module_entries(model, named, inventory, is_zero3=ranks.is_zero3)),
         aliases=inventory.aliases,
-        model=said,
-        optimizer=inner,
+        model=Recorded(model.file, said),
+        optimizer=Recorded(first.file, inner),
     )
-    return state, tuple(reader.replicas)
 
 
-def recorded(model: ModelStates, first: OptimizerStates) -> tuple[Recorded, Recorded]:
-    """What the model file and the first rank's optimizer file say, as they say it."""
-    said = Value(model.file.path, "model states", model.file.value).mapping()
-    inner = Value(first.file.path, "optimizer states", first.file.value).mapping()
-    return Recorded(model.file, said), Recorded(first.file, inner)
-
-
-def cell_files(index: int, ranks: RankStates) -> tuple[ModelStates, list[OptimizerStates]]:
-    """The model states that name the weights, and all optimizer states in the order of ranks."""
+def cell_files(index: int, ranks: RankStates) -> CellFiles:
+    """The files of one index, of which none may be missing."""
     model = ranks.first_model
     if model is None:
         raise no_first_model(next(iter(ranks.optimizer.values())).file.path.parent, index)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.layouts.expert_groups import experts_of_ranks
 from zexport.checkpoint.layouts.expert_layers import (
@@ -11,12 +13,12 @@ from zexport.checkpoint.layouts.expert_layers import (
     without_experts,
 )
 from zexport.checkpoint.layouts.zero import bind_trained, owners_of, with_untrained
+from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.ranks import is_zero0
-from zexport.checkpoint.model_states import ModelStates
 from zexport.errors import UnsupportedError
 from zexport.ranges.copies import Replica
-from zexport.resume.cells import cell_files, frozen_table, module_entries, recorded
+from zexport.resume.cells import cell_files, without_groups
 from zexport.resume.groups import GroupReader
 from zexport.resume.state import CellState
 
@@ -35,7 +37,7 @@ def read_experts(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Repl
     (index, ranks), *others = checkpoint.cells.items()
     if is_zero0(ranks):
         raise _refused(checkpoint, "has experts and no ZeRO", "ZeRO-0")
-    model, owners = cell_files(index, ranks)
+    model, owners = files = cell_files(index, ranks)
     _check(checkpoint, model, others)
     named = with_parameter_names(without_experts(model, _NATIVE))
     numbers = expert_groups(model, _NATIVE)
@@ -44,29 +46,20 @@ def read_experts(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Repl
         others=numbers,
     )  # fmt: skip
     inventory = with_untrained(bound, ranks, named, len(owners))
+    state = without_groups(index, ranks, files, named, inventory)
     groups, placement = experts_of_ranks(ranks, model, numbers, len(owners))
     degrees = {group.ep_size for group in groups}
     if len(degrees) > 1:
         raise _refused(checkpoint, "has layers of several expert-parallel sizes", sorted(degrees))
     degree = max(degrees, default=1)
-    said, inner = recorded(model, owners[0])
+    whole = with_parameter_names(model)
     cells, replicas = [], []
     for expert_rank, sharing in enumerate(placement.sets(degree, len(owners))):
         sharers = [owners[rank] for rank in sharing]
         own = dict.fromkeys(numbers, sharers)
-        reader = GroupReader(owners, with_parameter_names(model), is_zero3=False, sharing=own)
-        cell = CellState(
-            index=index,
-            groups=reader.read(),
-            frozen=frozen_table(ranks, named, inventory, len(owners)),
-            module=tuple(module_entries(model, named, inventory, is_zero3=False)),
-            aliases=inventory.aliases,
-            model=said,
-            optimizer=inner,
-            expert_rank=expert_rank,
-            expert_ranks=degree,
-        )
-        cells.append(cell)
+        reader = GroupReader(owners, whole, is_zero3=False, sharing=own)
+        read = reader.read()
+        cells.append(replace(state, groups=read, expert_rank=expert_rank, expert_ranks=degree))
         replicas += reader.replicas
     return cells, replicas
 

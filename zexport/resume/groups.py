@@ -120,8 +120,9 @@ class GroupReader:
         names = [one.group_states[number].tensors.keys() for one in owners]
         for owner, own in zip(owners, names, strict=True):
             if own != names[0]:
+                first = next(rank for rank, one in enumerate(self._owners) if one is owners[0])
                 raise DamagedCheckpointError(
-                    f"has other optimizer states of flat group {number} than rank 0",
+                    f"has other optimizer states of flat group {number} than rank {first}",
                     path=owner.file.path,
                     found=", ".join(own) or "none",
                     expected=", ".join(names[0]) or "none",
@@ -131,7 +132,7 @@ class GroupReader:
             raise UnsupportedError(
                 f"the optimizer's state {nested[0]!r} is of blocks that begin anew on every rank "
                 "and cannot be cut for other ranks",
-                path=self._owners[0].file.path,
+                path=owners[0].file.path,
                 hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
             )
         yield MASTERS
@@ -152,7 +153,7 @@ class GroupReader:
             raise UnsupportedError(
                 f"the optimizer's state {state!r} is not one element for each of the weights', and "
                 "cannot be cut for other ranks",
-                path=self._owners[0].file.path,
+                path=owners[0].file.path,
                 found=f"{cause.problem}: {cause.found}",
                 expected=cause.expected,
                 hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
