@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
-    IA3Config,
-    LoHaConfig,
     LoraConfig,
     PeftModel,
-    PromptTuningConfig,
     get_peft_model,
 )
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -119,24 +116,6 @@ def test_parts_that_are_named_in_vain_are_told_where_that_may_matter(
     warned = export(trained, AdapterMode.MERGE, tmp_path / "out").warnings
     found = [one for one in warned if "no tensors for" in one]
     assert [told in one for one in found] == [True] * bool(told)
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "o_proj"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save 'lm_head' no tensors"),
-    ],
-)
-def test_parts_of_the_model_that_were_not_trained_are_refused_where_it_is_known(
-    tmp_path: Path, keys: dict[str, object], told: str
-) -> None:
-    trained = train(tmp_path)
-    change(trained, **keys)
-    with pytest.raises(DamagedCheckpointError, match=told):
-        export(trained, AdapterMode.MERGE, tmp_path / "out")
-    kept = export(trained, AdapterMode.KEEP, tmp_path / "kept").warnings
-    assert any(told in one for one in kept)
 
 
 @pytest.mark.parametrize("mode", [AdapterMode.KEEP, AdapterMode.MERGE])
@@ -266,39 +245,6 @@ def test_rows_that_were_trained_and_that_the_config_does_not_name_are_refused(
         (root / "adapter_config.json").write_text(json.dumps(stated))
         with pytest.raises(DamagedCheckpointError, match="trainable_token_indices"):
             consolidate(root, tmp_path / "out", ExportOptions(adapter=AdapterMode.KEEP))
-
-
-METHODS = {
-    "LoHa": (LoHaConfig(r=4, target_modules=["q_proj"]), {"r": 64}, "rank"),
-    "LoHa's targets": (LoHaConfig(target_modules=["q_proj"]), {"target_modules": ["o_proj"]}, "q_"),
-    "IA3": (
-        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-        {"target_modules": ["k_proj"], "feedforward_modules": []},
-        "down_proj updated",
-    ),
-    "prompt": (
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-        {"num_virtual_tokens": 50},
-        "num_virtual_tokens 5 in the adapter's tensors; 50",
-    ),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_adapters_of_other_methods_are_held_against_their_file(tmp_path: Path, method: str) -> None:
-    config, keys, told = METHODS[method]
-    model = get_peft_model(peft_models.llama(), config)
-    model.save_pretrained(tmp_path / "live")
-    zero = peft_models.zero_model(model, ("default",))
-    root = checkpoints.save(zero, Run(stage=2, exclude_frozen=True), tmp_path / "run")
-    stated = json.loads((tmp_path / "live" / "adapter_config.json").read_text())
-    (root / "adapter_config.json").write_text(json.dumps(stated))
-    options = ExportOptions(adapter=AdapterMode.KEEP)
-    assert consolidate(root, tmp_path / "out", options).tensors
-    (root / "adapter_config.json").write_text(json.dumps(stated | keys))
-    with pytest.raises(DamagedCheckpointError, match="does not fit") as caught:
-        consolidate(root, tmp_path / "other", options)
-    assert told in str(caught.value)
 
 
 def test_each_of_several_adapters_has_a_rank_of_its_own(tmp_path: Path) -> None:
