@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from zexport.beside.events import WatchEvent
+from zexport.beside.prune import PruneReport
 from zexport.compare.diff import DiffReport
 from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
@@ -39,6 +40,7 @@ _FORMS: dict[str, tuple[str, int, tuple[type, ...]]] = {
         SCHEMA,
         (PlanSummary, Provenance),
     ),
+    "prune": ("What `zexport prune --json` prints", SCHEMA, (PruneReport,)),
     "reshard": ("What `zexport reshard --json` prints", SCHEMA, (ExportReport, ReshardProvenance)),
     "reshard_manifest": (
         "`zexport_manifest.json` of a resharded checkpoint",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zexport.api.parts import consolidate_part, finish_export, reshard_part
     from zexport.api.verify import verify_export
     from zexport.beside.events import WatchEvent
+    from zexport.beside.prune import PruneReport, prune
     from zexport.beside.watch import WatchOptions, watch
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
@@ -56,6 +57,7 @@ __all__ = [
     "Outcome",
     "PartReport",
     "Progress",
+    "PruneReport",
     "ReshardOptions",
     "Role",
     "Share",
@@ -76,6 +78,7 @@ __all__ = [
     "open_checkpoint",
     "plan_export",
     "plan_reshard",
+    "prune",
     "reshard",
     "reshard_part",
     "run_export",
@@ -92,6 +95,7 @@ _HOMES = {
     "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
     "api.verify": ("verify_export",),
     "beside.events": ("WatchEvent",),
+    "beside.prune": ("PruneReport", "prune"),
     "beside.watch": ("WatchOptions", "watch"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),

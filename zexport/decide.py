@@ -70,6 +70,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
         nbytes_compared=found.nbytes_compared,
+        pruned=checkpoint.pruned_files,
         reference=reference if options.engine is Engine.DEEPSPEED else None,
     )
 

@@ -204,6 +204,7 @@ PRINTED = {
     "verify": ["verify"],
     "diff": ["diff"],
     "watch": ["watch"],
+    "prune": ["prune"],
     "train": ["train"],
 }
 """The schemas of what each command prints with ``--json``."""
@@ -262,6 +263,7 @@ def test_a_failure_of_every_command_fits_its_schema(tmp_path: Path) -> None:
         "verify": [(7, (nothing, "--against", PLAIN)), (2, ())],
         "diff": [(3, (nothing, PLAIN)), (2, (nothing,))],
         "watch": [(2, (nothing, nothing, "--once")), (2, ())],
+        "prune": [(3, (nothing, "--export", full)), (2, (nothing,))],
         "train": [(6, (full,)), (2, (nothing, "--stage", 4))],
     }
     assert list(failures) == list(PRINTED)

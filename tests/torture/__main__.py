@@ -14,12 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.moves import every_move
+from tests.support.pruning import trainers_run
 from tests.support.resharding import departures
 from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
+from tests.torture.prunings import count_calls as count_prunings_calls
+from tests.torture.prunings import killed_at as pruning_killed_at
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
+from zexport import consolidate
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -41,6 +45,7 @@ def main() -> None:
             "commands ended at random moments",
             lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
         )
+        _told("prunings ended before every call", lambda: _every_pruning(folder / "prunings"))
         _told("trainings moved to other ranks and stages", lambda: _every_move(folder / "moves"))
     _told("fuzzers", lambda: _fuzz(options.seconds))
 
@@ -72,6 +77,17 @@ def _random_kills(folder: Path, times: int, numel: float, seed: int) -> str:
     export = Export(make_checkpoint(folder / "ckpt", numel), folder / "out", sixteenth)
     found = killed_at_random(export, times, seed)
     return ", ".join(f"{count} {word}" for word, count in sorted(found.items()))
+
+
+def _every_pruning(folder: Path) -> str:
+    old = trainers_run(folder / "run")
+    consolidate(old, folder / "out")
+    counts = []
+    for delete in (False, True):
+        counts.append(count_prunings_calls(old, folder / "out", delete=delete))
+        for at in range(1, counts[-1] + 1):
+            pruning_killed_at(old, folder / "out", at, delete=delete)
+    return f"{counts[0]} kills, and {counts[1]} of removals"
 
 
 def _every_move(folder: Path) -> str:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.pruned import PREFIX
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.files import changed_ns, version
@@ -31,7 +32,7 @@ _SETTLED_S = 60
 """What has not changed for so long is not being written, if nothing is missing."""
 
 _TRAINERS = re.compile(r"checkpoint-\d{1,18}", re.ASCII)
-_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
 _BEING_SAVED = "checkpoint-is-incomplete.txt"
 
 
@@ -69,8 +70,11 @@ class Sighting(Struct, frozen=True):
         return max((one.mtime_ns for one in self.versions.values()), default=0)
 
     def step(self, boundary: Boundary) -> int | None:
-        """The optimizer steps that it records."""
-        return recorded_step(self.tag_dir, boundary)
+        """The optimizer steps that it records; ``None`` also where it was removed meanwhile."""
+        try:
+            return recorded_step(self.tag_dir, boundary)
+        except FileNotFoundError:
+            return None
 
     def lacks(self, earlier: Sighting | None) -> str:
         """What is still to come, in words; empty for a complete checkpoint.
@@ -97,22 +101,22 @@ class Sighting(Struct, frozen=True):
         if exists(self.folder / _BEING_SAVED):
             return f"{_BEING_SAVED} is there"
         try:
-            read_json_object(self.folder / _STATE)
+            read_json_object(self.folder / TRAINER_STATE)
         except ZexportError:
-            return f"{_STATE} is not written yet"
+            return f"{TRAINER_STATE} is not written yet"
         return ""
 
     @property
     def is_unproved(self) -> bool:
         """Whether it is a Trainer's without the file that says it is complete."""
         is_trainers = _TRAINERS.fullmatch(self.name) and self.folder != self.tag_dir
-        return bool(is_trainers) and not exists(self.folder / _STATE)
+        return bool(is_trainers) and not exists(self.folder / TRAINER_STATE)
 
 
 def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
     """The checkpoints in a run's folder, oldest first; none where there is no folder yet.
 
-    One that is removed meanwhile is left out.
+    One that is removed meanwhile is left out, and so is what was pruned.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -131,6 +135,8 @@ def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
     tags = list_tags(run)
     checkpoints = list_ages(run) if tags else list_run_checkpoints(run)
     for name in filter(str.isprintable, (*checkpoints, *tags)):
+        if name.startswith(PREFIX):
+            continue
         try:
             yield sighting(run, name, boundary)
         except (CheckpointError, FileNotFoundError):  # it is going, or not there yet

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from zexport.checkpoint.model_states import ModelStates
-from zexport.checkpoint.optimizer_states import OptimizerStates
+from zexport.checkpoint.optimizer_states import OptimizerStates, inner_key
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, ZexportError
@@ -103,8 +103,9 @@ def _trained_with(file: TorchFile) -> dict[Fact, dict[str, object]]:
     root = Value(file.path, "states", file.value)
     config = root.get("ds_config").mapping_or_empty()
     schedule = root.get("lr_scheduler").mapping_or_empty()
-    optimizer = root.get("optimizer_state_dict").mapping_or_empty()
-    inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    zero = root.get("optimizer_state_dict")
+    optimizer = zero.mapping_or_empty()
+    inner = optimizer.get(inner_key(zero))
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     scaler = optimizer.get("loss_scaler")
     stated: dict[Fact, object] = {

@@ -14,12 +14,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.model_states import read_model_states
+from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
 from zexport.store.folders import child_folders, children, is_folder, is_link, matching, real
+from zexport.store.publish import is_unfinished
 
 READ_MAX = 16
 """So many checkpoints are looked into for their step; among the others, names decide."""
@@ -96,12 +98,12 @@ def list_tags(folder: Path) -> tuple[str, ...]:
 def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
     """Names of the wanted folders in ``folder``; one that may not be read is none of them.
 
-    Nor is a link to another of them, which is a second name.
+    Nor is a link to another of them, which is a second name, nor unfinished work of zexport.
     """
 
     def is_readable_and_wanted(child: Path) -> bool:
         try:
-            return is_wanted(child) and beside(child) is None
+            return is_wanted(child) and beside(child) is None and not is_unfinished(child)
         except PermissionError:  # such as lost+found, where a disk holds the checkpoints
             return False
 
@@ -152,7 +154,7 @@ def written_at(tag_dir: Path) -> int:
 
 def is_age(name: str) -> bool:
     """Whether a name says when a checkpoint was made, and nothing else."""
-    return all(word in _AGES for word in _WORD.findall(name.lower()))
+    return all(word in _AGES for word in _WORD.findall(original_name(name).lower()))
 
 
 def models_of_accelerate(tags: Iterable[str]) -> tuple[str, ...]:
@@ -223,4 +225,4 @@ def _by_number(name: str) -> tuple[list[int], str]:
 
 
 def _without_numbers(name: str) -> str:
-    return _DIGITS.sub("0", name)
+    return _DIGITS.sub("0", original_name(name))

@@ -302,6 +302,12 @@ class ZeroCheckpoint:
         return self.world_size * self.parallelism.stages * self.parallelism.tensor_ranks
 
     @property
+    def pruned_files(self) -> frozenset[Path]:
+        """The files that were written again without the optimizer's states."""
+        states = (one for cell in self.cells.values() for one in cell.optimizer.values())
+        return frozenset(one.file.path for one in states if one.is_pruned)
+
+    @property
     def may_lack_weights(self) -> bool:
         """Whether the save may have left weights out.
 

@@ -31,6 +31,7 @@ from zexport.checkpoint.location import (
     location_of,
     read_latest,
 )
+from zexport.checkpoint.pruned import original_name, pruned_name
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -46,6 +47,7 @@ from zexport.store.publish import is_unfinished
 
 _LATEST = ("latest", "latest_universal")
 _CHECK = "Check the path and its permissions"
+_GIVE_FOLDER = "Give the folder that holds `latest`"
 _FINISHED = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -158,7 +160,9 @@ def _folder(path: Path) -> Path:
     path = absolute(path)  # not resolve(): messages should say what the user wrote
     if not is_folder(path):
         what = "is a file, not a checkpoint folder" if exists(path) else "does not exist"
-        raise NotACheckpointError(what, path=path, hint="Give the folder that holds `latest`")
+        pruned = pruned_name(path)
+        hint = f"It was pruned: give {pruned}" if exists(pruned) else _GIVE_FOLDER
+        raise NotACheckpointError(what, path=path, hint=hint)
     return run_folder(path)
 
 
@@ -179,7 +183,7 @@ def run_folder(path: Path) -> Path:
 
 
 def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
-    if tag not in (None, path.name):
+    if tag not in (None, path.name, original_name(path.name)):
         raise OtherTagError(
             "is a tag folder itself, and --tag names another",
             path=path,
@@ -194,6 +198,8 @@ def _named(path: Path, tag: str, boundary: Boundary) -> Location:
     """The tag of that name, or what is meant in the checkpoint of that name, below ``path``."""
     check_child_name(tag, path / tag, UsageError)
     tag = beside(path / tag) or tag
+    if not exists(path / tag) and exists(pruned := pruned_name(path / tag)):
+        tag = pruned.name
     if is_tag_dir(path / tag):
         return location_of(path, tag, TagChoice.OPTION, boundary)
     runs = list_run_checkpoints(path)

@@ -16,6 +16,13 @@ from zexport.checkpoint.untrusted import Value
 from zexport.formats.inert import FragmentAddress, TensorRef
 from zexport.formats.torch_file import TorchFile
 
+PRUNED = "pruned_optimizer_state"
+"""Where ``zexport prune`` leaves what is not a tensor of the optimizer's state.
+
+DeepSpeed looks for another name, and so refuses to go on from such a file.
+"""
+
+
 Fragments = Mapping[str, tuple[int, int]]
 """Name to the first element and the number of elements that a partition holds of a parameter."""
 
@@ -65,6 +72,7 @@ class OptimizerStates(Struct, frozen=True):
             holds no element are left out.
         step: the optimizer's step, or where to read it.
         stripes_experts: whether groups are striped over different sets of ranks (AutoEP).
+        is_pruned: whether the optimizer's states were removed.
     """
 
     file: TorchFile
@@ -77,13 +85,14 @@ class OptimizerStates(Struct, frozen=True):
     step: int | TensorRef | None
     ds_version: str | None
     stripes_experts: bool
+    is_pruned: bool
 
     @property
     def inner(self) -> Value:
         """The state of the optimizer that ZeRO wraps; of ``elastic_checkpoint`` it is a list."""
         top = Value(self.file.path, "optimizer states", self.file.value)
         root = top.need("optimizer_state_dict")
-        return root.get(_inner_key(root))
+        return root.get(inner_key(root))
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
@@ -139,7 +148,7 @@ def _optimizer_states(file: TorchFile, root: Value, version: Value) -> Optimizer
     if stage is not None and (stage == ZERO3) != (key == "fp32_flat_groups"):
         root.fail(f"holds {key!r}, which ZeRO-{stage} does not write")
     counts = root.need("partition_count")
-    base = root.get(_inner_key(root))
+    base = root.get(inner_key(root))
     flat_groups = tuple(_flat_group(item) for item in root.need(key).items())
     return OptimizerStates(
         file=file,
@@ -155,10 +164,14 @@ def _optimizer_states(file: TorchFile, root: Value, version: Value) -> Optimizer
         step=base.first_step(),
         ds_version=version.text_or_none() or root.get("ds_version").text_or_none(),
         stripes_experts=root.has("ds_zero_partition_groups"),
+        is_pruned=root.has(PRUNED),
     )
 
 
-def _inner_key(root: Value) -> str:
+def inner_key(root: Value) -> str:
+    """The key of the state of the optimizer that ZeRO wraps."""
+    if root.has(PRUNED):
+        return PRUNED
     return "optimizer_state_dict" if root.has("fp32_flat_groups") else "base_optimizer_state"
 
 

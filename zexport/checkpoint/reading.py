@@ -27,6 +27,7 @@ from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.problems import finding_of, unless_unfinished
+from zexport.checkpoint.pruned import NOTE, read_note
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError
@@ -62,6 +63,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     if not (files or inventory.files or problems):
         problems.append(_no_files(location.tag_dir))
     problems += _missing_frozen(location.tag_dir, cells, inventory)
+    problems += _being_removed(locations)
     told = tuple(unless_unfinished(problems, files))
     return _describe(location, files, cells, structure, inventory, told)
 
@@ -143,7 +145,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(*_steps(location, model), *_without_checksums(torch_files), *inventory.warnings),
-        notes=(*_not_here(cells), *inventory.notes),
+        notes=(*_not_here(cells), *_pruned(cells), *inventory.notes),
         newer=(),
         findings=tuple(told),
         cells=cells,
@@ -266,6 +268,25 @@ def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:
             yield (
                 f"the model files of {name_ranks(missing)} are missing; without frozen "
                 "weights no value comes from them"
+            )
+
+
+def _pruned(cells: Mapping[int, RankStates]) -> Iterator[str]:
+    if any(one.is_pruned for cell in cells.values() for one in cell.optimizer.values()):
+        yield (
+            "the optimizer's states were removed (zexport prune): the weights are all there, and "
+            "no training goes on from it"
+        )
+
+
+def _being_removed(locations: Sequence[Location]) -> Iterator[ZexportError]:
+    """Tells of a removal that was stopped, whatever it has left."""
+    for location in locations:
+        if (note := read_note(location.tag_dir)) is not None and note.is_deleted:
+            yield IncompleteCheckpointError(
+                "was being removed when zexport prune --delete was stopped",
+                path=location.tag_dir / NOTE,
+                hint=f"Run the same command again; the weights are in {note.export}",
             )
 
 

@@ -25,13 +25,17 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
 
 
-_COMMANDS = ("consolidate", "finish", "reshard", "inspect", "verify", "diff", "watch", "train")
+_COMMANDS = (
+    *("consolidate", "finish", "reshard", "inspect", "verify", "diff"),
+    *("watch", "prune", "train"),
+)
 _MEANT = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
     **dict.fromkeys(("resume", "ds_to_universal", "universal", "repartition"), "reshard"),
     **dict.fromkeys(("info", "show", "list", "ls"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("compare", "cmp"), "diff"),
+    **dict.fromkeys(("strip", "shrink", "clean", "delete", "rm"), "prune"),
 }
 """What other tools call the commands."""
 

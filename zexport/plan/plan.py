@@ -224,6 +224,8 @@ class ExportPlan:
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
         nbytes_compared: bytes of tensors that planning itself has read, since the plan depends on
             whether they are equal.
+        pruned: sources that were written again without the optimizer's states: their weights lie
+            elsewhere in them than before, and are the same.
         reference: the checkpoint, where DeepSpeed's own converter is to rebuild it; ``None`` where
             the bytes come from ``sources``.
     """
@@ -247,6 +249,7 @@ class ExportPlan:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
+    pruned: frozenset[Path] = frozenset()
 
     __repr__ = brief
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.reading import swapped_out
-from zexport.errors import DamagedCheckpointError, LayoutError
+from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
 from zexport.ranges.copies import Replica
 from zexport.resume.cells import read_cell
 from zexport.resume.experts import read_experts
@@ -17,6 +17,13 @@ from zexport.resume.zero0 import read_zero0
 def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
     """The state in a checkpoint without problems."""
     tag_dir = checkpoint.location.tag_dir
+    if checkpoint.pruned_files:
+        raise IncompleteCheckpointError(
+            "lacks the states of the optimizer, which zexport prune has removed",
+            path=tag_dir,
+            expected="moments beside the master weights",
+            hint="Reshard a checkpoint that has them, or begin anew from an export's weights",
+        )
     if (swapped := swapped_out(tag_dir)) is not None:
         raise swapped
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import UnsafeError
-from zexport.formats.inert import Global, Made, Opaque, Ordered, TensorRef
+from zexport.formats.carried_globals import FRAGMENT
+from zexport.formats.inert import FragmentAddress, Global, Made, Opaque, Ordered, TensorRef
 from zexport.formats.leaves import TensorLeaf
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
@@ -112,7 +113,12 @@ def _copy_opaque(value: Opaque, of: _Part) -> object:
     )
 
 
+def _fragment(value: FragmentAddress, _: _Part) -> object:
+    return Opaque(FRAGMENT, (), {"numel": value.numel, "start": value.start}, made=Made.BY_NEW)
+
+
 _COPIES: Mapping[type, Callable[..., object]] = {
+    FragmentAddress: _fragment,
     dict: _copy_dict,
     Ordered: _copy_ordered,
     list: _copy_list,
@@ -126,10 +132,10 @@ def client_keys(said: Recorded) -> list[str]:
     return [key for key in said.values if isinstance(key, str) and key not in OWN_KEYS]
 
 
-def unwritable(said: Recorded) -> dict[str, UnsafeError]:
-    """The client's keys whose values cannot be written safely, and why not."""
+def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, UnsafeError]:
+    """Those of a file's keys, the client's by default, that cannot be written safely; why not."""
     found = {}
-    for key in client_keys(said):
+    for key in client_keys(said) if keys is None else keys:
         try:
             lay_out({key: with_leaves(said.values[key], said.file)}, "client")
         except UnsafeError as error:

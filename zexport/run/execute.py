@@ -20,6 +20,7 @@ from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
+from zexport.run.shares import Stretch
 from zexport.run.staging import staged_folder
 from zexport.store.address import Address
 from zexport.store.json import JsonObject, Natural, form_of
@@ -139,10 +140,7 @@ def run_plan(
             )
         )
         work = Workplace.of(plan, folder, verify, meter)
-        rest = begin(work)
-        findings = plan.findings + compare_copies(plan, sources)
-        write_part(work, rest, reader)
-        finished = finish(work, reader, findings)
+        finished, rest = _filled(work, sources, reader)
     written = {stretch.file.filename for stretch in rest}
     return ExportReport.of(
         work,
@@ -152,6 +150,29 @@ def run_plan(
         warnings=tuple(warnings),
         resumed=tuple(f.filename for f in plan.shards if f.filename not in written),
     )
+
+
+def fill(
+    plan: ExportPlan, folder: Path, progress: Callable[[Progress], None] | None = None
+) -> Finished:
+    """Write a plan's files into a folder that is there and gets no name; what was written.
+
+    They are on the disk, and not read again. A rerun takes over what a stopped one had finished.
+    """
+    meter = Meter(progress, reads_again=False)
+    with WeightReader.of_plan(plan) as sources:
+        work = Workplace.of(plan, folder, VerifyMode.NONE, meter)
+        return _filled(work, sources, FileReader(sources))[0]
+
+
+def _filled(
+    work: Workplace, sources: WeightReader, reader: TensorReader
+) -> tuple[Finished, list[Stretch]]:
+    """A folder with all that is planned, and the stretches that were not there before."""
+    rest = begin(work)
+    findings = work.plan.findings + compare_copies(work.plan, sources)
+    write_part(work, rest, reader)
+    return finish(work, reader, findings), rest
 
 
 def _check_place(plan: ExportPlan) -> None:

@@ -80,7 +80,7 @@ def staged_folder(
                 drop_receipts(partial)
                 publish(partial, target, overwrite=overwrite, warn=warn)
         except BaseException as error:  # Ctrl-C too: then finished shards stay
-            _clear_up(partial, error)
+            clear_up(partial, error)
             raise
 
 
@@ -114,11 +114,11 @@ def _filled_in_place(
     except BaseException as error:  # Ctrl-C too: then finished shards stay
         with suppress(OSError):
             if not is_file(manifest):  # that of another export, which has come first
-                _clear_up(target, error)
+                clear_up(target, error)
         raise
 
 
-def _clear_up(partial: Path, error: BaseException) -> None:
+def clear_up(partial: Path, error: BaseException) -> None:
     """Keep the finished shards where a rerun may succeed; else leave nothing."""
     finished = finished_files(partial) if _may_pass(error) else ()
     if not finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -333,7 +333,8 @@ def source_problems(
             on_bytes(tensor.nbytes)
         reader.take(ledger.ranges())
         read = source_entries(plan, reader.finish())
-    return problems or _source_file_problems(read, manifest)
+    again = {name for path, name in plan.source_names.items() if path in plan.pruned}
+    return problems or _source_file_problems(read, manifest, again)
 
 
 def _frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:
@@ -348,10 +349,13 @@ def _frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:
                 yield Problem(file.filename, "", told)
 
 
-def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> list[Problem]:
+def _source_file_problems(
+    read: Iterable[SourceEntry], manifest: Manifest, again: Set[str]
+) -> list[Problem]:
     """Where the files that were read are not those that the manifest lists, though the tensors are.
 
     A file of another modification time is the same file, if its bytes are: it may have been copied.
+    Those that were written ``again``, without the optimizer's states, are known by their tensors.
     """
     found = {entry.path: entry for entry in read}
     listed = {entry.path: entry for entry in manifest.sources}
@@ -359,7 +363,7 @@ def _source_file_problems(read: Iterable[SourceEntry], manifest: Manifest) -> li
         Problem("", "", f"source {path} was not read for the export")
         for path in found.keys() - listed
     ] + [Problem("", "", f"source {path} is not read any more") for path in listed.keys() - found]
-    for path in sorted(found.keys() & listed.keys()):
+    for path in sorted((found.keys() & listed.keys()) - again):
         now, then = found[path], listed[path]
         if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
             problems.append(Problem("", "", f"source {path} is not what was read for the export"))

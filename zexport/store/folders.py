@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -159,6 +160,21 @@ def replace_content(path: Path, content: bytes) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def times_kept(*folders: Path) -> Iterator[None]:
+    """A block after which folders have the times that they had before: some are ordered by them."""
+    before = {folder: folder.stat() for folder in folders}
+    yield
+    for folder, status in before.items():
+        os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def take_place(path: Path, old: Path) -> None:
+    """Put a file in the place of an older one, whose mode and times it takes over."""
+    shutil.copystat(old, path)
+    path.replace(old)
 
 
 def make_folder(path: Path) -> None:

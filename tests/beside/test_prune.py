@@ -1,0 +1,355 @@
+"""Checkpoints without the optimizer's states: what they still give, and what is never touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
+from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
+from tests.torture.prunings import count_calls, killed_at
+from zexport import (
+    PruneReport,
+    ReshardOptions,
+    consolidate,
+    diff_states,
+    open_checkpoint,
+    plan_reshard,
+    prune,
+    verify_export,
+)
+from zexport.beside import sightings
+from zexport.checkpoint.optimizer_states import PRUNED
+from zexport.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    OutputError,
+    UnsupportedError,
+    VerificationError,
+    ZexportError,
+)
+from zexport.findings import FindingKind
+from zexport.inspect.inspect import Outcome, inspect_checkpoint
+from zexport.options import ExportDType, ExportOptions
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CASES = (
+    *("z1_w2_bf16opt", "z1_w3_bf16_elastic", "z2_w2_bf16_lora", "z2_w3_bf16_odd", "z3_w2_bf16"),
+    *("z3_w2_bf16_frozen", "moe_z2_w2_ep2_frozen", "tp2_z3_w4_bf16", "pp2_z1_w4_bf16_tied"),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pruned_checkpoint_gives_the_same_weights_and_no_training_takes_it(
+    case: str, tmp_path: Path
+) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt")
+    tag_dir = next(path for path in old.iterdir() if path.is_dir() and path.name[0] == "g")
+    before, newest = tensors_of(old, tmp_path / "scratch"), state_of(tmp_path / "run/checkpoint-4")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    told = prune(old, tmp_path / "out", dry_run=True)
+    assert (told.is_dry_run, told.pruned, old.exists()) == (True, None, True)
+    done = prune(old, tmp_path / "out")
+    pruned = tmp_path / "run" / "pruned-checkpoint-2"
+    assert (done.pruned, done.nbytes_freed) == (pruned, told.nbytes_freed)
+    assert not old.exists()
+    assert 0 < done.nbytes_freed < done.nbytes_before
+    assert tensors_of(pruned, tmp_path / "scratch") == before
+    assert verify_export(tmp_path / "out", against=pruned).ok
+    assert inspect_checkpoint(pruned).verdict.outcome is Outcome.EXPORTABLE
+    assert state_of(tmp_path / "run" / "checkpoint-4") == newest
+    assert not [*pruned.glob("rng_state*")]
+    assert (pruned / "trainer_state.json").exists()
+    note = json.loads((pruned / tag_dir.name / "zexport_pruned.json").read_text())
+    assert (note["checkpoint"], note["tensors"]) == ("checkpoint-2", len(before))
+    assert {*note["rewritten"]} == {*done.rewritten} != set()
+    with pytest.raises(IncompleteCheckpointError, match="zexport prune"):
+        plan_reshard(open_checkpoint(pruned), tmp_path / "on-3", ReshardOptions(world_size=3))
+    assert prune(pruned, tmp_path / "out").nbytes_freed == 0
+    assert [path.name for path in sorted((tmp_path / "run").iterdir())] == [
+        "checkpoint-4",
+        "pruned-checkpoint-2",
+    ]
+
+
+def test_deepspeed_finds_no_optimizer_state_where_moments_were(tmp_path: Path) -> None:
+    """It would go on with moments of zero, had the key its name; its converter needs none."""
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    prune(old, tmp_path / "out")
+    folder = tmp_path / "run" / "pruned-checkpoint-2" / "global_step2"
+    for path in folder.glob("*_optim_states.pt"):
+        with deepspeed_names():
+            state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        assert not {"optimizer_state_dict", "base_optimizer_state"} & state.keys()
+        assert state[PRUNED]["state"] == {0: {"step": 2.0}, 1: {"step": 2.0}}
+        assert state[PRUNED]["param_groups"]
+
+
+def test_the_times_by_which_a_run_orders_its_checkpoints_stay(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", steps=(2, 4, 6))
+    for at, step in enumerate((2, 4, 6)):
+        os.utime(tmp_path / "run" / f"checkpoint-{step}", (1000 + at, 1000 + at))
+    consolidate(old, tmp_path / "out", AS_STORED)
+    times = {path: path.stat().st_mtime_ns for path in old.rglob("*.pt")}
+    prune(old, tmp_path / "out")
+    pruned = tmp_path / "run" / "pruned-checkpoint-2"
+    found = [pruned, *(tmp_path / "run" / f"checkpoint-{step}" for step in (4, 6))]
+    assert [path.stat().st_mtime for path in found] == [1000, 1001, 1002]
+    assert {pruned / p.relative_to(old): time for p, time in times.items()} == {
+        path: path.stat().st_mtime_ns for path in pruned.rglob("*.pt")
+    }
+
+
+def test_all_of_a_checkpoint_goes_if_a_complete_fp32_export_stands_for_it(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    for name, options in (
+        ("rounded", ExportOptions(dtype=ExportDType.BF16)),
+        ("part", ExportOptions(only="lin")),
+    ):
+        consolidate(old, tmp_path / name, options)
+        before = state_of(old)
+        with pytest.raises(OutputError, match="cannot stand for the checkpoint"):
+            prune(old, tmp_path / name, delete=True)
+        assert state_of(old) == before
+    consolidate(old, tmp_path / "out")
+    done = prune(old, tmp_path / "out", delete=True)
+    assert (done.is_deleted, done.nbytes_freed) == (True, done.nbytes_before)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-4"]
+
+
+def test_a_removal_that_was_stopped_is_ended_by_the_next_call(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    count = count_calls(old, tmp_path / "out", delete=True)
+    for at in range(1, count + 1, max(1, count // 4)):
+        killed_at(old, tmp_path / "out", at, delete=True)
+
+
+def test_what_a_kill_leaves_gives_the_same_weights_and_the_next_call_goes_on(
+    tmp_path: Path,
+) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    count = count_calls(old, tmp_path / "out")
+    for at in range(1, count + 1, max(1, count // 7)):
+        killed_at(old, tmp_path / "out", at)
+
+
+def _best_of_the_run(old: Path, _: Path) -> None:
+    state = old.with_name("checkpoint-4") / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 4, "best_model_checkpoint": "/far/checkpoint-2"}))
+
+
+def _no_newer_one(old: Path, _: Path) -> None:
+    shutil.rmtree(old.with_name("checkpoint-4"))
+
+
+def _an_older_one_was_written_later(old: Path, _: Path) -> None:
+    """A run that was restarted from an older step."""
+    for path in old.rglob("*.pt"):
+        os.utime(path, (4e9, 4e9))
+
+
+def _still_written(old: Path, _: Path) -> None:
+    (old / "trainer_state.json").unlink()
+
+
+def _made_with_allow(old: Path, out: Path) -> None:
+    shutil.rmtree(out)
+    allowed = frozenset({FindingKind.STRAY_FILES})
+    consolidate(old, out, ExportOptions(allow=allowed))
+
+
+def _an_older_pruned_one(old: Path, _: Path) -> None:
+    old.with_name("pruned-checkpoint-2").mkdir()
+
+
+def _a_link(old: Path, _: Path) -> None:
+    old.rename(old.with_name("elsewhere"))
+    old.symlink_to(old.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_no_newer_one, "newest complete"),
+        (_an_older_one_was_written_later, "newest complete"),
+        (_best_of_the_run, "the best"),
+        (_still_written, "may still be being written"),
+        (_made_with_allow, "--allow"),
+        (_an_older_pruned_one, "in the way"),
+        (_a_link, "a link"),
+    ],
+)
+def test_what_a_training_may_go_on_from_is_left_as_it_is(
+    tmp_path: Path, change: Callable[[Path, Path], None], said: str
+) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    change(old, tmp_path / "out")
+    before = state_of(tmp_path / "run")
+    with pytest.raises(OutputError, match=said):
+        prune(old, tmp_path / "out")
+    assert state_of(tmp_path / "run") == before
+
+
+def test_an_export_without_frozen_weights_stands_for_no_checkpoint(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", ExportOptions(exclude_frozen=True))
+    with pytest.raises(OutputError, match="without frozen weights"):
+        prune(old, tmp_path / "out")
+
+
+def test_an_address_is_left_as_it_is() -> None:
+    with pytest.raises(OutputError, match="object storage"):
+        prune("s3://bucket/run/checkpoint-2", "out")
+
+
+def test_the_tag_that_latest_names_is_left_and_others_of_a_plain_run_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        save(small_model(), Run(steps=step), run, f"global_step{step}")
+    (run / "latest").write_text("global_step4")
+    for step in (2, 4):
+        consolidate(run / f"global_step{step}", tmp_path / f"{step}", AS_STORED)
+    with pytest.raises(OutputError, match="`latest` names"):
+        prune(run, tmp_path / "4")
+    before = tensors_of(run / "global_step2", tmp_path / "scratch")
+    done = prune(run, tmp_path / "2", tag="global_step2")
+    assert done.pruned == run / "pruned-global_step2"
+    assert tensors_of(done.pruned, tmp_path / "scratch") == before
+    assert verify_export(tmp_path / "2", against=run).ok
+    assert open_checkpoint(run, tag="global_step2").location.tag == "pruned-global_step2"
+    assert open_checkpoint(run, tag="newest").location.tag == "global_step6"
+
+
+def test_parts_that_nodes_kept_are_pruned_as_one(tmp_path: Path) -> None:
+    for node in range(2):
+        old = trainers_run(tmp_path / f"node{node}")
+        for path in old.glob(f"*/*zero_pp_rank_{1 - node}_*"):
+            path.unlink()
+    parts = [tmp_path / f"node{node}" / "checkpoint-2" for node in range(2)]
+    consolidate(parts, tmp_path / "out", AS_STORED)
+    done = prune(parts, tmp_path / "out")
+    assert len(done.rewritten) == 2
+    pruned = [part.with_name("pruned-checkpoint-2") for part in parts]
+    assert not any(part.exists() for part in parts)
+    assert verify_export(tmp_path / "out", against=pruned).ok
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "another checkpoint's", "no manifest"])
+def test_an_export_that_is_not_the_checkpoints_ends_with_7(tmp_path: Path, damage: str) -> None:
+    old = trainers_run(tmp_path / "run")
+    made_from = old.with_name("checkpoint-4") if damage.startswith("another") else old
+    if made_from is not old:
+        path = model_file(made_from / "global_step4", Run(), 0)
+        edit(path, lambda state: state["module"]["table"].add_(1))
+    consolidate(made_from, tmp_path / "out")
+    if damage == "a flipped bit":
+        file = tmp_path / "out" / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    elif damage == "no manifest":
+        (tmp_path / "out" / "zexport_manifest.json").unlink()
+    before = state_of(tmp_path / "run")
+    with pytest.raises(ZexportError) as caught:
+        prune(old, tmp_path / "out")
+    assert isinstance(caught.value, VerificationError | CheckpointError)
+    assert state_of(tmp_path / "run") == before
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zexport.beside import hollowing
+
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    whole = hollowing.move
+
+    def as_the_run_removes(path: Path, name: Path) -> None:
+        whole(path, name)
+        for file in name.glob("*/mp_rank*"):
+            file.unlink()
+        for file in name.glob("*/zero_pp_rank_0*model*"):
+            file.unlink()
+
+    monkeypatch.setattr(hollowing, "move", as_the_run_removes)
+    with pytest.raises(CheckpointError, match="by its run meanwhile"):
+        prune(old, tmp_path / "out")
+    assert old.exists()
+
+
+def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / "z0_w2_bf16" / "ckpt")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    with pytest.raises(UnsupportedError, match="--delete"):
+        prune(old, tmp_path / "out")
+    assert isinstance(prune(old, tmp_path / "out", delete=True), PruneReport)
+
+
+def test_two_pruned_checkpoints_are_not_compared_as_trainings(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    prune(old, tmp_path / "out")
+    with pytest.raises(IncompleteCheckpointError, match="zexport prune"):
+        diff_states(tmp_path / "run" / "pruned-checkpoint-2", tmp_path / "run" / "checkpoint-4")
+
+
+def test_what_is_no_one_checkpoint_or_no_export_is_refused(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    manifest = tmp_path / "out" / "zexport_manifest.json"
+    content = manifest.read_text()
+    manifest.write_text(content.replace('"options"', '"settings"'))
+    with pytest.raises(VerificationError, match="not the manifest of an export"):
+        prune(old, tmp_path / "out")
+    manifest.write_text(content)
+    shutil.copytree(old / "global_step2", old / "global_step3")
+    with pytest.raises(UnsupportedError, match="several tags"):
+        prune(old, tmp_path / "out")
+
+
+def test_nothing_goes_where_the_new_files_would_be_read_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zexport.beside import hollowing
+
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    before = state_of(tmp_path / "run")
+    monkeypatch.setattr(hollowing, "_told", lambda _: object())
+    with pytest.raises(UnsupportedError, match="read otherwise"):
+        prune(old, tmp_path / "out")
+    assert state_of(tmp_path / "run") == before
+
+
+def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    done = prune(old, tmp_path / "out")
+    assert done.pruned is not None
+    path = done.pruned / "global_step2" / "zexport_pruned.json"
+    note = json.loads(path.read_text())
+    path.write_text(json.dumps(note | {"is_deleted": True}))
+    (problem,) = open_checkpoint(done.pruned).problems
+    assert "was being removed" in str(problem)
+    with pytest.raises(CheckpointError, match="another export"):
+        prune(old, tmp_path / "elsewhere", delete=True)
+    path.write_text("nothing")
+    with pytest.raises(CheckpointError, match="not what zexport prune writes"):
+        open_checkpoint(done.pruned)
+    path.write_text(json.dumps(note | {"is_deleted": True}))
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+    assert not done.pruned.exists()

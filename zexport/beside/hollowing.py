@@ -1,0 +1,209 @@
+"""Taking out of a checkpoint's folder what only a resume needs, or all of it, in steps that hold.
+
+Files are written again beside the folder, and read again through it, before anything is touched.
+Then the folder gets another name and a note, and only then files are replaced, one by one, and
+removed. So whatever ends this, the folder is whole, or is called pruned; and what is called pruned
+exports as before at every moment, unless its note says that all of it is to go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from zexport.beside.prunable import Place
+from zexport.checkpoint.contents import ZeroCheckpoint, source_of
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.pruned import NOTE, Note
+from zexport.errors import CheckpointError, UnsupportedError
+from zexport.options import ReshardOptions
+from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
+from zexport.plan.summary import share_memory
+from zexport.ranges.copies import Replica
+from zexport.ranges.extents import paths_of
+from zexport.resume.pruned import Rewriting
+from zexport.run.execute import Progress, fill
+from zexport.run.receipts import drop_unfinished
+from zexport.store.files import reading, sync_path, version, write_durably, writing
+from zexport.store.folders import (
+    children,
+    exists,
+    is_file,
+    leaves,
+    make_folder,
+    move,
+    real,
+    remove,
+    take_place,
+    times_kept,
+)
+from zexport.store.links import point
+from zexport.store.publish import workplaces
+from zexport.weights.proof import WeightReader
+
+_OF_A_RESUME = re.compile(
+    r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl|(scheduler|sampler|optimizer)(_\d+)?\.(pt|bin)"
+    r"|scaler\.pt"
+)
+"""What frameworks keep for a resume alone, beside the rank files.
+
+Source: transformers 5.23, ``trainer.py`` (``_save_rng_state``, ``_save_optimizer_and_scheduler``),
+accelerate 1.15, ``checkpointing.py``.
+"""
+
+
+def of_a_resume(place: Place) -> list[Path]:
+    """The files around the rank files that only a resume needs."""
+    return [path for path in children(place.folder) if _OF_A_RESUME.fullmatch(path.name)]
+
+
+def stage(
+    opened: ZeroCheckpoint,
+    place: Place,
+    rewritings: Sequence[Rewriting],
+    progress: Callable[[Progress], None] | None,
+) -> list[str]:
+    """Write a folder's optimizer files again beside it; their names.
+
+    Beside them lie links to the other files of the tag, so that it opens as a checkpoint.
+    """
+    partial, _ = workplaces(place.target)
+    own = [one for one in rewritings if is_file(place.tag_dir / Path(one.file.filename).name)]
+    view = partial / place.original_tag
+    with writing(partial):
+        make_folder(partial)
+        drop_unfinished(partial)
+    if own:
+        fill(_plan(opened, place, own), partial, progress)
+    with writing(partial):
+        make_folder(view)
+        for path in children(place.tag_dir):
+            if not exists(view / path.name):
+                point(real(path), view / path.name)
+    return [Path(one.file.filename).name for one in own]
+
+
+def _plan(opened: ZeroCheckpoint, place: Place, own: Sequence[Rewriting]) -> ExportPlan:
+    files = tuple(one.file for one in own)
+    read = paths_of(tensor.source for file in files for tensor in file.tensors)
+    jobs, chunk_nbytes = share_memory(ReshardOptions(), files)
+    return ExportPlan(
+        out_dir=place.target,
+        origin=Origin.of(opened),
+        form=Form((), "checkpoint", weights_only=False),
+        shards=files,
+        side_files=(),
+        sources=tuple(SourceFile.of(file) for file in opened.torch_files if file.path in read),
+        provenance={},
+        warnings=(),
+        overwrite=False,
+        jobs=jobs,
+        chunk_nbytes=chunk_nbytes,
+    )
+
+
+def prove(opened: ZeroCheckpoint, places: Sequence[Place]) -> int:
+    """Hold what was staged against the checkpoint: all tensors are there, bit for bit; how many.
+
+    Raises:
+        UnsupportedError: without the optimizer's states the checkpoint would say something else.
+        CheckpointError: a tensor has other values.
+    """
+    views = [workplaces(one.target)[0] / one.original_tag for one in places]
+    again = open_checkpoint(views, follow_symlinks=True)
+    if again.problems or _told(again) != _told(opened):
+        raise UnsupportedError(
+            "cannot be pruned: without the optimizer's states it would be read otherwise",
+            path=opened.location.tag_dir,
+            found=again.problems[0].statement() if again.problems else None,
+            hint="Report this layout; --delete removes it whole, with a complete fp32 export",
+        )
+    copies = [
+        Replica(one.name, source_of(one), source_of(other))
+        for one, other in zip(opened.tensors, again.tensors, strict=True)
+    ]
+    files = {file.path: file for file in (*opened.torch_files, *again.torch_files)}
+    with WeightReader(map(SourceFile.of, files.values()), copies) as reader:
+        reader.compare()
+        reader.finish()
+    return len(copies)
+
+
+def _told(checkpoint: ZeroCheckpoint) -> tuple[object, ...]:
+    """All that an export depends on but the values of tensors."""
+    one = checkpoint
+    return (
+        (one.layout, one.parallelism, one.stage, one.world_size, one.ds_version, one.structure),
+        (one.global_steps, one.skipped_steps, one.optimizer, one.lr_step),
+        (one.module_dtype, one.cast_dtype, one.master_dtype),
+        [
+            (t.name, t.shape, t.dtype, t.role, t.fp32_under, t.module_dtype, t.numel)
+            for t in one.tensors
+        ],
+        (one.aliases, one.left_out, one.frozen_left_out, len(one.replicas)),
+        [(flat.numel, flat.dtype, flat.padding) for flat in one.flats],
+    )
+
+
+def rename(place: Place) -> Place:
+    """Give the folder its new name, under which no training looks for it.
+
+    Raises:
+        CheckpointError: the run was removing it; then it has its old name again.
+    """
+    if place.is_renamed:
+        return place
+    with reading(place.folder):
+        there = {path: version(path) for path in leaves(place.folder) if is_file(path)}
+    with writing(place.target):
+        move(place.folder, place.target)
+        sync_path(place.target.parent)
+    for path, known in there.items():
+        moved = place.target / path.relative_to(place.folder)
+        if not is_file(moved) or version(moved) != known:
+            with writing(place.folder):
+                move(place.target, place.folder)
+            raise CheckpointError(
+                "was changed or removed by its run meanwhile",
+                path=path,
+                hint="Nothing was removed here; look at what is left",
+            )
+    return place.renamed
+
+
+def hollow_out(place: Place, names: Sequence[str], note: Note) -> None:
+    """Put the staged files into a folder that was renamed, and remove what only a resume needs."""
+    partial, _ = workplaces(place.target)
+    with writing(place.folder), times_kept(place.folder, place.tag_dir):
+        write_durably(place.tag_dir / NOTE, _lines(note))
+        for name in names:
+            take_place(partial / place.original_tag / name, place.tag_dir / name)
+        for path in of_a_resume(place):
+            remove(path)
+        for folder in (place.tag_dir, place.folder):
+            sync_path(folder)
+    with writing(partial):
+        remove(partial)
+
+
+def delete(place: Place, note: Note | None) -> None:
+    """Remove a folder that was renamed: the note, where it has none yet, comes first and goes last.
+
+    So what is left of it, if this is ended, says what it is.
+    """
+    with writing(place.folder):
+        if note is not None:
+            write_durably(place.tag_dir / NOTE, _lines(note))
+        for folder, kept in ((place.tag_dir, NOTE), (place.folder, place.tag_dir.name)):
+            for path in children(folder):
+                if path.name not in (kept, NOTE):
+                    remove(path)
+        remove(place.folder)
+        sync_path(place.folder.parent)
+
+
+def _lines(note: Note) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(note)) + b"\n"

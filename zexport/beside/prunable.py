@@ -1,0 +1,201 @@
+"""Which checkpoint of a run may be pruned, and by which export; everything else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
+from zexport.checkpoint.candidates import is_age
+from zexport.checkpoint.find import locate
+from zexport.checkpoint.location import Framework, Location, read_latest
+from zexport.checkpoint.pruned import original_name, pruned_name
+from zexport.errors import OutputError, UnsupportedError, VerificationError
+from zexport.options import AdapterMode, ExportDType, ExportOptions
+from zexport.printable import some
+from zexport.run.manifest import MANIFEST_NAME, Manifest
+from zexport.store.boundary import Boundary
+from zexport.store.files import version
+from zexport.store.folders import exists, is_file, is_link, is_mount, leaves
+from zexport.store.json import read_json_object
+
+_WRAPPING = (Framework.HF_TRAINER, Framework.ACCELERATE, Framework.LIGHTNING)
+_OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
+
+
+class Place(Struct, frozen=True):
+    """A checkpoint's own folder, all of it or what one node has of it.
+
+    Attributes:
+        folder: the folder that is this checkpoint alone.
+        tag_dir: the one with the rank files, which may be the same.
+    """
+
+    folder: Path
+    tag_dir: Path
+
+    @property
+    def target(self) -> Path:
+        """What the folder is called once it is pruned."""
+        return pruned_name(self.folder)
+
+    @property
+    def original_tag(self) -> str:
+        """The tag that its rank files were saved under."""
+        return original_name(self.tag_dir.name)
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether it is called so already."""
+        return self.folder == self.target
+
+    @property
+    def renamed(self) -> Place:
+        """The same under that name."""
+        return Place(self.target, self.target / self.tag_dir.relative_to(self.folder))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(version(path).nbytes for path in leaves(self.folder) if is_file(path))
+
+
+def place_of(path: Path, tag: str | None) -> Place:
+    """The checkpoint that a path and a tag mean; one that was renamed is found by its old name."""
+    if not exists(path):
+        renamed = (pruned_name(path), pruned_name(path.parent) / path.name)
+        path = next(filter(exists, renamed), path)
+    location = locate(path, tag)
+    is_wrapped = _is_wrapped(location)
+    if is_wrapped and len(location.tags) > 1:
+        raise UnsupportedError(
+            "holds several tags, of which one alone cannot be pruned",
+            path=location.root,
+            found=some(location.tags),
+            hint="Move those that are not needed elsewhere",
+        )
+    return Place(location.root if is_wrapped else location.tag_dir, location.tag_dir)
+
+
+def _is_wrapped(location: Location) -> bool:
+    """Whether a folder was made around the tag for this checkpoint alone."""
+    name = original_name(location.root.name)
+    is_one_of_many = is_age(name) and any(map(str.isdigit, name)) and len(location.tags) == 1
+    is_own = location.framework not in _OWN_TAGS and is_one_of_many
+    return location.framework in _WRAPPING or is_own
+
+
+def check_prunable(place: Place, *, is_pruned: bool) -> None:
+    """Refuse a checkpoint that a training goes on from, or may.
+
+    Args:
+        place: where it lies.
+        is_pruned: whether no training can go on from it any more.
+
+    Raises:
+        OutputError: with the reason.
+    """
+    for folder in (place.folder, place.tag_dir):
+        if is_link(folder) or is_mount(folder):
+            raise _refused(folder, "is a link or a mount point", "Name the folder itself")
+    if not place.is_renamed and exists(place.target):
+        hint = "Remove that, or move it elsewhere"
+        raise _refused(place.target, "is in the way: an older save was pruned", hint)
+    if not is_pruned:
+        _check_not_needed(place)
+
+
+def _check_not_needed(place: Place) -> None:
+    folder, run = place.folder, place.folder.parent
+    name = original_name(folder.name)
+    within = Boundary.of(run)
+    own = sighting(run, folder.name, within)
+    if lacks := own.lacks(None):
+        raise _refused(folder, f"may still be being written: {lacks}", "Wait until it is complete")
+    others = [one for one in look(run, within) if one.name != own.name and not one.lacks(None)]
+    newest = newest_of([own, *others], within, 1)
+    if own.name in newest:
+        hint = "Wait for the next one; to end the run for good, remove it yourself"
+        raise _refused(folder, "is the newest complete checkpoint of its run", hint)
+    if name == read_latest(run):
+        hint = "Have `latest` name another tag first"
+        raise _refused(folder, "is what `latest` names: a training would go on from it", hint)
+    states = (run, *(one.folder for one in others if one.name in newest))
+    if name in _best(states):
+        hint = "A Trainer loads it at the end; prune it when the training has ended"
+        raise _refused(folder, "is the best checkpoint, says the Trainer", hint)
+
+
+def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:
+    """The names of the newest checkpoints: by when they were written, and by their steps.
+
+    After a restart from an older step, the two differ, and both may be what a training takes.
+    """
+    by_time = sorted(complete, key=lambda one: one.written_ns)
+    steps = {one.name: one.step(boundary) for one in complete}
+    by_step = sorted(by_time, key=lambda one: steps[one.name] or 0)
+    return {one.name for one in (*by_time[-count:], *by_step[-count:])}
+
+
+def _best(folders: tuple[Path, ...]) -> set[str]:
+    """The names of the best checkpoints that the states of a Trainer tell.
+
+    Source: transformers 5.23, ``trainer.py`` (``_save_checkpoint``: ``best_model_checkpoint``).
+    """
+    paths = (folder / TRAINER_STATE for folder in folders)
+    told = (read_json_object(path).get("best_model_checkpoint") for path in paths if is_file(path))
+    return {Path(one).name for one in told if isinstance(one, str)}
+
+
+def _refused(path: Path, why: str, hint: str) -> OutputError:
+    return OutputError(f"is not pruned: it {why}", path=path, hint=hint)
+
+
+def check_stands_for(out: Path, manifest: Manifest, *, delete: bool) -> None:
+    """Refuse an export that lacks something of a checkpoint, or was made in spite of a finding.
+
+    Args:
+        out: its folder.
+        manifest: what that says.
+        delete: whether nothing else will be left of the checkpoint.
+
+    Raises:
+        OutputError: with the reason.
+        VerificationError: the manifest is none of an export.
+    """
+    told = manifest.provenance
+    try:
+        options = ExportOptions.from_recorded(told.get("options"))
+    except ValueError as cause:
+        raise VerificationError(
+            "is not the manifest of an export", path=out / MANIFEST_NAME, found=cause
+        ) from cause
+    reasons = [*_lacking(manifest, options), *(_incomplete(manifest, options) if delete else ())]
+    if reasons:
+        raise OutputError(
+            f"cannot stand for the checkpoint: {reasons[0]}",
+            path=out,
+            hint="Export it again without that" + (", as fp32" if delete else ""),
+        )
+
+
+def _lacking(manifest: Manifest, options: ExportOptions) -> Iterator[str]:
+    if options.exclude_frozen:
+        yield "it was exported without frozen weights"
+    if options.allow or any(one.accepted for one in manifest.findings):
+        yield "it was exported with --allow"
+
+
+def _incomplete(manifest: Manifest, options: ExportOptions) -> Iterator[str]:
+    """Why an export does not hold everything that can be exported, as the checkpoint has it."""
+    if options.dtype is not ExportDType.FP32:
+        yield f"its weights are rounded ({options.dtype.value}), the checkpoint's are fp32"
+    if options.only:
+        yield "it holds one part of the module alone"
+    if options.adapter is not AdapterMode.AUTO:
+        yield "it holds the adapter alone, or merged into its base"
+    accounting = manifest.provenance.get("accounting")
+    if not isinstance(accounting, dict) or accounting.get("left_out") != 0:
+        yield "weights were left out of it"

@@ -1,0 +1,312 @@
+"""The optimizer's part of a checkpoint removed, once an export of it is proved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from blake3 import blake3
+
+from zexport import __version__
+from zexport.api.verify import verify_export
+from zexport.beside.hollowing import delete, hollow_out, of_a_resume, prove, rename, stage
+from zexport.beside.prunable import Place, check_prunable, check_stands_for, place_of
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.problems import raise_problems
+from zexport.checkpoint.pruned import NOTE, Note, Sizes, original_name, pruned_name, read_note
+from zexport.errors import CheckpointError, OutputError, VerificationError
+from zexport.options import CheckMode
+from zexport.printable import brief, some
+from zexport.resume.pruned import Rewriting, without_moments
+from zexport.run.execute import Progress
+from zexport.run.manifest import MANIFEST_NAME, read_manifest
+from zexport.run.staging import clear_up
+from zexport.store.address import Address, place
+from zexport.store.files import read_whole, reading, version
+from zexport.store.folders import absolute, is_folder, matching
+from zexport.store.json import JsonObject, Natural, form_of
+from zexport.store.publish import locked, workplaces
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """What was removed of a checkpoint, or would be.
+
+    Attributes:
+        checkpoint: its folder, as it was called.
+        pruned: what that is called now; null where it was deleted, or where nothing was done yet.
+        step: optimizer steps taken.
+        export: the folder that was held against it.
+        tensors: tensors that were held against the export, and against the files written again.
+        is_deleted: whether all of it went, or would go.
+        is_dry_run: whether nothing was done, and nothing was held against anything.
+        rewritten: optimizer files that are written again without the optimizer's states.
+        removed: files that go whole.
+        left_out: keys of optimizer files that cannot be written again, and are left out.
+        nbytes_before: bytes of the checkpoint.
+        nbytes_freed: bytes of it that are free again.
+        seconds: how long it took.
+    """
+
+    checkpoint: Path
+    pruned: Path | None
+    step: Natural | None
+    export: Path
+    tensors: Natural
+    is_deleted: bool
+    is_dry_run: bool
+    rewritten: tuple[str, ...]
+    removed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    nbytes_before: Natural
+    nbytes_freed: Natural
+    seconds: float
+
+    __repr__ = brief
+
+    def to_json(self) -> JsonObject:
+        """The report as JSON values, with a ``schema`` number."""
+        return form_of(self)
+
+
+def prune(
+    checkpoint: Checkpoint,
+    export: Path | str,
+    *,
+    delete: bool = False,
+    dry_run: bool = False,
+    tag: str | None = None,
+    base: Path | str | None = None,
+    adapter_config: Path | str | None = None,
+    check: CheckMode = CheckMode.SAMPLED,
+    progress: OnProgress | None = None,
+) -> PruneReport:
+    """Remove the optimizer's states of a checkpoint whose export is proved, or all of it.
+
+    The masters stay: the folder, ``pruned-checkpoint-N`` now, exports as before, bit for bit. That
+    is proved, and ``export`` is held against the checkpoint byte by byte, before anything goes.
+    When this is ended at any moment, the next call goes on.
+
+    Args:
+        checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
+        export: a folder that ``consolidate`` made of it.
+        delete: remove all of it, which needs a complete fp32 export.
+        dry_run: say how much it is, and do nothing.
+        tag: which checkpoint, where there are several.
+        base: the base model, where the export was given one.
+        adapter_config: the adapter's configuration, where the export was given one.
+        check: how much of the masters is held against the module's own copy of them.
+        progress: told of every step.
+
+    Raises:
+        OutputError: a training may go on from it, the export lacks something of it, or the disk
+            refuses.
+        VerificationError: the export is damaged, or of another checkpoint.
+        CheckpointError: the checkpoint is incomplete, damaged or gone.
+        UnsupportedError: the optimizer's states lie where they cannot be removed apart.
+    """
+    began = time.monotonic()
+    out = absolute(place(export))
+    paths = [place(one) for one in _listed(checkpoint)]
+    _check_local(paths)
+    if delete and (left := [*_being_deleted(paths, tag)]):
+        return _finished(left, out, began, dry_run=dry_run)
+    job = _Job.of(paths, out, tag, is_deletion=delete)
+    if dry_run:
+        return job.report(0, began, is_dry_run=True)
+    tensors = job.verify(base, adapter_config, check, progress)
+    with ExitStack() as stack:
+        for one in job.places:
+            stack.enter_context(locked(one.target))
+        job.run(tensors, progress)
+    return job.report(tensors, began)
+
+
+def _listed(checkpoint: Checkpoint) -> Sequence[Path | str]:
+    return [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
+
+
+def _check_local(paths: Sequence[Path]) -> None:
+    far = next((one for one in paths if isinstance(one, Address)), None)
+    if far is not None:
+        raise OutputError(
+            "lies in object storage, where nothing is pruned",
+            path=far,
+            hint="Remove it with the store's own tools, once zexport verify OUT --against has "
+            "said that the export is whole",
+        )
+
+
+class _Job:
+    """One pruning: what is to go, as far as it can be known before anything is done."""
+
+    def __init__(
+        self,
+        opened: ZeroCheckpoint,
+        places: Sequence[Place],
+        out: Path,
+        rewritings: Sequence[Rewriting],
+        *,
+        is_deletion: bool,
+    ) -> None:
+        self.places = places
+        self._opened = opened
+        self._out = out
+        self._is_deletion = is_deletion
+        self._rewritings = rewritings
+        self._before = sum(one.nbytes for one in places)
+        resume = [path for one in places for path in of_a_resume(one)]
+        self._removed = () if is_deletion else tuple(path.name for path in resume)
+        freed = sum(version(path).nbytes for path in resume)
+        freed += sum(one.nbytes_before - one.file.nbytes for one in rewritings)
+        self._freed = self._before if is_deletion else max(freed, 0)
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], out: Path, tag: str | None, *, is_deletion: bool) -> _Job:
+        """What is to be done, unless it is refused."""
+        with reading(paths[0], hint="Check its permissions"):
+            places = [place_of(path, tag) for path in paths]
+            opened = open_checkpoint([one.tag_dir for one in places])
+            raise_problems(opened)
+            for one in places:
+                check_prunable(one, is_pruned=bool(opened.pruned_files))
+            check_stands_for(out, read_manifest(out), delete=is_deletion)
+            rewritings = () if is_deletion else without_moments(opened)
+            return cls(opened, places, out, rewritings, is_deletion=is_deletion)
+
+    def verify(
+        self,
+        base: Path | str | None,
+        adapter_config: Path | str | None,
+        check: CheckMode,
+        progress: OnProgress | None,
+    ) -> int:
+        """Hold the export against the checkpoint; how many tensors are equal."""
+        found = verify_export(
+            self._out,
+            against=[one.tag_dir for one in self.places],
+            base=base,
+            adapter_config=adapter_config,
+            check=check,
+            progress=progress,
+        )
+        if not found.ok:
+            told = [" ".join(filter(None, (p.file, p.tensor, p.problem))) for p in found.problems]
+            raise VerificationError(
+                "is not what the checkpoint gives, which is left as it is",
+                path=self._out,
+                found=some(told, 3),
+                hint="Export the checkpoint again",
+            )
+        return found.tensors
+
+    def run(self, tensors: int, progress: OnProgress | None) -> None:
+        """Do it: first what takes nothing away, then the rest."""
+        if self._is_deletion:
+            for one in self.places:
+                delete(rename(one), self._note(one, tensors, {}))
+            return
+        try:
+            staged = [stage(self._opened, one, self._rewritings, progress) for one in self.places]
+            prove(self._opened, self.places)
+        except BaseException as error:  # Ctrl-C too: then finished files stay
+            for one in self.places:
+                clear_up(workplaces(one.target)[0], error)
+            raise
+        sizes = {
+            Path(one.file.filename).name: Sizes(one.nbytes_before, one.file.nbytes)
+            for one in self._rewritings
+        }
+        for one, names in zip(self.places, staged, strict=True):
+            note = self._note(one, tensors, {name: sizes[name] for name in names})
+            hollow_out(rename(one), names, note)
+
+    def _note(self, one: Place, tensors: int, rewritten: dict[str, Sizes]) -> Note:
+        earlier = read_note(one.tag_dir)
+        return Note(
+            zexport_version=__version__,
+            checkpoint=original_name(one.folder.name),
+            step=self._opened.global_steps,
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            export=str(self._out),
+            export_manifest=blake3(read_whole(self._out / MANIFEST_NAME)).hexdigest(),
+            tensors=tensors,
+            rewritten={**(earlier.rewritten if earlier else {}), **rewritten},
+            removed=tuple(dict.fromkeys((*(earlier.removed if earlier else ()), *self._removed))),
+            left_out=tuple(dict.fromkeys(key for r in self._rewritings for key in r.left_out)),
+            is_deleted=self._is_deletion,
+        )
+
+    def report(self, tensors: int, began: float, *, is_dry_run: bool = False) -> PruneReport:
+        """What was done, or would be."""
+        first = self.places[0]
+        return PruneReport(
+            checkpoint=first.folder.with_name(original_name(first.folder.name)),
+            pruned=None if is_dry_run or self._is_deletion else first.target,
+            step=self._opened.global_steps,
+            export=self._out,
+            tensors=tensors,
+            is_deleted=self._is_deletion,
+            is_dry_run=is_dry_run,
+            rewritten=tuple(Path(one.file.filename).name for one in self._rewritings),
+            removed=self._removed,
+            left_out=tuple(dict.fromkeys(key for r in self._rewritings for key in r.left_out)),
+            nbytes_before=self._before,
+            nbytes_freed=self._freed,
+            seconds=time.monotonic() - began,
+        )
+
+
+def _being_deleted(paths: Sequence[Path], tag: str | None) -> Iterator[tuple[Place, Note]]:
+    """The folders that a stopped removal has left; its proof was made then."""
+    for path in paths:
+        given = path if tag is None else path / tag
+        for folder in (given, pruned_name(given), pruned_name(given.parent)):
+            found = [] if not is_folder(folder) else matching(folder, NOTE)
+            found += matching(folder, f"*/{NOTE}") if not found and is_folder(folder) else []
+            for at in found:
+                note = read_note(at.parent)
+                is_own = original_name(folder.name) == (note and note.checkpoint)
+                if note is not None and note.is_deleted and is_own:
+                    yield Place(folder, at.parent), note
+
+
+def _finished(
+    left: Sequence[tuple[Place, Note]], out: Path, began: float, *, dry_run: bool
+) -> PruneReport:
+    """End a removal that was stopped."""
+    first, note = left[0]
+    if absolute(Path(note.export)) != out:
+        raise CheckpointError(
+            "was being removed, as proved by another export",
+            path=first.folder,
+            found=note.export,
+            expected=out,
+            hint="Name that one with --export",
+        )
+    before = sum(one.nbytes for one, _ in left)
+    for one, _ in () if dry_run else left:
+        with locked(one.target):
+            delete(one, None)
+    return PruneReport(
+        checkpoint=first.folder.with_name(note.checkpoint),
+        pruned=None,
+        step=note.step,
+        export=out,
+        tensors=note.tensors,
+        is_deleted=True,
+        is_dry_run=dry_run,
+        rewritten=(),
+        removed=(),
+        left_out=(),
+        nbytes_before=before,
+        nbytes_freed=before,
+        seconds=time.monotonic() - began,
+    )

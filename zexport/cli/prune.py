@@ -1,0 +1,72 @@
+"""``zexport prune``: the optimizer's part of a checkpoint removed, once its export is proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zexport.cli.options import (
+    PATH,
+    adapter_config_option,
+    check_option,
+    json_option,
+    progress_options,
+    tag_option,
+)
+from zexport.cli.streams import put_out
+from zexport.options import CheckMode
+
+
+@click.command(short_help="Remove the optimizer's states of a checkpoint whose export is proved.")
+@click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
+@click.option("--export", type=PATH, required=True, metavar="OUT", help="The export of it.")
+@click.option("--delete", is_flag=True, help="Remove all of it; OUT must be complete, and fp32.")
+@click.option("--dry-run", is_flag=True, help="Say how much it is, and do nothing.")
+@tag_option
+@click.option("--base", type=PATH, help="The base model, where the export was given one.")
+@adapter_config_option
+@check_option
+@json_option
+@progress_options
+def prune(
+    *,
+    ckpts: tuple[Path, ...],
+    export: Path,
+    delete: bool,
+    dry_run: bool,
+    tag: str | None,
+    base: Path | None,
+    adapter_config: Path | None,
+    check: CheckMode,
+    json: bool,
+    progress: str,
+    quiet: bool,
+) -> None:
+    """Remove from the checkpoint CKPT what only a resume needs: about two thirds of it.
+
+    The fp32 weights stay, and export as before. OUT is held against CKPT byte by byte first. The
+    folder is called pruned-checkpoint-N then. A checkpoint that a training may go on from is left
+    as it is: the newest of its run, the best, what `latest` names. Several CKPT are one checkpoint
+    of which nodes kept their own parts.
+
+    Example: zexport prune run/checkpoint-100 --export models/checkpoint-100
+    """
+    from zexport.beside.prune import prune as beside
+    from zexport.cli.progress import progress_printer
+    from zexport.report.prune import print_prune
+
+    with progress_printer(progress, quiet=quiet) as on_progress:
+        done = beside(
+            ckpts,
+            export,
+            delete=delete,
+            dry_run=dry_run,
+            tag=tag,
+            base=base,
+            adapter_config=adapter_config,
+            check=check,
+            progress=on_progress,
+        )
+    if json or not quiet:
+        put_out(done.to_json, lambda console: print_prune(console, done), as_json=json)
