@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -
 # Hundreds of short processes import what the first one has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check fix docs bench torture fixtures clean
+.PHONY: demo test test-browser check fix docs bench torture fixtures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ demo: $(STAMP)        ## train a small model, inspect its checkpoint, export it,
 
 test: $(STAMP) lint   ## everything: format, lint, types, import contract, all tests
 	$(PYTEST)
+
+test-browser: $(STAMP) ## the pages of --html in Debian's headless Chromium (apt-get install chromium chromium-driver)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser
 
 check: $(STAMP) lint  ## the inner loop: everything but the tests that train or take long
 	$(PYTEST) -q -m "not deepspeed and not slow"

@@ -664,3 +664,21 @@ def test_numbers_whose_squares_no_double_holds_are_compared(tmp_path: Path, size
     assert {tensor.outcome for tensor in report.tensors} == {Outcome.DIFFERENT}
     with pytest.raises(UsageError, match="jobs are too few"):
         diff_models(tmp_path / "a", tmp_path / "b", jobs=0)
+
+
+def test_modules_tell_how_far_their_tensors_are_apart_together(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    one = {
+        name: torch.randn(40, 30)
+        for name in ("model.layers.0.up.weight", "model.layers.0.down.weight", "model.norm.weight")
+    }
+    other = one | {"model.layers.0.up.weight": one["model.layers.0.up.weight"] * 1.0 + 0.01}
+    for folder, tensors in (("a", one), ("b", other)):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    layer, norm = diff_models(tmp_path / "a", tmp_path / "b").modules
+    both = torch.cat([one[f"model.layers.0.{part}.weight"] for part in ("up", "down")]).double()
+    gap = (other["model.layers.0.up.weight"] - one["model.layers.0.up.weight"]).double()
+    assert (layer.name, layer.tensors, layer.unequal) == ("model.layers.0", 2, 1)
+    assert layer.relative_norm == pytest.approx((gap.norm() / both.norm()).item(), rel=1e-9)
+    assert (norm.name, norm.unequal, norm.relative_norm) == ("model.norm", 0, 0.0)

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zexport.cli.options import PATH, jobs_option, json_option, progress_options, storage_option
+from zexport.cli.options import (
+    PATH,
+    html_option,
+    jobs_option,
+    json_option,
+    progress_options,
+    storage_option,
+)
 from zexport.cli.streams import put_out
 from zexport.errors import VerificationError
 
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="End with exit code 7, not 0, if anything differs, or anything but rounding.",
 )
+@html_option
 @jobs_option
 @storage_option
 @json_option
@@ -43,6 +51,7 @@ def diff(
     states: bool,
     all: bool,  # noqa: A002 - Click names it after the option
     fail_on: str,
+    html: Path | None,
     jobs: int,
     json: bool,
     progress: str,
@@ -62,9 +71,16 @@ def diff(
     from zexport.compare.states import are_checkpoints
     from zexport.report.diff import diff_json, print_diff
 
+    if html is not None:
+        from zexport.report.page.page import check_place
+
+        check_place(html)
+    are_trainings = states or are_checkpoints(a, b)
     with progress_printer(progress, quiet=quiet) as on_progress:
-        compare = diff_states if states or are_checkpoints(a, b) else diff_models
+        compare = diff_states if are_trainings else diff_models
         report = compare(a, b, jobs=jobs, progress=on_progress)
+    if html is not None:
+        _write_page(html, report, a if are_trainings else None)
     put_out(
         lambda: diff_json(report, every=all),
         lambda console: print_diff(console, report, every=all),
@@ -72,6 +88,14 @@ def diff(
     )
     if _fails(report, fail_on):
         click.get_current_context().exit(VerificationError.exit_code)
+
+
+def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
+    from zexport.checkpoint.opening import open_checkpoint
+    from zexport.report.page.difference import diff_page
+    from zexport.report.page.page import write_page
+
+    write_page(html, diff_page(report, None if a is None else open_checkpoint(a)))
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:

@@ -9,6 +9,7 @@ import click
 
 from zexport.cli.options import (
     PATH,
+    html_option,
     json_option,
     links_option,
     progress_options,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     help="End with the code that consolidate would end with, as far as metadata tells; with "
     "--stats as values tell, too.",
 )
+@html_option
 @links_option
 @storage_option
 @json_option
@@ -50,6 +52,7 @@ def inspect(
     files: bool,
     stats: bool,
     fail: bool,
+    html: Path | None,
     follow_symlinks: bool,
     json: bool,
     progress: str,
@@ -67,11 +70,19 @@ def inspect(
     from zexport.inspect.inspect import inspect_checkpoint
     from zexport.report.inspect import inspection_json, print_inspection
 
+    if html is not None:
+        from zexport.report.page.page import check_place, write_page
+
+        check_place(html)
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     statistics = None
     if stats and found.checkpoint is not None:
         measured = _measure(found.checkpoint, progress, quiet=quiet)
         found, statistics = found.with_problems(measured.problems), measured.tensors
+    if html is not None:
+        from zexport.report.page.inspection import inspection_page
+
+        write_page(html, inspection_page(found, statistics))
     put_out(
         lambda: inspection_json(found, tensors=tensors, statistics=statistics),
         lambda console: print_inspection(

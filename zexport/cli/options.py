@@ -171,6 +171,12 @@ links_option = click.option(
     is_flag=True,
     help="Also read links that lead out of the folders given.",
 )
+html_option = click.option(
+    "--html",
+    type=PATH,
+    metavar="FILE",
+    help="Also write a page to look at: one HTML file that needs no network.",
+)
 json_option = click.option("--json", is_flag=True, help="Print one JSON object on stdout.")
 jobs_option = click.option(
     "--jobs",

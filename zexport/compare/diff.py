@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
+from zexport.compare.modules import ModuleDiff, by_module
 from zexport.compare.roundings import Side
 from zexport.compare.settings import Setting, of_models
 from zexport.compare.streaming import Pair, sums_of
@@ -58,6 +59,7 @@ class DiffReport:
         verdict: what follows from all that is seen.
         settings: what both say otherwise beside their tensors.
         counts: tensors by outcome.
+        modules: what differs by module, the farthest apart first.
         nbytes_read: bytes read of both.
         tensors: the tensors that are not equal, the worst first; with `--all` every one.
     """
@@ -68,6 +70,7 @@ class DiffReport:
     verdict: Verdict
     settings: tuple[Setting, ...]
     counts: Counts
+    modules: tuple[ModuleDiff, ...]
     nbytes_read: Natural
     tensors: tuple[TensorDiff, ...]
 
@@ -138,6 +141,7 @@ def diff_tensors(
         verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
         settings=(),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
+        modules=by_module(tensors),
         nbytes_read=nbytes_read,
         tensors=tensors,
     )

@@ -94,6 +94,7 @@ class PairValues:
         unequal: pairs of other bits or, where the element types differ, of other numbers.
         max_abs: largest absolute difference.
         mean_abs: mean absolute difference.
+        norm: norm of A.
         relative_norm: norm of the difference over the norm of A.
         cosine: of the angle between the two; ``None`` where one is all zero.
         factor: the number by which B comes closest to A.
@@ -113,6 +114,7 @@ class PairValues:
     unequal: Natural
     max_abs: float | None
     mean_abs: float | None
+    norm: float | None
     relative_norm: float | None
     cosine: float | None
     factor: float | None
@@ -136,6 +138,7 @@ class PairValues:
             unequal=sums.unequal,
             max_abs=sums.largest,
             mean_abs=sums.abs_mean,
+            norm=sums.norm,
             relative_norm=sums.relative_norm,
             cosine=sums.cosine,
             factor=sums.factor,

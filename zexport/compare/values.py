@@ -116,6 +116,11 @@ class PairSums(Struct, frozen=True):
         return None if cosine is None else max(-1.0, min(1.0, cosine))
 
     @property
+    def norm(self) -> float | None:
+        """Norm of A; ``None`` without finite pairs."""
+        return _number(math.sqrt(self.a_squares)) if self.finite else None
+
+    @property
     def relative_norm(self) -> float | None:
         """Norm of the difference over the norm of A; ``None`` where A is zero and B is not."""
         if not self.difference_squares:

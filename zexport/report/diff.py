@@ -15,9 +15,12 @@ from zexport.store.json import JsonObject, form_of
 
 if TYPE_CHECKING:
     from zexport.compare.diff import DiffReport
+    from zexport.compare.modules import ModuleDiff
+    from zexport.compare.tensor import PairValues
 
 _ROWS_SHOWN = 10
 _WIDTH = 80
+_MODULES_MIN = 2
 _SUMMED_UP = frozenset({Kind.EQUAL, Kind.ROUNDED})
 """Of these the number is enough."""
 
@@ -45,12 +48,30 @@ def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> 
             print_line(console, line)
     if len(shown) < len(listed):
         print_line(console, f"  and {len(listed) - len(shown):,} more; --all lists all of them")
+    _print_modules(console, report, every=every)
     told = [(one.about, one.a, one.b) for one in report.settings]
     if told:
         print_table(console, ("Set otherwise", "A", "B"), told if every else told[:_ROWS_SHOWN])
     print_line(console)
     for line in _wrapped(f"{report.verdict.sentence}."):
         print_line(console, line, "bold")
+
+
+def _print_modules(console: Console, report: DiffReport, *, every: bool) -> None:
+    """How far each module moved, where that says more than the tensors do."""
+    moved = [one for one in report.modules if one.unequal]
+    if len(moved) < _MODULES_MIN or all(one.tensors == 1 for one in moved):
+        return
+    shown = moved if every else moved[:_ROWS_SHOWN]
+    rows = [(one.name, f"{one.unequal:,} of {one.tensors:,}", apart(one)) for one in shown]
+    print_table(console, ("Module", ">Differ", ">Apart by"), rows)
+    if len(shown) < len(moved):
+        print_line(console, f"  and {len(moved) - len(shown):,} more; --all lists all of them")
+
+
+def apart(one: ModuleDiff | PairValues) -> str:
+    """How far two sides are apart, in parts of their norm."""
+    return "" if one.relative_norm is None else share(one.relative_norm)
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
@@ -77,13 +98,16 @@ def _facts(tensor: TensorDiff) -> Iterator[str]:
     told = [f"{d.value} {list(s)}" for d, s in sides if d is not None and s is not None]
     if len(set(told)) > 1 or None in (tensor.a_name, tensor.b_name):
         yield " and ".join(told)
-    values = tensor.values
-    if values is None or not values.unequal:
-        return
+    if tensor.values is not None and tensor.values.unequal:
+        if tensor.values.relative_norm:
+            yield f"apart by {apart(tensor.values)} of its norm"
+        yield from figures(tensor.values)
+
+
+def figures(values: PairValues) -> Iterator[str]:
+    """What is counted and measured of values that differ, beside how far they are apart."""
     gaps = ((values.nan_in_one, "NaN on one side"), (values.inf_in_one, "Inf on one side"))
     yield from (f"{count:,} {said}" for count, said in gaps if count)
-    if values.relative_norm:
-        yield f"apart by {share(values.relative_norm)} of its norm"
     if values.max_abs and values.worst_at is not None:
         yield f"at most {values.max_abs:.3g} at [{','.join(map(str, values.worst_at))}]"
     if values.cosine is not None:

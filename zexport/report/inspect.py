@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from zexport.inspect.around import TagSummary, WeightFile
     from zexport.inspect.statistics import TensorStatistics
 
-__all__ = ["inspection_json", "print_inspection"]
+__all__ = ["facts", "inspection_json", "print_inspection", "remarks"]
 
 _TAGS_SHOWN = 16
+_STYLES = {"bad": "bold red", "warning": "bold yellow", "plain": ""}
 _COLOR = {
     Outcome.EXPORTABLE: "bold green",
     Outcome.NEEDS_BASE: "bold yellow",
@@ -50,7 +51,7 @@ def print_inspection(
     what = inspection.path if checkpoint is None else Origin.of(checkpoint)
     print_line(console, str(what), "bold")
     if checkpoint is not None:
-        print_facts(console, _facts(inspection, checkpoint))
+        print_facts(console, facts(inspection, checkpoint))
     if checkpoint is None or len(inspection.tags) > 1:
         _print_tags(console, inspection.tags)
     if checkpoint is not None:
@@ -61,8 +62,8 @@ def print_inspection(
     if statistics is not None:
         columns = ("Values of", ">Norm", ">Min", ">Max", ">Mean", ">NaN", ">Inf")
         print_table(console, columns, map(_statistics_row, statistics))
-    if checkpoint is not None:
-        _print_remarks(console, inspection, checkpoint)
+    for title, items, mood in remarks(inspection):
+        print_list(console, title, items, _STYLES[mood])
     print_line(console)
     print_line(
         console, f"Verdict: {inspection.verdict.sentence}.", _COLOR[inspection.verdict.outcome]
@@ -70,7 +71,8 @@ def print_inspection(
     print_line(console, f"Next: {inspection.verdict.next_step}")
 
 
-def _facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, str]]:
+def facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, str]]:
+    """What is said of the checkpoint in a word or two, by what it is about; some are empty."""
     location = checkpoint.location
     written = f"DeepSpeed {checkpoint.ds_version}" if checkpoint.ds_version else ""
     step = checkpoint.global_steps
@@ -203,19 +205,22 @@ def _statistics_row(found: TensorStatistics) -> tuple[str, ...]:
     return (found.name, *written, f"{found.nan:,}", f"{found.inf:,}")
 
 
-def _print_remarks(console: Console, inspection: Inspection, checkpoint: ZeroCheckpoint) -> None:
+def remarks(inspection: Inspection) -> Iterator[tuple[str, Iterable[str], str]]:
+    """What should be known of the checkpoint: titles, sentences (perhaps none), and their mood."""
+    checkpoint = inspection.checkpoint
+    if checkpoint is None:
+        return
     missing = inspection.missing_files()
     title = (
         f"{plural(len(missing), 'missing file')}, to be fetched into {checkpoint.location.tag_dir}"
     )
-    print_list(console, title, _shortened(missing), "bold red")
-    sentences = (problem.sentence() for problem in inspection.problems)
-    print_list(console, "Problems", sentences, "bold red")
+    yield title, _shortened(missing), "bad"
+    yield "Problems", [problem.sentence() for problem in inspection.problems], "bad"
     unknown = _unknown_globals(inspection, checkpoint)
-    print_list(console, "Unknown code in pickles (it was not run)", unknown, "bold yellow")
+    yield "Unknown code in pickles (it was not run)", unknown, "warning"
     warnings = (*checkpoint.newer, *checkpoint.warnings, *_left_out(checkpoint))
-    print_list(console, "Warnings", (*warnings, *_lacking(inspection)), "bold yellow")
-    print_list(console, "Notes", (*checkpoint.notes, *_beside(inspection.weight_files)))
+    yield "Warnings", (*warnings, *_lacking(inspection)), "warning"
+    yield "Notes", (*checkpoint.notes, *_beside(inspection.weight_files)), "plain"
 
 
 def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:

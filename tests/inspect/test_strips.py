@@ -1,0 +1,79 @@
+"""Where tensors lie in the files of the ranks: held against the account, and against the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.opening import open_checkpoint
+from zexport.inspect.strips import Fill, Piece, Strip, strips
+from zexport.ranges.mosaic import Mosaic
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))
+
+
+def opened(case: Path) -> ZeroCheckpoint:
+    return open_checkpoint(case / "ckpt")
+
+
+def pieces(found: tuple[Strip, ...], *fills: Fill) -> list[Piece]:
+    return [piece for strip in found for piece in strip.pieces if piece.fill in fills]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_byte_that_an_export_reads_is_in_one_piece(case: Path) -> None:
+    checkpoint = opened(case)
+    found = strips(checkpoint)
+    named = pieces(found, Fill.TRAINABLE, Fill.EXPERT, Fill.FROZEN, Fill.BUFFER)
+    shared = sum(
+        sum(part.nbytes for part in set(t.source.constituents())) - t.source.nbytes
+        for t in checkpoint.tensors
+        if isinstance(t.source, Mosaic)
+    )
+    assert sum(piece.nbytes for piece in named) == shared + sum(
+        tensor.source.nbytes for tensor in checkpoint.tensors if tensor.source is not None
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_flat_groups_are_shown_whole_with_the_padding_of_the_layouts_arithmetic(case: Path) -> None:
+    checkpoint = opened(case)
+    flat = tuple(strip for strip in strips(checkpoint) if strip.offset is not None)
+    assert sum(strip.nbytes for strip in flat) == sum(f.source.nbytes for f in checkpoint.flats)
+    padding = sum(piece.nbytes for piece in pieces(flat, Fill.PADDING))
+    assert padding == sum(f.padding * f.dtype.itemsize for f in checkpoint.flats)
+
+
+def test_the_bytes_at_a_piece_are_those_of_its_tensor() -> None:
+    case = FIXTURES / "z2_w2_bf16_groups"
+    checkpoint, truth = opened(case), load_file(case / "truth.safetensors")
+    held = 0
+    for strip in strips(checkpoint):
+        at = strip.offset
+        for piece in strip.pieces:
+            tensor = checkpoint.tensors[piece.first]
+            if at is not None and piece.first >= 0 and piece.nbytes == 4 * tensor.numel:
+                content = (checkpoint.location.tag_dir / strip.file).read_bytes()
+                assert content[at : at + piece.nbytes] == truth[tensor.name].numpy().tobytes()
+                held += 1
+            at = None if at is None else at + piece.nbytes
+    assert held == len(checkpoint.tensors) - 1  # one lies on both ranks
+
+
+def test_narrow_neighbours_are_one_piece_and_wide_ones_stay_apart(tmp_path: Path) -> None:
+    from tests.support.sparse_checkpoint import write_sparse_zero3
+
+    shapes = {f"block.{n}.weight": (8,) for n in range(4000)}
+    write_sparse_zero3(tmp_path, {"first": (40_000,), **shapes, "last": (40_000,)}, 2)
+    one, other = strips(open_checkpoint(tmp_path))
+    assert one.pieces == other.pieces
+    first, *between, last = one.pieces
+    assert (first.first, first.last, first.nbytes) == (0, 0, 80_000)
+    assert (last.first, last.last) == (4001, 4001)
+    assert [piece.first for piece in between] == [1, *(p.last + 1 for p in between[:-1])]
+    assert sum(piece.nbytes for piece in between) == 4000 * 16
+    assert len(between) < 500
