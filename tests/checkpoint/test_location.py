@@ -17,6 +17,7 @@ from zexport.errors import (
     UnsafeError,
     UsageError,
 )
+from zexport.inspect.inspect import inspect_checkpoint
 
 
 def _tag(root: Path, tag: str) -> Path:
@@ -298,6 +299,14 @@ def test_of_several_runs_in_a_folder_none_is_taken(tmp_path: Path) -> None:
     assert locate(tmp_path, "plain").tag == "global_step2"
     _tag(tmp_path / "checkpoint-3", "global_step3")
     assert locate(tmp_path, "checkpoint-3").tag == "global_step3"
+
+
+def test_inspection_of_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        _tag(tmp_path / run / "checkpoint-4", "global_step4")
+    with pytest.raises(AmbiguousTagError, match="whole runs") as caught:
+        inspect_checkpoint(tmp_path)
+    assert caught.value.found == "one, two"
 
 
 def test_unfinished_work_of_ours_is_no_finished_model(tmp_path: Path) -> None:

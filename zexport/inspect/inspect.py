@@ -140,9 +140,10 @@ def inspect_checkpoint(
     try:
         checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
     except AmbiguousTagError:
-        if tag == NEWEST:
+        tags = summarize_choice(paths[0], follow_symlinks=follow_symlinks)
+        if tag == NEWEST or not tags:  # without any, it holds whole runs, which the error names
             raise
-        return _choice(paths[0], follow_symlinks=follow_symlinks)
+        return _choice(paths[0], tags)
     with reading(paths[0], hint="Check its permissions"):
         return _inspect(paths, checkpoint, tag)
 
@@ -205,9 +206,8 @@ def _adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
     return tuple(summaries)
 
 
-def _choice(path: Path, *, follow_symlinks: bool) -> Inspection:
+def _choice(path: Path, tags: tuple[TagSummary, ...]) -> Inspection:
     """Several checkpoints: what each is, so that one can be chosen."""
-    tags = summarize_choice(path, follow_symlinks=follow_symlinks)
     name = "NAME"
     if list_tags(path) or are_of_one_run(tag.name for tag in tags):
         newest = next((tag for tag in reversed(tags) if tag.complete), tags[-1])
