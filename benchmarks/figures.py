@@ -49,7 +49,8 @@ def least(
 def _usage(tree: Path, words: Sequence[str]) -> Usage:
     env = {**os.environ, "PYTHONPATH": str(tree)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, half of a start is compiling
-    process = subprocess.Popen([sys.executable, *words], env=env, stdout=subprocess.DEVNULL)
+    argv = [sys.executable, "-P", *words]  # without -P the working directory goes before the tree
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

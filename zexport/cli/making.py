@@ -68,7 +68,6 @@ class Making(Struct, frozen=True):
     ) -> None:
         """Plan what the options are of; then show the plan, or run it and tell what was done."""
         from zexport.api.export import plan_folder, run_export
-        from zexport.api.parts import Request, run_part
         from zexport.checkpoint.opening import open_checkpoint
         from zexport.cli.progress import progress_printer
         from zexport.run.execute import VerifyMode
@@ -82,6 +81,8 @@ class Making(Struct, frozen=True):
             )
             done: ExportReport | PartReport | None = None
             if self.part is not None and not self.dry_run:
+                from zexport.api.parts import Request, run_part
+
                 request = Request.of(ckpts, options, self.tag, follow=follow)
                 done = run_part(plan, self.part, request, verify=mode, progress=on_progress)
             elif not self.dry_run:
@@ -108,10 +109,10 @@ class Making(Struct, frozen=True):
     def _tell(self, done: ExportReport | PartReport, plan: ExportPlan) -> None:
         from zexport.report.export import print_part, print_warnings
         from zexport.report.text import PlainConsole
-        from zexport.run.parts import PartReport
+        from zexport.run.execute import ExportReport
         from zexport.store.json import form_of
 
-        if not isinstance(done, PartReport):
+        if isinstance(done, ExportReport):
             form = partial(form_of, done, plan.provenance)
             tell(done, form, as_json=self.json, quiet=self.quiet, what=_what(plan))
         elif self.quiet and not self.json:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
@@ -175,6 +173,8 @@ class _NamesProcess:
 
 
 def _temporary_file() -> IO[bytes]:
+    import tempfile  # noqa: PLC0415 - names that are known need none
+
     try:
         return tempfile.TemporaryFile()
     except OSError as cause:
@@ -227,4 +227,6 @@ def _read_cache(path: Path) -> JsonObject | None:
 
 
 def _digest(content: bytes) -> str:
+    import hashlib  # noqa: PLC0415 - it loads OpenSSL
+
     return hashlib.blake2b(content, digest_size=16).hexdigest()

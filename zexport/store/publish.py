@@ -6,15 +6,15 @@ A folder is filled beside its place, under a name of its own, while a lock is he
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from zexport.errors import OutputError
 from zexport.store.files import HINTS, sync_path, writing
@@ -25,6 +25,9 @@ _REPLACED = ".replaced"
 _LOCK_SECONDS = 0.1
 """A lock that its owner removes as we open it is taken anew; one that is held stays so."""
 
+_LOCK_PAUSE_SECONDS = 0.02
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCK_HELD = frozenset({errno.EAGAIN, errno.EACCES})
 _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
@@ -100,7 +103,7 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         if foreign or not any(place.exists() for place in workplaces(target)):
             with suppress(OSError):  # left behind, it is taken by the next export
                 path.unlink()
-        lock.release()
+        _release(lock)
 
 
 def locked_part(target: Path, number: int) -> AbstractContextManager[None]:
@@ -118,7 +121,7 @@ def locked_file(path: Path, target: Path, held: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             path.unlink()
-        lock.release()
+        _release(lock)
 
 
 def check_no_parts(target: Path) -> None:
@@ -127,7 +130,7 @@ def check_no_parts(target: Path) -> None:
         lock = _taken(path, target, "parts of an export are being written to this folder")
         with suppress(OSError):
             path.unlink()
-        lock.release()
+        _release(lock)
 
 
 def _is_made(path: Path) -> bool:
@@ -140,22 +143,50 @@ def _is_made(path: Path) -> bool:
     return True
 
 
-def _taken(path: Path, target: Path, held: str, seconds: float = _LOCK_SECONDS) -> FileLock:
-    lock = FileLock(path, timeout=seconds, fallback_to_soft=False)
+def _taken(path: Path, target: Path, held: str, seconds: float = _LOCK_SECONDS) -> int:
+    """A descriptor that holds the lock of a file until ``_release``, or the process's end."""
+    until = time.monotonic() + seconds
     try:
-        lock.acquire()
-    except Timeout as cause:
-        raise OutputError(
-            held,
-            path=target,
-            hint="Wait for it, or choose another name",
-        ) from cause
+        while (descriptor := _try_lock(path)) is None:
+            if time.monotonic() >= until:
+                raise OutputError(held, path=target, hint="Wait for it, or choose another name")
+            time.sleep(_LOCK_PAUSE_SECONDS)
     except OSError as cause:
-        if cause.errno not in _LOCKS_UNKNOWN:
-            act = "locked" if cause.filename is None else "written"
-            hint = HINTS.get(cause.errno or 0, "")
-            raise OutputError(f"cannot be {act}: {cause.strerror}", path=path, hint=hint) from cause
-    return lock
+        act = "locked" if cause.filename is None else "written"
+        hint = HINTS.get(cause.errno or 0, "")
+        raise OutputError(f"cannot be {act}: {cause.strerror}", path=path, hint=hint) from cause
+    return descriptor
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor that holds the file's lock; ``None`` where another process does."""
+    descriptor = os.open(path, _LOCK_FLAGS, 0o666)
+    is_held = False
+    try:
+        is_held = _lock(descriptor)
+    finally:
+        if not is_held:
+            os.close(descriptor)
+    return descriptor if is_held else None
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock is held now: not of a file that its last owner has removed meanwhile."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as refusal:
+        if refusal.errno in _LOCK_HELD:
+            return False
+        if refusal.errno not in _LOCKS_UNKNOWN:
+            raise
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _release(descriptor: int) -> None:
+    """Give a lock up, whoever else has the descriptor, such as a child that was forked."""
+    with suppress(OSError):  # where the file system knows no locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def restore(target: Path) -> None:
