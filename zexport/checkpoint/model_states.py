@@ -168,9 +168,7 @@ def read_model_states(file: TorchFile) -> ModelStates:
         if frozen.is_none and root.has("frozen_param_shapes")
         else frozen.shapes(),
         frozen_fragments=root.get("frozen_param_fragments").tensors(),
-        shared_params={
-            alias: name.text() for alias, name in root.get("shared_params").entries().items()
-        },
+        shared_params={alias: name.text() for alias, name in root.get("shared_params").entries()},
         global_steps=root.get("global_steps").number_or_none(),
         skipped_steps=root.get("skipped_steps").number_or_none() or 0,
         dp_world_size=root.get("dp_world_size").number_or_none(),

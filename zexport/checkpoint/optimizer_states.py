@@ -229,6 +229,6 @@ def _settings(groups: object, index: int) -> Iterator[dict[str, object]]:
 def _slices(mapping: Value) -> Fragments:
     return {
         name: (entry.value.start, entry.value.numel)
-        for name, entry in mapping.entries().items()
+        for name, entry in mapping.entries()
         if isinstance(entry.value, FragmentAddress) and entry.value.numel
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +18,7 @@ _PLAIN_MAX = 4096
 _DEPTH_MAX = 8
 
 
-class Value(Struct, frozen=True):
+class Value(Struct, frozen=True, gc=False):
     """An untrusted value and where it was found, asked for as the type it should have."""
 
     path: Path
@@ -61,16 +61,12 @@ class Value(Struct, frozen=True):
             return {}
         return {key: value for key, value in self.value.items() if isinstance(key, str)}
 
-    def entries(self) -> dict[str, Value]:
+    def entries(self) -> Iterator[tuple[str, Value]]:
         """The items of a dictionary with text keys; nothing for ``None``."""
-        if self.value is None:
-            return {}
-        found = {}
-        for key, value in self.mapping().items():
+        for key, value in {} if self.value is None else self.mapping().items():
             if not isinstance(key, str):
                 self.fail(f"has the key {key!r}, which is no name")
-            found[key] = Value(self.path, f"{self.where}[{key!r}]", value)
-        return found
+            yield key, Value(self.path, f"{self.where}[{key!r}]", value)
 
     def by_number(self) -> dict[int, Value]:
         """The items of a dictionary; those whose key is no whole number are left out."""
@@ -126,14 +122,16 @@ class Value(Struct, frozen=True):
         """
         return {
             name: entry.tensor()
-            for name, entry in self.entries().items()
+            for name, entry in self.entries()
             if isinstance(entry.value, TensorRef)
             or (isinstance(entry.value, Opaque) and not name.endswith("_extra_state"))
         }
 
     def shapes(self) -> dict[str, Shape]:
-        """A dictionary of shapes by name; nothing for ``None``."""
-        return {name: entry.shape() for name, entry in self.entries().items()}
+        """A dictionary of shapes by name; nothing for ``None``. Equal ones are one object."""
+        known: dict[Shape, Shape] = {}
+        shapes = ((name, entry.shape()) for name, entry in self.entries())
+        return {name: known.setdefault(shape, shape) for name, shape in shapes}
 
     def shape(self) -> Shape:
         """A shape: a list or tuple of whole numbers, 0 or more, as many as torch lets it have.

@@ -95,7 +95,7 @@ class OpaqueKey:
     value: object
 
 
-class StorageRef(Struct, frozen=True):
+class StorageRef(Struct, frozen=True, gc=False):
     """A run of ``numel`` elements that the file stores under ``key``."""
 
     dtype: DType
@@ -123,7 +123,7 @@ class ForeignStorage(Struct, frozen=True):
         return self.numel * self.itemsize
 
 
-class TensorRef(Struct, frozen=True):
+class TensorRef(Struct, frozen=True, gc=False):
     """A tensor as a view of a storage; ``stride`` and ``offset`` count elements of ``dtype``.
 
     The numbers are whole and not negative, one stride for each dimension; whether they stay within

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import TypeAlias, TypeGuard
 
 from zexport.formats.inert import (
@@ -58,12 +59,19 @@ def storage_of(pid: object) -> StorageRef | ForeignStorage:
     raise MalformedError("a persistent id does not describe a storage")
 
 
+@lru_cache(maxsize=1 << 10, typed=True)
+def _one(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The same sizes; those of a hundred thousand tensors are few objects."""
+    return sizes
+
+
 def _view(args: Args, dtype: DType | None = None) -> object:
     """The view that the first four arguments of every rebuild function describe."""
     match args:
         case (StorageRef() as storage, offset, shape, stride, *_):
             if is_size(offset) and _is_sizes(shape) and _is_sizes(stride, len(shape)):
-                return TensorRef(dtype or storage.dtype, shape, stride, offset, storage)
+                numbers = _one(shape), _one(stride), offset
+                return TensorRef(dtype or storage.dtype, *numbers, storage)
         case (ForeignStorage(), _, _, _, *_):
             return Opaque(REBUILD_TENSOR, args)
     parts = [item for part in args[:4] for item in (part if isinstance(part, tuple) else (part,))]

@@ -26,9 +26,10 @@ _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
-class HeaderEntry(Struct, frozen=True):
+class HeaderEntry(Struct, frozen=True, gc=False):
     """One tensor as a header describes it."""
 
     name: str
@@ -61,7 +62,7 @@ class SafetensorsFrame(Struct, frozen=True):
         yield 0, self.header
 
 
-class StoredTensor(Struct, frozen=True):
+class StoredTensor(Struct, frozen=True, gc=False):
     """One tensor of an existing file; ``offset`` counts from the first byte of the file."""
 
     name: str
@@ -104,35 +105,37 @@ def build_header(entries: Sequence[HeaderEntry]) -> tuple[bytes, tuple[int, ...]
     Offsets count from the end of the header; every tensor begins where the one before it ends.
     Equal entries give equal bytes.
     """
-    table: dict[str, object] = {_METADATA: {"format": "pt"}}
-    offsets = []
-    position = 0
+    text = bytearray(b'{"%b":{"format":"pt"}' % _METADATA.encode())
+    offsets, position = [], 0
+    names = {_METADATA}
     for entry in entries:
-        if entry.name in table:
+        if entry.name in names:
             raise UnsupportedError(
                 f"a safetensors file cannot hold a tensor named {entry.name!r} here",
                 hint="Give the tensor another name with --rename",
             )
-        end = position + entry.nbytes
-        table[entry.name] = {
-            "dtype": entry.dtype.value,
-            "shape": list(entry.shape),
-            "data_offsets": [position, end],
-        }
+        names.add(entry.name)
+        text += b"," + _member(entry, position)
         offsets.append(position)
-        position = end
-    return _framed(table), tuple(offsets)
+        position += entry.nbytes
+    return _framed(text + b"}"), tuple(offsets)
 
 
-def _framed(table: Mapping[str, object]) -> bytes:
+def _member(entry: HeaderEntry, begin: int) -> bytes:
+    """One tensor in the JSON; there may be a hundred thousand, so it is text at once."""
+    shape, end = ",".join(map(str, entry.shape)), begin + entry.nbytes
+    fields = f'"dtype":"{entry.dtype.value}","shape":[{shape}],"data_offsets":[{begin},{end}]'
     try:
-        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+        return f"{_quoted(entry.name)}:{{{fields}}}".encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError(
             "a tensor's name is not valid Unicode",
             found=ascii(error.object[error.start : error.end]),
             hint="Give the tensor another name with --rename",
         ) from error
+
+
+def _framed(text: bytearray) -> bytes:
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > HEADER_NBYTES_LIMIT:
         raise UnsupportedError(

@@ -47,7 +47,7 @@ _FLAGS_KNOWN = frozenset({0, 0x8, 0x800, 0x808})
 _IN_ZIP64 = 0xFFFFFFFF
 
 
-class Entry(Struct, frozen=True):
+class Entry(Struct, frozen=True, gc=False):
     """What the central directory says of a record, and the first byte that is not its own.
 
     A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.

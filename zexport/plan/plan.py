@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def qualified(filename: str, name: str) -> str:
     """The name of a tensor within the whole output: after its file's folder, if it has one."""
     folder, slash, _ = filename.rpartition("/")
-    return f"{folder}{slash}{name}"
+    return f"{folder}/{name}" if slash else name
 
 
 def qualified_by_file(filename: str, name: str) -> str:
@@ -59,7 +59,7 @@ class Frame(Protocol):
         ...
 
 
-class TensorPlan(Struct, frozen=True):
+class TensorPlan(Struct, frozen=True, gc=False):
     """One tensor of the output and where its elements come from.
 
     ``source``, row-major, cast where the two types differ. ``name`` is its own in the whole output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 from blake3 import blake3
@@ -41,7 +42,7 @@ def digest_of_parts(
     digest = blake3()
     with open_input(path) as file:
         position = 0
-        for offset, count in (*ranges, (nbytes, 0)):
+        for offset, count in chain(ranges, [(nbytes, 0)]):
             _take_in(digest, file, position, offset - position, None)
             position = offset + count
     for tensor_digest in digests:

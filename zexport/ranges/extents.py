@@ -35,7 +35,7 @@ class ByteSource(Protocol):
         ...
 
 
-class Member(Struct, frozen=True):
+class Member(Struct, frozen=True, gc=False):
     """One record: bytes ``offset`` to ``offset + nbytes`` (half-open) of the file.
 
     ``crc32`` is what the file says of them; ``None`` where it says nothing.
@@ -47,7 +47,7 @@ class Member(Struct, frozen=True):
     crc32: int | None
 
 
-class Extent(Struct, frozen=True):
+class Extent(Struct, frozen=True, gc=False):
     """Bytes ``offset`` to ``offset + nbytes`` (half-open) of one file."""
 
     path: Path
@@ -94,7 +94,7 @@ class Chain:
         return self.parts
 
 
-class Window(Struct, frozen=True):
+class Window(Struct, frozen=True, gc=False):
     """Bytes ``start`` to ``start + nbytes`` of a larger source."""
 
     source: ByteSource
@@ -110,7 +110,7 @@ class Window(Struct, frozen=True):
         return (self.source,)
 
 
-class Striped(Struct, frozen=True):
+class Striped(Struct, frozen=True, gc=False):
     """A run cut into equal stripes, stripe ``i`` lying at the same ``offset`` of source ``i``.
 
     This is how ZeRO-3 stores a parameter: every rank holds ``stripe_nbytes`` of it at the same

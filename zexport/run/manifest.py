@@ -25,7 +25,7 @@ SCHEMA = 1
 _NBYTES_MAX = 128 << 20
 
 
-class TensorEntry(Struct, frozen=True):
+class TensorEntry(Struct, frozen=True, gc=False):
     """One tensor of the output.
 
     Attributes:

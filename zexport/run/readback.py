@@ -22,7 +22,8 @@ from zexport.store.folders import is_file, is_link
 _READBACK_THREADS = 2
 
 _BATCH_NBYTES = 32 << 20
-"""Tensors are read again in runs of about this many bytes, several at a time."""
+_BATCH_TENSORS = 4096
+"""Tensors are read again in runs of about so many bytes, several at a time; none has more."""
 
 _P = ParamSpec("_P")
 
@@ -127,7 +128,7 @@ def _batches(stretch: Stretch, receipt: Receipt) -> Iterator[tuple[list[TensorPl
         batch.append(tensor)
         digests.append(digest)
         nbytes += tensor.nbytes
-        if nbytes >= _BATCH_NBYTES:
+        if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_TENSORS:
             yield batch, digests
             batch, digests, nbytes = [], [], 0
     if batch:
@@ -136,7 +137,7 @@ def _batches(stretch: Stretch, receipt: Receipt) -> Iterator[tuple[list[TensorPl
 
 def _check_frame(path: Path, file: FilePlan, receipt: Receipt) -> None:
     """All that is no tensor's, with the digests of the tensors."""
-    ranges = [(tensor.offset, tensor.nbytes) for tensor in file.tensors]
+    ranges = ((tensor.offset, tensor.nbytes) for tensor in file.tensors)
     with writing(path):
         nbytes = version(path).nbytes
         found = digest_of_parts(path, nbytes, ranges, receipt.tensor_digests())

@@ -241,10 +241,10 @@ def read_splits(model: ModelStates) -> Splits:
             expected=_MAP_VERSION,
             hint="Look for a newer zexport",
         )
-    entries = {} if maps.is_none else maps.get("params").entries()
+    entries = () if maps.is_none else maps.get("params").entries()
     return Splits(
         record=record,
-        maps=PatternTable.read(entries.items(), record.path),
+        maps=PatternTable.read(entries, record.path),
         refused=_table(record, record.get("autotp_unsupported_parameter_patterns")),
         # Averaged tensors are the same on every rank or cannot be had exactly: ranks are compared.
         whole=_flags(record, "tp_replicated_parameter_patterns", "parameter_to_average_patterns"),
@@ -257,7 +257,7 @@ def read_splits(model: ModelStates) -> Splits:
 
 
 def _table(record: Value, entries: Value) -> PatternTable[Value]:
-    return PatternTable.read(entries.entries().items(), record.path)
+    return PatternTable.read(entries.entries(), record.path)
 
 
 def _flags(record: Value, *keys: str) -> PatternTable[bool]:

@@ -198,7 +198,7 @@ def _named_masters(optimizer: Value, file: TorchFile, weights: Mapping[str, Weig
     for flat, mapping in zip(flats, mappings, strict=False):
         tensor = _master_tensor(flat)
         source, itemsize = file.source(tensor), tensor.dtype.itemsize
-        for name, entry in mapping.entries().items():
+        for name, entry in mapping.entries():
             place = entry.value
             if not isinstance(place, FragmentAddress):
                 entry.fail("is not a fragment_address")
