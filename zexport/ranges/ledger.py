@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
@@ -16,8 +18,9 @@ from zexport.ranges.extents import Member
 Range: TypeAlias = tuple[int, int, int]
 """First byte of a file, first byte beyond, and the CRC-32 of what lies between."""
 
-_NEW_MIN = 64
-"""Ranges that are noted before they are put in order: few, as there may be a thousand files."""
+_NEW_MIN = 256
+"""Ranges that are noted, in an array, before they are put in order: there may be a thousand files.
+"""
 
 
 class Ledger:
@@ -68,8 +71,8 @@ class FileLedger:
         self._offsets = [member.offset for member in members]
         self._begins = frozenset(self._offsets)
         self._bounds = 0, 0  # of the record that was read last
-        self._new: list[Range] = []
-        self._room = _NEW_MIN  # for so many of them
+        self._new = array("Q")  # three numbers for each
+        self._room = 3 * _NEW_MIN
         self._ranges: list[Range] = []
         self._taken: set[Member] = set()
         self._lock = Lock()
@@ -79,11 +82,11 @@ class FileLedger:
         stop = offset + data.nbytes
         begin, end = self._bounds
         if begin <= offset < stop <= end:  # as most ranges do
-            self._add((offset, stop, isal_zlib.crc32(data)))
+            self._add(offset, stop, isal_zlib.crc32(data))
             return
         for member, first, last in self._within(offset, stop):
             self._bounds = member.offset, member.offset + member.nbytes
-            self._add((first, last, isal_zlib.crc32(data[first - offset : last - offset])))
+            self._add(first, last, isal_zlib.crc32(data[first - offset : last - offset]))
 
     def take(self, ranges: Iterable[Range]) -> None:
         """Note ranges whose CRC-32 is known; one that is not of a single record is passed over."""
@@ -99,7 +102,7 @@ class FileLedger:
         }
         self.ranges()  # what is noted already stays
         with self._lock:
-            self._new += found
+            self._new.extend(chain.from_iterable(found))
         return set(found.values())
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
@@ -113,9 +116,9 @@ class FileLedger:
                 yield member, first, last
             index += 1
 
-    def _add(self, found: Range) -> None:
+    def _add(self, *found: int) -> None:
         with self._lock:
-            self._new.append(found)
+            self._new.extend(found)
             if len(self._new) >= self._room:
                 self._settle()
 
@@ -128,17 +131,19 @@ class FileLedger:
 
     def _settle(self) -> None:
         """Put what is new among the rest, where there is room; neighbours become one range."""
-        free = [one for one in self._new if self._is_free(one)]
+        numbers = iter(self._new)
+        new = zip(numbers, numbers, numbers, strict=True)
+        free = filter(self._is_free, new) if self._ranges else new
         kept: list[Range] = []
         at, end, crc = -1, -1, 0
-        for start, stop, own in sorted(self._ranges + free):
+        for start, stop, own in sorted([*self._ranges, *free]):
             if start == end and start not in self._begins:
                 end, crc = stop, isal_zlib.crc32_combine(crc, own, stop - start)
             elif start >= end:
                 kept.append((at, end, crc))
                 at, end, crc = start, stop, own
-        self._ranges, self._new = [*kept[1:], (at, end, crc)], []
-        self._room = max(_NEW_MIN, len(self._ranges))
+        self._ranges, self._new = [*kept[1:], (at, end, crc)], array("Q")
+        self._room = 3 * max(_NEW_MIN, len(self._ranges))
 
     def _is_free(self, found: Range) -> bool:
         """Whether none of the ranges in place overlaps it."""

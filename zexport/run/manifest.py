@@ -125,6 +125,7 @@ class Manifest(Struct, frozen=True):
         yield b"}\n"
 
 
+_encoded = json.JSONEncoder(sort_keys=True).encode
 _BY_NAME = frozenset({"files", "tensors"})
 _OWN_KEYS = frozenset(
     {"schema", "zexport_version", "sources", "tensors", "files", "findings", "blake3"}
@@ -203,7 +204,7 @@ def _member(key: str, value: object) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(plain_of(value), sort_keys=True)
+    return _encoded(plain_of(value))
 
 
 def _check_inside(name: str) -> None:

@@ -179,6 +179,7 @@ class _StretchWriter:
         self._digests: dict[str, bytes] = {}
         self._crc32s: dict[str, int] = {}
         self._remarkable: dict[str, Statistics] = {}
+        self._edges = stretch.edges
         self._split = self._passed()
         self._ledger = reader.new_ledger()
         self._output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
@@ -229,7 +230,7 @@ class _StretchWriter:
     def _note(self, name: str, passed: _Passed) -> None:
         self._digests[name] = passed.digest()
         self._crc32s[name] = passed.crc32
-        if passed.seen.is_remarkable or name in self.stretch.edges:
+        if passed.seen.is_remarkable or name in self._edges:
             self._remarkable[name] = passed.seen
 
     def complete(self) -> Receipt:
