@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
+from tests.support.forked import typed
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.node_local import unite
@@ -109,17 +108,6 @@ def exported(checkpoint: Path | list[Path], out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    """``zexport``, run to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "zexport", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 REAL = ["z3_w4_bf16_odd", "z2_w3_bf16_odd", "z3_w2_bf16_frozen", "tp2_z2_w4_bf16", "moe_z2_w4_ep2"]
 
 
@@ -132,7 +120,7 @@ def test_the_parts_give_the_model_of_the_whole(name: str, tmp_path: Path) -> Non
     moved = [parts[0], parts[1].rename(tmp_path / "whole" / "elsewhere")]
     assert zexport.verify_export(tmp_path / "out", against=moved).ok
     if name == REAL[0]:
-        done = command("verify", tmp_path / "out", "--against", moved[0], "--against", moved[1])
+        done = typed("verify", tmp_path / "out", "--against", moved[0], "--against", moved[1])
         assert done.returncode == 0, done.stderr
 
 
@@ -160,10 +148,10 @@ def test_a_folder_of_another_save_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_all_folders_and_then_the_output(tmp_path: Path) -> None:
     parts, out = dealt_out("z3_w4_bf16_odd", tmp_path), tmp_path / "out"
-    assert json.loads(command("inspect", *parts, "--json").stdout)["verdict"]["exportable"]
-    alone = json.loads(command("inspect", parts[0], "--json").stdout)
+    assert json.loads(typed("inspect", *parts, "--json").stdout)["verdict"]["exportable"]
+    alone = json.loads(typed("inspect", parts[0], "--json").stdout)
     assert not alone["verdict"]["exportable"]
-    done = command("consolidate", *parts, out, "--layout", "memory")
+    done = typed("consolidate", *parts, out, "--layout", "memory")
     assert done.returncode == 0, done.stderr
     whole = exported(FIXTURES / "z3_w4_bf16_odd" / "ckpt", tmp_path / "whole")
     assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == whole
@@ -171,7 +159,7 @@ def test_the_command_line_takes_all_folders_and_then_the_output(tmp_path: Path) 
 
 def test_the_command_line_names_the_ranks_that_no_folder_holds(tmp_path: Path) -> None:
     first, _ = dealt_out("z3_w4_bf16_odd", tmp_path)
-    done = command("consolidate", first, tmp_path / "out")
+    done = typed("consolidate", first, tmp_path / "out")
     assert (done.returncode, done.stdout) == (3, "")
     assert "optimizer files of ranks 1, 3" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import deepspeed_names, edit
+from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import __version__
 from zexport.cli.main import cli
@@ -51,6 +52,8 @@ def run(
     *words: object, interpreter: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """``zexport``, run to its end; ``interpreter`` are options of Python's."""
+    if not interpreter and "PYTHONPATH" not in environment:
+        return typed(*words, **environment)
     return subprocess.run(
         [sys.executable, *interpreter, "-m", "zexport", *map(str, words)],
         capture_output=True,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.forked import typed
 from tests.support.stopping import files
 from zexport.errors import OutputError, UsageError
 
@@ -43,8 +44,7 @@ def _started(
 
 
 def _zexport(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zexport", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return typed(*words)
 
 
 def _ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:

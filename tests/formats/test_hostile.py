@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
+from tests.support.forked import typed
 from tests.support.malice import REFUSED, call, inject, injected, text, tricks
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.expert_layers import AutoEpLayer, ExpertLayers
@@ -353,7 +354,6 @@ def test_no_name_of_a_tensor_leads_anywhere_or_reaches_a_terminal(tmp_path: Path
     model.groups[0].update({name: torch.ones(2) for name in _NAMES})  # type: ignore[attr-defined]
     root = save(model, Run(), tmp_path / "run")
     before = {path for path in tmp_path.rglob("*") if "out" not in path.parts}
-    command = [sys.executable, "-m", "zexport"]
     for words in (
         ["inspect", root, "--tensors"],
         ["inspect", root, "--tensors", "--json"],
@@ -361,9 +361,7 @@ def test_no_name_of_a_tensor_leads_anywhere_or_reaches_a_terminal(tmp_path: Path
         ["consolidate", root, tmp_path / "out", "--layout", "memory", "--dry-run"],
         ["verify", tmp_path / "out"],
     ):
-        done = subprocess.run(
-            [*command, *map(str, words)], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = typed(*words)
         assert done.returncode == 0, done.stderr[-2000:]
         for line in (done.stdout + done.stderr).split("\n"):
             assert line.isprintable(), ascii(line)[:200]
@@ -375,13 +373,7 @@ def test_no_name_of_a_tensor_leads_anywhere_or_reaches_a_terminal(tmp_path: Path
 @pytest.mark.parametrize("tag", ["step\x1b[2J", "step\u202e2", " step ", "...", "-rf", "~"])
 def test_a_tag_of_any_name_is_read_and_told_harmlessly(tag: str, tmp_path: Path) -> None:
     root = save(small_model(), Run(), tmp_path / "run", tag)
-    done = subprocess.run(
-        [sys.executable, "-m", "zexport", "inspect", str(root), "--tag", tag],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = typed("inspect", root, "--tag", tag)
     assert done.returncode == 0, done.stderr
     assert all(line.isprintable() for line in (done.stdout + done.stderr).split("\n"))
 
@@ -393,13 +385,7 @@ def test_an_error_about_a_hostile_name_is_harmless_on_the_terminal_and_in_json(
     name = "\x1b[31m" + "n" * 1_000_000
     path = next(root.glob("*/mp_rank_00_model_states.pt"))
     edit(path, lambda state: state["frozen_param_shapes"].update({name: torch.Size([3])}))
-    done = subprocess.run(
-        [sys.executable, "-m", "zexport", "consolidate", root, tmp_path / "out", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = typed("consolidate", root, tmp_path / "out", "--json")
     assert done.returncode == 3
     assert done.stderr.rstrip("\n").isprintable()
     assert len(done.stderr) < 10_000

@@ -27,6 +27,7 @@ from tests.support.checkpoints import (
     save,
     small_model,
 )
+from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, plan_export
 from zexport.checkpoint.opening import open_checkpoint
@@ -51,8 +52,7 @@ def text_of(inspection: Inspection, **options: Any) -> str:
 
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zexport", "inspect", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return typed("inspect", *args)
 
 
 def as_json(*args: str | Path) -> Any:

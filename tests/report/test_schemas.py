@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.support.checkpoints import Model, Run, save, small_model
+from tests.support.forked import typed
 from tests.support.published import SCHEMAS, check, schema
 from zexport import diff_models, plan_export, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
@@ -221,13 +220,7 @@ def test_every_schema_is_of_a_command_of_a_failure_or_of_the_manifest() -> None:
 
 def printed(*words: object) -> tuple[int, Any]:
     """Exit code and object of a command as programs run it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "zexport", *map(str, words), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = typed(*words, "--json")
     return done.returncode, json.loads(done.stdout)
 
 

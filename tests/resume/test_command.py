@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.forked import typed
 from tests.support.published import check
 from tests.support.real_cases import FIXTURES
-from tests.support.train_runs import run, trained
+from tests.support.train_runs import trained
 from zexport import ExportOptions, ReshardOptions, consolidate, open_checkpoint, reshard
 from zexport.cli.main import cli
 from zexport.errors import OutputError
@@ -25,15 +25,15 @@ WORLD_3 = ("--world-size", 3)
 
 def zexport(command: str, *words: object) -> Any:
     """A command that ends well; the JSON that it prints."""
-    done = run(*words, "--json", command=(sys.executable, "-m", "zexport", command))
-    assert done.status == 0, done.stderr
-    return done.result
+    done = typed(command, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def refused(*words: object) -> tuple[int, str]:
     """Exit code and message of a resharding that is refused, and leaves nothing."""
-    done = run(SOURCE, *words, command=(sys.executable, "-m", "zexport", "reshard"))
-    return done.status, done.stderr.strip().splitlines()[-1]
+    done = typed("reshard", SOURCE, *words)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
 def test_a_resharded_checkpoint_is_a_checkpoint_with_the_same_model_and_states(
@@ -76,8 +76,8 @@ def test_weights_that_were_copied_beside_the_rank_files_are_held_against_the_man
     content = bytearray(copied.read_bytes())
     content[-1] ^= 1
     copied.write_bytes(content)
-    done = run(out, "--json", command=(sys.executable, "-m", "zexport", "verify"))
-    assert [one["file"] for one in done.result["problems"]] == [copied.name]
+    done = typed("verify", out, "--json")
+    assert [one["file"] for one in json.loads(done.stdout)["problems"]] == [copied.name]
 
 
 def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) -> None:
@@ -86,9 +86,8 @@ def test_a_changed_state_is_found_by_verifying_and_by_comparing(tmp_path: Path) 
     zexport("reshard", source, out, "--world-size", 1)
     shutil.rmtree(source)
     shutil.copytree(FIXTURES / "z3_w2_bf16_offload" / "ckpt", source)
-    words = (sys.executable, "-m", "zexport")
-    assert run(out, "--against", source, command=(*words, "verify")).status == 7
-    assert run(source, out, "--fail-on", "different", command=(*words, "diff")).status == 7
+    assert typed("verify", out, "--against", source).returncode == 7
+    assert typed("diff", source, out, "--fail-on", "different").returncode == 7
 
 
 def test_an_older_result_is_replaced_and_one_that_training_went_on_in_is_not(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.support.checkpoints import Run, save, small_model
+from tests.support.forked import typed
 from zexport import consolidate, verify_export
 from zexport.options import ExportOptions
 from zexport.store.json import decoded
@@ -23,14 +21,8 @@ FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 
 def run(*words: object, **environment: str) -> tuple[str, str]:
     """Standard output and error of a command that goes well."""
-    done = subprocess.run(
-        [sys.executable, "-m", "zexport", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | environment,
-        check=True,
-    )
+    done = typed(*words, **environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
 
