@@ -157,6 +157,7 @@ _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
         ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several element types"),
         ("z2_w2_bf16_groups", _OPTIMIZER, _momentum_of_others, 3, "is not of the parameters"),
         ("z2_w2_bf16_groups", "*rank_1_*", _no_moments, 3, "other optimizer states"),
+        ("moe_z2_w4_ep2", "*rank_3_*", _less_in_one_sub_group, 3, "flat group 1 than rank 1"),
         ("z3_w2_bf16", _OPTIMIZER, _cut_once_more, 4, "cuts its flat data otherwise"),
         ("z3_w2_bf16", _MODEL, _ghost, 3, "no value of 'ghost'"),
         ("z3_w2_bf16", _MODEL, _deep, 5, "nested|made by code"),
