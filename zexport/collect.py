@@ -16,7 +16,6 @@ from zexport.adapters.merging import (
     weights_of_base,
     with_saved,
 )
-from zexport.adapters.peft_format import ADAPTER_CONFIG
 from zexport.adapters.saved_beside import adapter_copies, saved_beside
 from zexport.adapters.stated import (
     adapter_statements,
@@ -31,20 +30,14 @@ from zexport.collected import Collected
 from zexport.errors import raise_all
 from zexport.facts.statements import judge
 from zexport.facts.table import OF_BASE, Fact
+from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
 from zexport.model.agreement import file_facts, model_facts
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of, model_folder
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
-from zexport.model.sidecars import (
-    CONFIG,
-    GENERATION_CONFIG,
-    README,
-    TOKENIZER,
-    find_sidecars,
-    spoilt_files,
-)
+from zexport.model.sidecars import find_sidecars, spoilt_files
 from zexport.model.tokens import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
@@ -143,7 +136,7 @@ def _stated_by_files(found: Collected) -> Collected:
         sidecars = structs.replace(sidecars, config=None)
     else:
         content = {} if sidecars.config is None else sidecars.config.content
-        named["config.json"] = str(content.get("_name_or_path") or "")
+        named[CONFIG] = str(content.get("_name_or_path") or "")
         named["--base"] = (sidecars.base and hub_id_of(sidecars.base)) or ""
     stated = file_facts(sidecars, named)
     return structs.replace(found, statements=(*found.statements, *bases, *stated))

@@ -15,6 +15,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
+from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
 from zexport.model.fit import Fit
 from zexport.options import AdapterMode, Engine, NameLayout, RecordedOptions
@@ -82,7 +83,7 @@ def _form(found: Collected, files: Iterable[FilePlan], sides: Iterable[SideFile]
     return Form(
         dtypes=tuple(dtype.torch_name for dtype, _ in dtypes.most_common()),
         names="peft" if is_kept else _names(found),
-        weights_only=not is_kept and all(side.filename != "config.json" for side in sides),
+        weights_only=not is_kept and all(side.filename != CONFIG for side in sides),
     )
 
 

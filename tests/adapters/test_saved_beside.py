@@ -16,8 +16,8 @@ from tests.support import peft_models
 from tests.support.checkpoints import Run
 from tests.support.peft_models import ATTENTION, Form, Trained
 from zexport import ExportOptions, consolidate, verify_export
-from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.errors import FrozenLeftOutError
+from zexport.filenames import ADAPTER_FILE
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.adapters.peft_format import (
-    ADAPTER_CONFIG,
     DEFAULT_ADAPTER,
     AdapterConfig,
     find_adapter_config,
@@ -23,6 +22,7 @@ from zexport.errors import (
     UnsupportedError,
     UsageError,
 )
+from zexport.filenames import ADAPTER_CONFIG
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.store.folders import is_file, matching

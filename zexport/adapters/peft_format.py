@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from zexport.checkpoint.layouts.patterns import match_whole
 from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.filenames import ADAPTER_CONFIG
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
 from zexport.store.json import Json, read_json_object
 
-ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT_ADAPTER = "default"
 """The name of an adapter that was given none; peft saves it without a folder of its own."""
 

@@ -15,6 +15,7 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
+from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.options import CheckMode
 from zexport.ranges.copies import CastReplica, compare_casts
@@ -24,7 +25,6 @@ from zexport.store.folders import is_file
 from zexport.weights.base import copy_of
 from zexport.weights.named import PEFT_PREFIX, Weights
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _PARAMETERS = ("weight", "bias")
 
 

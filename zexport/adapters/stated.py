@@ -13,13 +13,14 @@ from msgspec.structs import replace
 
 from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.find import Adapter
-from zexport.adapters.peft_format import ADAPTER_CONFIG, HEADS, SWITCHES, AdapterConfig
+from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, read_name
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.model.config import ConfigFile
 from zexport.model.hub_cache import is_hub_id, plain_name
-from zexport.model.sidecars import CONFIG, Sidecars
+from zexport.model.sidecars import Sidecars
 from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.named import Weights
 

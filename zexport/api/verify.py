@@ -17,8 +17,8 @@ from zexport.errors import (
     UsageError,
     VerificationError,
 )
+from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
-from zexport.model.sidecars import CONFIG
 from zexport.options import CheckMode, ExportOptions
 from zexport.plan.plan import ExportPlan
 from zexport.printable import shell_word

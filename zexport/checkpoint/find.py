@@ -40,6 +40,7 @@ from zexport.errors import (
     OtherTagError,
     UsageError,
 )
+from zexport.filenames import ADAPTER_FILE
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
@@ -53,7 +54,7 @@ _FINISHED = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
+    ADAPTER_FILE,
     "adapter_model.bin",
 )
 """What says that a model, or an adapter, is there as it is loaded."""

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
+from zexport.filenames import SOURCE_SIDECAR
 from zexport.store.boundary import Boundary
 from zexport.store.files import read_regular
 from zexport.store.folders import is_file, real
@@ -111,7 +112,7 @@ def location_of(root: Path, tag: str, chosen: TagChoice, boundary: Boundary) -> 
 
 
 def _framework(root: Path, tag: str) -> Framework:
-    if is_file(root / "zexport_source.json"):
+    if is_file(root / SOURCE_SIDECAR):
         return Framework.ZEXPORT
     if is_file(root / "trainer_state.json"):
         return Framework.HF_TRAINER

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.checkpoint.candidates import is_tag_dir, list_tags
 from zexport.errors import CheckpointError, DamagedCheckpointError
+from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit

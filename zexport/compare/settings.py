@@ -7,14 +7,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.adapters.stated import SCALING
 from zexport.checkpoint.untrusted import Value
 from zexport.facts.statements import disagreements
+from zexport.filenames import ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import run_statements
-from zexport.model.sidecars import CONFIG
 from zexport.resume.state import CellState
 from zexport.store.folders import exists, is_file
 from zexport.store.json import JsonObject, read_json_object

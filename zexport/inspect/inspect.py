@@ -16,6 +16,7 @@ from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
+from zexport.filenames import CONFIG
 from zexport.inspect.around import (
     TagSummary,
     WeightFile,
@@ -23,7 +24,7 @@ from zexport.inspect.around import (
     summarize_choice,
     summarize_tags,
 )
-from zexport.model.sidecars import CONFIG, find_sidecars
+from zexport.model.sidecars import find_sidecars
 from zexport.options import ExportOptions
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType

@@ -11,19 +11,16 @@ from contextlib import suppress
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.config import ConfigFile
-from zexport.model.custom_code import modules_named
-from zexport.model.sidecars import (
-    BASE,
+from zexport.filenames import (
+    CONFIG,
     GENERATION_CONFIG,
-    MODULES,
-    PROCESSOR,
-    SENTENCE_CONFIGS,
+    PROCESSOR_CONFIG,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    Files,
-    Sidecars,
 )
+from zexport.model.config import ConfigFile
+from zexport.model.custom_code import modules_named
+from zexport.model.sidecars import BASE, MODULES, PROCESSOR, SENTENCE_CONFIGS, Files, Sidecars
 from zexport.model.tokenizer import read_tokenizer, table_of
 from zexport.store.json import Json, read_json_list
 
@@ -80,7 +77,7 @@ def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The modules of its own folder that a config or tokenizer names, and what there is of them."""
     stated = {name: table_of(sidecars.copied, name) for name in (TOKENIZER_CONFIG, *PROCESSOR)}
     if sidecars.config is not None:
-        stated["config.json"] = dict(sidecars.config.content)
+        stated[CONFIG] = dict(sidecars.config.content)
         for by, content in stated.items():
             for module in sorted(modules_named(content)):
                 if f"{module}.py" not in sidecars.copied:
@@ -100,14 +97,14 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
         for key, keys in _PATCHES.items() if name != TOKENIZER_CONFIG else ():
             for other in keys:
                 if content.get(key) is not None and vision.get(other) is not None:
-                    yield Statement(Fact.PATCHES, _side(vision[other]), "config.json", key)
+                    yield Statement(Fact.PATCHES, _side(vision[other]), CONFIG, key)
                     yield Statement(Fact.PATCHES, _side(content[key]), name, key)
         for key in _CHOICES:
-            yield Statement(Fact.PATCHES, config.get(key), "config.json", key)
+            yield Statement(Fact.PATCHES, config.get(key), CONFIG, key)
             yield Statement(Fact.PATCHES, content.get(key), name, key)
         made, due = _side(_image_size(content)), _side(vision.get("image_size"))
         if made is not None and due is not None:
-            yield Statement(Fact.IMAGE_SIZE, due, "config.json")
+            yield Statement(Fact.IMAGE_SIZE, due, CONFIG)
             yield Statement(Fact.IMAGE_SIZE, made, name)
 
 
@@ -115,7 +112,7 @@ def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
     """What the two files say that a processor for images may have its settings in."""
     processor, alone = (table_of(sidecars.copied, name) for name in PROCESSOR[:2])
     inner = processor.get("image_processor")
-    for by, table in (("processor_config.json", inner), ("preprocessor_config.json", alone)):
+    for by, table in ((PROCESSOR_CONFIG, inner), ("preprocessor_config.json", alone)):
         for key, value in table.items() if isinstance(table, dict) and inner else ():
             if _ANY_KEY.fullmatch(key):
                 yield Statement(Fact.PROCESSOR, _plain(value), by, key)
@@ -131,7 +128,7 @@ def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
             kinds = [one.get("type") for one in others if isinstance(one, dict)]
             yield Statement(fact, ", ".join(map(str, kinds)) or None, by, "modules.json, type:")
     hidden = None if config is None else _hidden_size(config)
-    given, by = hidden, "config.json"
+    given, by = hidden, CONFIG
     for step in steps:
         name = f"{step.get('path')}/config.json" if isinstance(step, dict) else ""
         content = table_of(copied, name)

@@ -11,7 +11,8 @@ from pathlib import Path
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.sidecars import BASE, CHAT_TEMPLATES, TOKENIZER_CONFIG, Files, Sidecars
+from zexport.filenames import TOKENIZER_CONFIG
+from zexport.model.sidecars import BASE, CHAT_TEMPLATES, Files, Sidecars
 from zexport.store.files import read_regular
 from zexport.store.json import Json, read_json_object
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, choose_class
 from zexport.model.hub_layout import StoredLayout
@@ -87,7 +88,7 @@ def _from_source_sidecar(source: Mapping[str, Json]) -> ModelNames | None:
         else:
             found = msgspec.convert(source, _DescribedBefore).now()
         # Patterns are transformers' alone: a checkpoint's might take for ever to match.
-        return replace(found, ignored=()).names("zexport_source.json")
+        return replace(found, ignored=()).names(SOURCE_SIDECAR)
     except ValueError:
         return None
 

@@ -10,6 +10,17 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from zexport.errors import DamagedCheckpointError, NotACheckpointError
+from zexport.filenames import (
+    ADDED,
+    CONFIG,
+    GENERATION_CONFIG,
+    PROCESSOR_CONFIG,
+    README,
+    SOURCE_SIDECAR,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
@@ -17,11 +28,7 @@ from zexport.store.files import open_regular, read_range, version
 from zexport.store.folders import children, is_file, is_folder, matching, real
 from zexport.store.json import Json, read_json_list, read_json_object
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-README = "README.md"
 _CARD_NBYTES_MAX = 64 << 10
-_SOURCE_SIDECAR = "zexport_source.json"
 _COPIED_NBYTES_MAX = 1 << 30
 _PARSED_NBYTES_MAX = 1 << 20
 _BRACKETS = {b"{": b"}", b"[": b"]"}
@@ -36,9 +43,6 @@ Files = Mapping[str, Path]
 
 _Files = dict[str, Path]
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-ADDED = "added_tokens.json"
 _VOCABULARIES = (
     TOKENIZER,
     "tokenizer.model",
@@ -62,7 +66,7 @@ Source: transformers 5.23, every ``VOCAB_FILES_NAMES``; ``tekken.json`` is mistr
 """
 _TOKENIZER_MORE = (
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
     ADDED,
     "merges.txt",
     "target.spm",
@@ -76,7 +80,7 @@ _TOKENIZER_MORE = (
     "word_pronunciation.json",
 )
 PROCESSOR = (
-    "processor_config.json",
+    PROCESSOR_CONFIG,
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "audio_tokenizer_config.json",
@@ -148,7 +152,7 @@ def find_sidecars(
     copied |= _kind(_first_with(folders, PROCESSOR), PROCESSOR) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
     above = _stating(root.parent, boundary.including(root.parent))
-    source = root / _SOURCE_SIDECAR
+    source = root / SOURCE_SIDECAR
     boundary.including(root).check(source)
     return Sidecars(
         config,

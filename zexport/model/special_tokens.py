@@ -9,20 +9,21 @@ from itertools import islice
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.chat_template import marks
-from zexport.model.config import ConfigFile
-from zexport.model.sidecars import (
+from zexport.filenames import (
     ADDED,
     CONFIG,
     GENERATION_CONFIG,
+    PROCESSOR_CONFIG,
+    SPECIAL_TOKENS,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    Files,
 )
+from zexport.model.chat_template import marks
+from zexport.model.config import ConfigFile
+from zexport.model.sidecars import Files
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
 from zexport.store.json import Json
 
-_SPECIAL_MAP, _PROCESSOR = "special_tokens_map.json", "processor_config.json"
 _END, _PAD = "eos_token", "pad_token"
 _END_OF_TURN = re.compile(
     r"<\|(?:im_end|eot_id|eot|end|end_of_turn|return|END_OF_TURN_TOKEN)\|>"
@@ -106,7 +107,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
             yield Statement(Fact.END_TOKEN, "none", CONFIG)
             yield Statement(Fact.END_TOKEN, named, TOKENIZER_CONFIG)
         return
-    for by in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+    for by in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         token = _text(table_of(files, by).get(_END))
         if token:
             ends[f"{by} ({token})"] = _numbers(_number_of(token, files))
@@ -137,7 +138,7 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
             yield Statement(Fact.TOKEN_ID, "no special token of this number", TOKENIZER, key)
     named = [
         (by, key, token)
-        for by in (TOKENIZER_CONFIG, _PROCESSOR, _SPECIAL_MAP)
+        for by in (TOKENIZER_CONFIG, PROCESSOR_CONFIG, SPECIAL_TOKENS)
         for key, value in table_of(files, by).items()
         if key.endswith("_token") and (token := _text(value))
     ]
@@ -175,7 +176,7 @@ def _named_special(files: Files) -> dict[str, str]:
             named[token] = f"{of_class}, the tokenizer_class"
     named |= dict.fromkeys(table_of(files, ADDED), ADDED)
     named |= dict.fromkeys(decoder_tokens(files), TOKENIZER_CONFIG)
-    for by in (TOKENIZER_CONFIG, _SPECIAL_MAP, _PROCESSOR):
+    for by in (TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_CONFIG):
         for key, value in table_of(files, by).items():
             is_table = isinstance(value, dict) and key.endswith("_special_tokens")
             several = value if isinstance(value, list) else [value]

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from zexport.errors import ZexportError
-from zexport.model.sidecars import TOKENIZER, Files
+from zexport.filenames import TOKENIZER
+from zexport.model.sidecars import Files
 from zexport.store.files import read_regular
 from zexport.store.json import JsonObject, read_json_object
 

@@ -9,8 +9,9 @@ from msgspec import Struct
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import ADDED, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, Files
+from zexport.model.sidecars import Files
 from zexport.model.special_tokens import decoder_tokens
 from zexport.model.tokenizer import content_of, older_tokens, read_tokenizer, table_of
 from zexport.ranges.dtypes import Shape
@@ -94,7 +95,7 @@ def config_numbers(config: ConfigFile | None) -> Iterator[TokenNumber]:
     content = {} if config is None else config.content
     inner = () if config is None else (key for path in config.vocab_sizes for key in path)
     for table in (content, *map(content.get, inner)):
-        yield from _ids(table if isinstance(table, Mapping) else {}, "config.json")
+        yield from _ids(table if isinstance(table, Mapping) else {}, CONFIG)
 
 
 def token_statements(

@@ -12,7 +12,8 @@ from msgspec import Raw, Struct
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.sidecars import BASE, TOKENIZER, Files, Sidecars
+from zexport.filenames import TOKENIZER
+from zexport.model.sidecars import BASE, Files, Sidecars
 from zexport.model.tokenizer import (
     PIECES,
     VOCABULARY_LINES,

@@ -12,6 +12,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
 from zexport.facts.statements import Statement, disagreements
 from zexport.facts.table import OF_BASE, Fact
+from zexport.filenames import CONFIG, README
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
@@ -119,7 +120,7 @@ class HubModel(Struct, frozen=True):
         for name, path in sorted(sidecars.copied.items()):
             yield SideFile(name, origin=path)
         target, architecture = self._target, selection.architecture
-        if "README.md" not in sidecars.copied:
+        if README not in sidecars.copied:
             apart = files_apart(selection.heads)
             checkpoint = self.collected.checkpoint
             card = model_card(
@@ -131,13 +132,13 @@ class HubModel(Struct, frozen=True):
                 origin=tuple(self._origin(selection)),
                 trained_on=self._trained_on,
             )
-            yield SideFile("README.md", card)
+            yield SideFile(README, card)
         if sidecars.config is not None:
             tie_word_embeddings = False if selection.untied else None
             content = sidecars.config.edited(
                 target, architecture, tie_word_embeddings=tie_word_embeddings
             )
-            yield SideFile("config.json", content)
+            yield SideFile(CONFIG, content)
         shards = [file for file in files if file.filename not in FILES_APART]
         if selection.heads or [shard.filename for shard in shards] != [SINGLE_FILE]:
             yield SideFile(INDEX_FILE, _index_file(shards, selection.weights.tensors))

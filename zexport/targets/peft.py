@@ -14,17 +14,16 @@ from dataclasses import replace
 from msgspec import Struct
 
 from zexport.adapters.find import Adapter, check_whole, not_just_tensors
-from zexport.adapters.peft_format import ADAPTER_CONFIG, EMBEDDINGS, AdapterConfig
+from zexport.adapters.peft_format import EMBEDDINGS, AdapterConfig
 from zexport.adapters.peft_names import inner_name, read_name
-from zexport.adapters.saved_beside import ADAPTER_FILE
 from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
 from zexport.errors import UnsupportedError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG
 from zexport.model.fit import NamesUnknown
-from zexport.model.sidecars import GENERATION_CONFIG
 from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
@@ -111,7 +110,7 @@ class PeftAdapters(Struct, frozen=True):
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
                 yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
         for name, path in sorted(self.collected.sidecars.copied.items()):
-            if name != "generation_config.json" and path.suffix != ".py":
+            if name != GENERATION_CONFIG and path.suffix != ".py":
                 yield SideFile(name, origin=path)
 
     def _kept(self, adapter: Adapter) -> dict[str, StoredTensor]:

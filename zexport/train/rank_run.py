@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zexport.errors import OutputError
+from zexport.filenames import SOURCE_SIDECAR
 from zexport.store.files import write_durably
 from zexport.store.retries import steadily
 from zexport.train.loop import Place, resumed_place, train_steps
@@ -109,10 +110,6 @@ def _writer(
     return ModelWriter(meta_twin(base, half), tokenizer), base
 
 
-SOURCE_FILE = "zexport_source.json"
-"""The sidecar that tells an export the hub names (see ``source``)."""
-
-
 def claim_folder(options: TrainOptions, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """OUT exists and is ours, with an adapter's base model if that has no other home.
 
@@ -149,7 +146,7 @@ def describe_run(
             writer.write_config(out)
         # The folder may be moved and resumed elsewhere: its own place is not part of the options.
         kept = replace(options, out=Path()).to_json()
-        for name, text in ((SOURCE_FILE, source), (OPTIONS_FILE, kept)):
+        for name, text in ((SOURCE_SIDECAR, source), (OPTIONS_FILE, kept)):
             steadily(partial(write_durably, out / name, text.encode()))
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", path=out) from error

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE
 from zexport.store.files import sync_path, write_durably
 from zexport.store.retries import steadily
 from zexport.train.options import TrainOptions
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def gathered_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
@@ -88,7 +87,7 @@ class AdapterWriter:
         )
         tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
         save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod((path.parent / "adapter_config.json").stat().st_mode)
+        path.chmod((path.parent / ADAPTER_CONFIG).stat().st_mode)
 
 
 GATHERED = "gathered"

@@ -13,6 +13,7 @@ from zexport.checkpoint.candidates import list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
+from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.plan.plan import INDEX_FILE, SINGLE_FILE, SourceFile
@@ -23,7 +24,6 @@ from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file, is_link, matching
 from zexport.store.json import read_json_object
 
-CONFIG_FILE = "config.json"
 _WEIGHTS = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -53,7 +53,7 @@ def read_base(base: Path | None, *, follow_symlinks: bool) -> tuple[SafetensorsH
     if base is None:
         return ()
     boundary = Boundary.of(base, follow=follow_symlinks)
-    for name in (SINGLE_FILE, INDEX_FILE, CONFIG_FILE):
+    for name in (SINGLE_FILE, INDEX_FILE, CONFIG):
         boundary.check(base / name)
     weights = weights_file(base)
     if weights is None:
@@ -70,7 +70,7 @@ def weights_file(folder: Path) -> Path | None:
     Source: transformers 5.23, ``modeling_utils.py``, ``_get_resolved_checkpoint_files``: what the
     config names goes first, and a single file goes before an index.
     """
-    config = folder / CONFIG_FILE
+    config = folder / CONFIG
     named = read_json_object(config).get("transformers_weights") if is_file(config) else None
     if named is None:
         return next(filter(is_file, (folder / SINGLE_FILE, folder / INDEX_FILE)), None)
@@ -111,7 +111,7 @@ def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
 
 def _instead(folder: Path) -> str:
     """What a folder has where a model's weights should be."""
-    adapter = folder / "adapter_config.json"
+    adapter = folder / ADAPTER_CONFIG
     if is_file(adapter):
         of = read_json_object(adapter).get("base_model_name_or_path")
         return f"a peft adapter, and not the model that it is for ({of or 'which has no name'})"

@@ -18,6 +18,7 @@ from zexport.checkpoint.location import Location
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.filenames import ADAPTER_CONFIG
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.card import base_named
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
@@ -31,7 +32,7 @@ from zexport.store.folders import is_file, is_folder, real
 from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
-_MANIFEST, _ADAPTER = "zexport_manifest.json", "adapter_config.json"
+_MANIFEST = "zexport_manifest.json"
 _PAIRS_MIN = 3
 """A head or two may have been made anew before training."""
 
@@ -44,7 +45,7 @@ class BaseName(Struct, frozen=True):
 
     name: str
     revision: str = "main"
-    by: str = _ADAPTER
+    by: str = ADAPTER_CONFIG
 
     def __str__(self) -> str:
         """The name as messages have it."""
@@ -202,8 +203,8 @@ def _differs(found: Comparison) -> bool:
 
 def _history(base: Path, named: BaseName, location: Location) -> Iterator[Statement]:
     """What a base says of itself: that it is made of the one meant, or was merged, or has more."""
-    if is_file(base / _ADAPTER):
-        yield Statement(Fact.BASE_ADAPTED, f"weights and {_ADAPTER}", "the base")
+    if is_file(base / ADAPTER_CONFIG):
+        yield Statement(Fact.BASE_ADAPTED, f"weights and {ADAPTER_CONFIG}", "the base")
         yield Statement(Fact.BASE_ADAPTED, "the weights alone", "the export")
     made_of = base_named(read_card(base))
     if is_hub_id(made_of) and plain_name(made_of) == plain_name(named.name):

@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.filenames import CONFIG
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.ranges.copies import are_equal
 from zexport.ranges.reader import ReadableFile, SourceReader
@@ -85,7 +86,7 @@ def tie_statements(selection: Selection) -> Iterator[Statement]:
         if isinstance(names, ModelNames) and {alias, name} <= names.shapes.keys():
             one, other = (names.tied.get(n, n) for n in (alias, name))
             yield Statement(Fact.TIES, name, "the checkpoint", alias)
-            yield Statement(Fact.TIES, name if one == other else alias, "config.json", alias)
+            yield Statement(Fact.TIES, name if one == other else alias, CONFIG, alias)
 
 
 def without_ties(names: ModelNames, differing: Set[str]) -> ModelNames:
