@@ -151,7 +151,7 @@ def test_what_cannot_be_joined_exactly_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (info(lambda r: _first_map(r).update(logical_shape=[1 << 40, 16])), "gaps"),
+        (info(lambda r: _first_map(r).update(logical_shape=[1 << 40, 16])), "in two ways"),
         (info(lambda r: _first_map(r)["ranks"][1].update(shard_shape=[1, 16])), "not as it is"),
         (info(lambda r: _first_map(r)["ranks"].pop(1)), "not those of these"),
         (info(_row_bias), "split along"),

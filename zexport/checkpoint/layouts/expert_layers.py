@@ -10,6 +10,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.checkpoint.layouts.expert_placement import held_by, unknown_version
 from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
@@ -19,16 +20,14 @@ from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
     LayoutError,
-    UnsupportedError,
 )
 from zexport.ranges.extents import ByteSource, Window
 
 _T = TypeVar("_T")
-_AUTOEP_WEIGHTS = ("w1", "w2", "w3")
+AUTOEP_WEIGHTS = ("w1", "w2", "w3")
+"""The weights of an expert, by the last part of their names."""
 _NATIVE = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,9})\.(.+)", re.ASCII)
-_PLACEMENT_VERSION = 1
 _PARTITIONED_VERSION = 1
-_MAX_EXPERTS = 1 << 20
 
 
 class AutoEpLayer(Struct, frozen=True):
@@ -76,13 +75,13 @@ def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
 def _autoep_layer(entry: Value) -> AutoEpLayer:
     version = entry.get("checkpoint_format_version").value
     if version not in (None, _PARTITIONED_VERSION):
-        raise _unknown_version(entry, "checkpoint_format_version", version)
+        raise unknown_version(entry, "checkpoint_format_version", version)
     layer = AutoEpLayer(
         number=entry.need("moe_layer_id").number(),
         module=entry.need("module_path").text(),
         experts=entry.need("expert_key_prefix").text(),
         ep_rank=entry.get("ep_rank").number_or_none(),
-        held=_held(entry),
+        held=held_by(entry),
     )
     stated = entry.need("num_experts").number(), entry.need("ep_size").number()
     if stated != (layer.num_experts, len(layer.held)):
@@ -90,37 +89,6 @@ def _autoep_layer(entry: Value) -> AutoEpLayer:
             "contradicts its own placement of experts", f"{stated[0]} experts on {stated[1]}"
         )
     return layer
-
-
-def _held(entry: Value) -> tuple[tuple[int, ...], ...]:
-    """Who holds which expert; equal shares in the files of versions that do not write it down."""
-    if not entry.has("expert_placement"):
-        count, ep_size = entry.need("num_experts").number(), entry.need("ep_size").number()
-        if not 0 < ep_size <= count <= _MAX_EXPERTS:
-            entry.fail("states impossible numbers of experts", f"{count} experts on {ep_size}")
-        shares = uniform(count, ep_size)
-        return tuple(tuple(share) for share in shares)
-    placement = entry.get("expert_placement")
-    version = placement.need("version").number()
-    if version != _PLACEMENT_VERSION:
-        raise _unknown_version(entry, "expert_placement", version)
-    ranks = {
-        item.need("rank").number(): tuple(one.number() for one in item.need("experts").items())
-        for item in placement.need("ranks").items()
-    }
-    if sorted(ranks) != list(range(len(ranks))):
-        placement.fail("does not name each expert-parallel rank once", f"{sorted(ranks)}")
-    return tuple(ranks[rank] for rank in sorted(ranks))
-
-
-def _unknown_version(entry: Value, key: str, version: object) -> UnsupportedError:
-    return UnsupportedError(
-        "stores its experts in a form of AutoEP that this version does not know",
-        path=entry.path,
-        found=f"{key} {version}",
-        expected="1",
-        hint="Look for a newer zexport",
-    )
 
 
 def _runs(held: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
@@ -142,16 +110,6 @@ def _runs(held: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
         run.append((ep_rank, position))
     if run:
         yield run
-
-
-def uniform(num_experts: int, ep_size: int) -> list[range]:
-    """The experts of each expert-parallel rank, dealt in equal and consecutive shares."""
-    if ep_size < 1 or num_experts % ep_size:
-        raise LayoutError(
-            "the experts cannot be dealt out equally", f"{num_experts} experts", f"{ep_size} shares"
-        )
-    count = num_experts // ep_size
-    return [range(e * count, (e + 1) * count) for e in range(ep_size)]
 
 
 class ExpertLayers(Struct, frozen=True):
@@ -177,12 +135,12 @@ def find_layers(
     by_autoep = read_autoep_layers(model)
     files = {} if ranks.is_zero3 else _files_by_layer(model, experts)
     autoep = {
-        f"{layer.experts}.{weight}": layer for layer in by_autoep for weight in _AUTOEP_WEIGHTS
+        f"{layer.experts}.{weight}": layer for layer in by_autoep for weight in AUTOEP_WEIGHTS
     }
     if not ranks.is_zero3:
         for layer in by_autoep:
             _check_autoep_files(layer, files.get(layer.number, ()))
-    if len(autoep) != len(by_autoep) * len(_AUTOEP_WEIGHTS):
+    if len(autoep) != len(by_autoep) * len(AUTOEP_WEIGHTS):
         raise LayoutError("two layers have the same experts", len(by_autoep), "different layers")
     native: dict[str, int] = {}
     for number in files.keys() - {layer.number for layer in by_autoep}:
@@ -229,12 +187,12 @@ def _check_autoep_files(layer: AutoEpLayer, files: Sequence[ModuleFile]) -> None
             layer.num_experts,
         )
     for states in files:
-        names = {f"{layer.experts}.{weight}.{states.expert}" for weight in _AUTOEP_WEIGHTS}
+        names = {f"{layer.experts}.{weight}.{states.expert}" for weight in AUTOEP_WEIGHTS}
         if states.tensors.keys() != names:
             raise LayoutError(
                 f"{states.file.path.name} holds something else than its expert",
                 sorted(states.tensors.keys() ^ names)[0],
-                f"the weights {', '.join(_AUTOEP_WEIGHTS)} of {layer.experts!r}",
+                f"the weights {', '.join(AUTOEP_WEIGHTS)} of {layer.experts!r}",
             )
 
 

@@ -24,9 +24,9 @@ from zexport.checkpoint.layouts.expert_layers import (
     find_layers,
     in_expert_order,
     parse_native,
-    uniform,
     without_experts,
 )
+from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.module_files import read_module_files, stack_slices
 from zexport.checkpoint.layouts.pipeline import merge_stages
 from zexport.checkpoint.layouts.zero import (

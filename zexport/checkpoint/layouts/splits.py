@@ -7,7 +7,9 @@ part of it goes before which. Megatron-DeepSpeed writes the older lists alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 from msgspec import Struct
 
@@ -31,7 +33,9 @@ MAX_PIECES = 1024
 
 _SHOWN = 4
 _INFO = "universal_checkpoint_info"
-_MAP_VERSION = 1
+AFFINE_VERSION = 1
+"""Of the form in which affine maps are written."""
+
 _SUB_PARAMS_WITH_WIDTHS = 0.4
 
 
@@ -75,13 +79,20 @@ class Splits(Struct, frozen=True):
 
     def note(self, name: str, shape: Shape) -> str | None:
         """What the user should know of a joined tensor: rows beyond the vocabulary are kept."""
-        size = self.record.get("original_vocab_size").number_or_none()
-        if size is None or not shape or not 0 < size < shape[0] or not self.vocabulary.get(name):
+        kept = self.without_padding(name, shape)
+        if kept == shape:
             return None
         return (
-            f"{name!r} has {shape[0]} rows, of which the last {shape[0] - size} are padding of the "
-            "vocabulary"
+            f"{name!r} has {shape[0]} rows, of which the last {shape[0] - kept[0]} are padding of "
+            "the vocabulary"
         )
+
+    def without_padding(self, name: str, shape: Shape) -> Shape:
+        """The shape of a joined tensor without rows beyond the vocabulary."""
+        size = self.record.get("original_vocab_size").number_or_none()
+        if size is None or not shape or not 0 < size < shape[0] or not self.vocabulary.get(name):
+            return shape
+        return (size, *shape[1:])
 
     def _follows_a_weight(self, name: str, shards: Mapping[str, Sequence[Shape]]) -> bool:
         """Whether a 1-D tensor is the bias of a weight whose rows are split the same way.
@@ -122,17 +133,42 @@ class Splits(Struct, frozen=True):
                 raise self._unsupported(name, f"it is cut into more than {MAX_PIECES} pieces")
         return placed(whole, shards, pieces)
 
+    def check_by_lists(self, name: str, mapped: Joined, shards: Sequence[Shape]) -> None:
+        """Refuse a map that disagrees with the lists beside it, which older versions read.
+
+        These know tensors that every rank has whole, the widths of fused parts and, of all else,
+        one block a rank in the order of ranks. A map of several blocks goes beyond them.
+        """
+        if self.maps.get(name) is None:
+            return
+        blocks = Counter(one.rank for one in mapped.pieces if prod(one.shape))
+        entry, widths = self.sub_params.get(name), self.widths.get(name)
+        if self.whole.get(name):
+            listed = replicated(shards)
+        elif entry is not None and widths is not None:
+            dim = entry.need("partition_dim").number()
+            listed = interleaved(shards, dim, self._widths(name, entry, shards, dim))
+        elif mapped.copies or max(blocks.values(), default=0) > 1:
+            return
+        else:
+            listed = concatenated(shards, 1 if self.rows.get(name) else 0)
+        if (listed.shape, _boxes(listed)) != (mapped.shape, _boxes(mapped)):
+            raise DamagedCheckpointError(
+                f"says in two ways how {name!r} is split over the tensor ranks: in its affine map "
+                "and in its lists",
+                path=self.record.path,
+                found=_shown(mapped),
+                expected=_shown(listed),
+                hint="Copy the file again from where it was written",
+            )
+
     def _piece(self, name: str, rank: int, piece: Value, whole: Shape, shard: Shape) -> Piece:
         if piece.has("scale") and piece.get("scale").value != 1:
             raise self._unsupported(name, "the ranks hold it multiplied by a factor")
-        box = piece.need("shape").shape()
-        start, origin = (
-            box_start(box, tensor, *_view(piece.need(key)))
-            for key, tensor in (("source", whole), ("dest", shard))
-        )
-        if start is None or origin is None:
+        found = box_of(rank, piece, whole, shard)
+        if found is None:
             raise self._unsupported(name, "a piece of it is no box of whole rows and columns")
-        return Piece(rank, start, origin, box)
+        return found
 
     def _widths(
         self, name: str, entry: Value, shards: Sequence[Shape], dim: int
@@ -203,7 +239,12 @@ def join_alike(
                 expected=_shown(joined),
                 hint="Copy the model files of all tensor ranks of one save again",
             )
+    first.check_by_lists(name, joined, shards[name])
     return joined
+
+
+def _boxes(joined: Joined) -> set[Piece]:
+    return {piece for piece in joined.pieces if prod(piece.shape)}
 
 
 def _shown(joined: Joined) -> str:
@@ -232,13 +273,13 @@ def read_splits(model: ModelStates) -> Splits:
             hint="Resume it with DeepSpeed 0.19 or later, save once more, and export that",
         )
     maps = record.get("affine_map")
-    version = maps.get("version").number_or_none() if not maps.is_none else _MAP_VERSION
-    if version != _MAP_VERSION:
+    version = maps.get("version").number_or_none() if not maps.is_none else AFFINE_VERSION
+    if version != AFFINE_VERSION:
         raise UnsupportedError(
             "describes its tensors in a version of affine_map that is not known",
             path=record.path,
             found=version,
-            expected=_MAP_VERSION,
+            expected=AFFINE_VERSION,
             hint="Look for a newer zexport",
         )
     entries = () if maps.is_none else maps.get("params").entries()
@@ -269,6 +310,16 @@ def _sub_params(record: Value) -> Iterable[tuple[str, Value]]:
     for entry in record.get("parameter_with_sub_params").items():
         for pattern in entry.need("patterns").items():
             yield pattern.text(), entry
+
+
+def box_of(rank: int, piece: Value, whole: Shape, shard: Shape) -> Piece | None:
+    """A piece of an affine map as a box of the whole and of a rank's shard; ``None`` if none."""
+    box = piece.need("shape").shape()
+    start, origin = (
+        box_start(box, tensor, *_view(piece.need(key)))
+        for key, tensor in (("source", whole), ("dest", shard))
+    )
+    return None if start is None or origin is None else Piece(rank, start, origin, box)
 
 
 def _view(value: Value) -> tuple[int, Shape]:
