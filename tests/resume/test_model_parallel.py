@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.real_cases import FIXTURES
+from tests.support.checkpoints import edit
+from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
 from zexport import ReshardOptions, ZexportError, diff_states, open_checkpoint, reshard
+from zexport.options import ResumeFormat
 
 _NOT_COMPARED = {
     *("loss_scaler", "param_slice_mappings", "param_alignment_paddings", "ds_config"),
-    *("zero_stage", "universal_checkpoint_info", "shared_params"),
+    *("zero_stage", "universal_checkpoint_info", "shared_params", "clip_grad"),
 }
-"""What DeepSpeed does not read, and writes anew; ties it writes in the first rank's file alone."""
+"""What DeepSpeed does not read, or not need, and writes anew; ties in the first rank's alone."""
 
 EXPERTS = [
     ("moe_z1_w2_ep2_residual", 8),
@@ -28,6 +30,11 @@ EXPERTS = [
     ("moe_z2_w2_ep1", 3),
     ("moe_z2_w2_ep2_dense_frozen", 4),
     ("moe_z2_w4_ep2_blocks", 8),
+    ("moe_z1_w2_ep2_frozen", 4),
+    ("stages_moe_z1_w4_ep2", 4),
+    ("autoep_z2_w4_ep2", 8),
+    ("autoep_z3_w4_ep2", 8),
+    ("autoep_z3_w4_ep2_blocks", 2),
 ]
 
 
@@ -59,11 +66,8 @@ def test_states_of_experts_are_compared_by_whose_they_are(tmp_path: Path) -> Non
     ("name", "options", "code", "words"),
     [
         ("moe_z2_w4_ep2", {"world_size": 3}, 2, "experts that 2 ranks share among them stay so"),
-        ("moe_z2_w4_ep2", {"world_size": 2, "stage": 3}, 2, "for ZeRO-1 and 2 alone"),
-        ("moe_z0_w2_ep2_bf16", {"world_size": 2, "stage": 1}, 4, "has experts and no ZeRO"),
-        ("moe_z2_w2_ep2_frozen", {"world_size": 2}, 4, "has experts that are not trained"),
-        ("autoep_z2_w4_ep2", {"world_size": 2}, 4, "has experts of AutoEP"),
-        ("stages_moe_z1_w4_ep2", {"world_size": 2}, 4, "within the stages of a pipeline"),
+        ("moe_z2_w4_ep2", {"world_size": 2, "stage": 3}, 2, "no DeepSpeed-MoE under ZeRO-3"),
+        ("stages_moe_z1_w4_ep2", {"world_size": 2, "stage": 2}, 2, "cannot train with ZeRO-2"),
     ],
 )
 def test_experts_that_cannot_be_moved_so_are_refused_with_the_reason(
@@ -73,6 +77,105 @@ def test_experts_that_cannot_be_moved_so_are_refused_with_the_reason(
         reshard(FIXTURES / name / "ckpt", tmp_path / "out", ReshardOptions(**options))
     assert refused.value.exit_code == code
     assert [*tmp_path.iterdir()] == []
+
+
+def _one_group_for_all(value: Any) -> None:
+    inner = value["optimizer_state_dict"]["optimizer_state_dict"]
+    (first, *rest) = inner["param_groups"]
+    params = [number for group in (first, *rest) for number in group["params"]]
+    inner["param_groups"] = [{**first, "params": params}]
+
+
+def test_experts_beside_other_weights_in_one_group_are_refused(tmp_path: Path) -> None:
+    root = copied("autoep_z3_w4_ep2", tmp_path)
+    for path in root.glob("*/*_optim_states.pt"):
+        edit(path, _one_group_for_all)
+    with pytest.raises(ZexportError, match="experts and other weights in one") as refused:
+        reshard(root, tmp_path / "out", ReshardOptions(world_size=2))
+    assert refused.value.exit_code == 4
+
+
+def test_experts_of_several_sizes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [[range(4)], [range(0, 4, 2), range(1, 4, 2)]]
+    monkeypatch.setattr("zexport.resume.experts.sharing_of_experts", lambda *_: sizes)
+    with pytest.raises(ZexportError, match="several expert-parallel sizes") as refused:
+        reshard(FIXTURES / "moe_z2_w4_ep2" / "ckpt", tmp_path / "out", ReshardOptions(world_size=2))
+    assert refused.value.exit_code == 4
+
+
+def test_frozen_experts_get_no_table_by_which_every_rank_would_take_the_first_ones(
+    tmp_path: Path,
+) -> None:
+    reshard(FIXTURES / "moe_z2_w2_ep2_frozen" / "ckpt", tmp_path, ReshardOptions(world_size=4))
+    (path,) = tmp_path.glob("*/mp_rank_00_model_states.pt")
+    model = torch.load(path)
+    assert model["frozen_param_fragments"] is None
+    assert len([*path.parent.glob("layer_*_expert_*")]) == 8
+    assert "norm.weight" in model["module"]
+
+
+SPLIT = ["pp2_tp2_z1_w8_bf16_tied", "tp2_z1_w2_bf16_one_head", "tp2_z1_w2_bf16_fused",
+         "tp2_z3_w4_bf16"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_tensor_ranks_and_stages_are_cut_again_out_of_a_universal_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    source, universal = FIXTURES / name / "ckpt", tmp_path / "universal"
+    options = ReshardOptions(world_size=3, stage=1)
+    reshard(source, universal, ReshardOptions(format=ResumeFormat.UNIVERSAL))
+    assert open_checkpoint(universal).problems == ()
+    assert {one.outcome.value for one in diff_states(source, universal).tensors} == {"equal"}
+    found = []
+    for root, out in ((source, tmp_path / "one"), (universal, tmp_path / "other")):
+        reshard(root, out, options)
+        found.append(open_checkpoint(out).location.tag_dir)
+    assert _differing(*found) == []
+
+
+def test_a_converted_pipeline_without_the_files_of_its_layers_is_refused(tmp_path: Path) -> None:
+    universal = tmp_path / "universal"
+    source = FIXTURES / "pp2_z1_w4_bf16_tied" / "ckpt"
+    reshard(source, universal, ReshardOptions(format=ResumeFormat.UNIVERSAL))
+    for path in universal.glob("*/layer_*"):
+        path.unlink()
+    with pytest.raises(ZexportError, match="lacks the files of its pipeline's layers") as refused:
+        reshard(universal, tmp_path / "out", ReshardOptions(world_size=2, stage=1))
+    assert refused.value.exit_code == 3
+
+
+def _other_rate(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 3.0
+
+
+def _as_of_megatron(value: Any) -> None:
+    del value["universal_checkpoint_info"]["autotp_unsupported_parameter_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "change", "words"),
+    [
+        (
+            "pp2_z1_w4_bf16_tied",
+            "*mp_rank_01_optim_states.pt",
+            _other_rate,
+            "other parameter groups",
+        ),
+        ("tp2_z1_w2_bf16_fused", "*_model_states.pt", _as_of_megatron, "fused parameter"),
+    ],
+)
+def test_what_no_universal_checkpoint_can_tell_is_refused(
+    name: str, pattern: str, change: Any, words: str, tmp_path: Path
+) -> None:
+    root = copied(name, tmp_path)
+    for path in root.glob(f"*/{pattern}"):
+        edit(path, change)
+    with pytest.raises(ZexportError, match=words) as refused:
+        reshard(root, tmp_path / "out", ReshardOptions(format=ResumeFormat.UNIVERSAL))
+    assert refused.value.exit_code == 4
 
 
 @dataclass(frozen=True)
@@ -85,6 +188,12 @@ class Load:
     script: str
     engine: str
     case: dict[str, Any]
+    besides: frozenset[str] = frozenset()
+    is_universal: bool = False
+
+    def __str__(self) -> str:
+        way = "-universal" * self.is_universal
+        return f"{self.name}-on-{self.data_ranks}-z{self.case['stage']}{way}"
 
 
 _MOE = {"script": "make_experts", "engine": "expert_engine"}
@@ -102,25 +211,57 @@ LOADS = [
          case={"stage": 1, "world": 2, "stages": 2, "tied": True, "freeze": "2.fc"}),
     Load("tp2_z2_w4_bf16", 1, 2, **_TENSOR,
          case={"stage": 2, "world": 2, "tensor": 2, "freeze": "layers.0."}),
+    Load("tp2_z1_w2_bf16_tied", 2, 4, **_TENSOR,
+         case={"stage": 1, "world": 4, "tensor": 2, "tied": True, "freeze": "layers.0."}),
+    Load("moe_z0_w4_ep2_bf16_blocks", 2, 2, **_MOE,
+         case={"stage": 2, "world": 2, "ep_size": 2, "config": _BLOCKS}),
+    Load("moe_z2_w2_ep2_frozen", 4, 4, **_MOE,
+         case={"stage": 2, "world": 4, "ep_size": 2, "frozen": ("up.bias", "norm")},
+         besides=frozenset({"frozen_param_fragments", "frozen_param_shapes"})),
+    Load("autoep_z2_w4_ep2", 2, 2, **_MOE,
+         case={"stage": 2, "world": 2, "ep_size": 2, "autoep": True}),
+    Load("autoep_z3_w4_ep2", 2, 2, **_MOE,
+         case={"stage": 3, "world": 2, "ep_size": 2, "autoep": True}),
+    Load("autoep_z3_w4_ep2_blocks", 2, 2, **_MOE,
+         case={"stage": 2, "world": 2, "ep_size": 2, "autoep": True, "config": _BLOCKS}),
+    Load("autoep_z2_w4_ep2", 4, 4, **_MOE,
+         case={"stage": 3, "world": 4, "ep_size": 2, "autoep": True}),
+    Load("tp2_z1_w2_bf16_fused", 2, 4, is_universal=True, **_TENSOR,
+         case={"stage": 1, "world": 4, "tensor": 2, "model": "fused"}),
+    Load("tp2_z3_w4_bf16", 1, 2, is_universal=True, **_TENSOR,
+         case={"stage": 3, "world": 2, "tensor": 2}),
+    Load("tp2_z3_w4_bf16", 1, 2, is_universal=True, **_TENSOR,
+         case={"stage": 2, "world": 2, "tensor": 2}),
+    Load("pp2_z1_w4_bf16_tied", 1, 2, is_universal=True, **_STAGES,
+         case={"stage": 1, "world": 2, "stages": 2, "tied": True, "freeze": "2.fc"},
+         besides=frozenset({"layer_02-model_states.pt"})),
 ]  # fmt: skip
 
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+@pytest.mark.parametrize("load", LOADS, ids=str)
 def test_deepspeed_loads_them_on_other_ranks_and_saves_the_same(load: Load, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    reshard(FIXTURES / load.name / "ckpt", out, ReshardOptions(world_size=load.data_ranks))
+    """Plainly, or as a universal checkpoint, of which it takes no frozen weights."""
+    out, source = tmp_path / "out", FIXTURES / load.name / "ckpt"
+    reshard(source, out, ReshardOptions(world_size=load.data_ranks, stage=load.case["stage"]))
+    if load.is_universal:
+        universal = ReshardOptions(format=ResumeFormat.UNIVERSAL)
+        reshard(source, tmp_path / "universal", universal)
     run_ranks(load.ranks, partial(_load_and_save, load=load, root=tmp_path), tmp_path / "ranks")
-    assert _differing(open_checkpoint(out).location.tag_dir, tmp_path / "again" / "tag") == []
+    found = _differing(open_checkpoint(out).location.tag_dir, tmp_path / "again" / "tag")
+    assert [one for one in found if not load.besides & {*one.split("/")}] == []
 
 
 def _load_and_save(rank: int, load: Load, root: Path) -> None:
     sys.path.insert(0, str(FIXTURES))
     script = importlib.import_module(load.script)
     torch.manual_seed(11 + rank)
+    if load.is_universal:
+        own = script.config
+        script.config = lambda case: own(case) | {"checkpoint": {"load_universal": True}}
     engine = getattr(script, load.engine)(script.Case(**load.case))
-    path, _ = engine.load_checkpoint(str(root / "out"))
+    path, _ = engine.load_checkpoint(str(root / ("universal" if load.is_universal else "out")))
     assert path is not None
     engine.save_checkpoint(str(root / "again"), tag="tag")
     torch.distributed.barrier()  # who is done ends, and would take the others' peer away

@@ -39,7 +39,6 @@ def without_groups(
     """The state of one index but for what is trained; ``named`` has the parameters' names."""
     model, owners = files
     first = owners[0]
-    said = Value(model.file.path, "model states", model.file.value).mapping()
     inner = Value(first.file.path, "optimizer states", first.file.value).mapping()
     return CellState(
         index=index,
@@ -47,9 +46,15 @@ def without_groups(
         frozen=frozen_table(ranks, named, inventory, len(owners)),
         module=tuple(module_entries(model, named, inventory, is_zero3=ranks.is_zero3)),
         aliases=inventory.aliases,
-        model=Recorded(model.file, said),
+        model=said_by(model),
         optimizer=Recorded(first.file, inner),
     )
+
+
+def said_by(model: ModelStates) -> Recorded:
+    """All that a model file says."""
+    said = Value(model.file.path, "model states", model.file.value).mapping()
+    return Recorded(model.file, said)
 
 
 def cell_files(index: int, ranks: RankStates) -> CellFiles:
@@ -58,15 +63,16 @@ def cell_files(index: int, ranks: RankStates) -> CellFiles:
     if model is None:
         raise no_first_model(next(iter(ranks.optimizer.values())).file.path.parent, index)
     owners = [one for one in owners_of(ranks, ranks.world_size) if one is not None]
-    if not owners:
-        raise no_optimizer_files(model.file.path.parent, index, model)
     if not any(model.param_shapes):
         raise UnsupportedError(
-            "does not record in which order its weights lie in the flat groups",
+            "does not record in which order its weights lie in the flat groups, as a pipeline "
+            "without ZeRO does not",
             path=model.file.path,
             expected="param_shapes",
             hint="Resume the run with ZeRO stage 1, save, and reshard that",
         )
+    if not owners:
+        raise no_optimizer_files(model.file.path.parent, index, model)
     return model, owners
 
 

@@ -20,6 +20,20 @@ from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, Group, Parameter
 
 
+class Place(Struct, frozen=True):
+    """A rank of the target: its number, and the ranks with the same experts, in their order."""
+
+    rank: int
+    sharing: Sequence[int]
+    world_size: int
+
+    def of(self, group: Group) -> tuple[int, int]:
+        """Which partition of a group's flat data it has, and of how many."""
+        if group.of_experts:
+            return self.sharing.index(self.rank), len(self.sharing)
+        return self.rank, self.world_size
+
+
 class Cut(Struct, frozen=True):
     """The parameters of one flat group of the target, in its order, and every state of theirs.
 
@@ -46,18 +60,25 @@ class GroupCuts(Struct, frozen=True):
 def cuts_of(cell: CellState, settings: TargetSettings) -> tuple[GroupCuts, ...]:
     """The flat groups of every parameter group."""
     lay = _sub_groups if settings.stage == ZERO3 else _whole
-    return tuple(GroupCuts(group, tuple(lay(group, settings))) for group in cell.groups)
+    sets = cell.expert_ranks
+    return tuple(
+        GroupCuts(
+            group,
+            tuple(lay(group, settings, settings.world_size // (sets if group.of_experts else 1))),
+        )
+        for group in cell.groups
+    )
 
 
-def _sub_groups(group: Group, settings: TargetSettings) -> Iterator[Cut]:
+def _sub_groups(group: Group, settings: TargetSettings, ranks: int) -> Iterator[Cut]:
     numels = [prod(one.shape) for one in group.parameters]
-    for own in zero3.sub_groups(numels, settings.world_size, settings.sub_group_size):
+    for own in zero3.sub_groups(numels, ranks, settings.sub_group_size):
         if own:
-            yield _striped(group.parameters[own.start : own.stop], settings.world_size)
+            yield _striped(group.parameters[own.start : own.stop], ranks)
 
 
-def _whole(group: Group, settings: TargetSettings) -> Iterator[Cut]:
-    yield _end_to_end(group, settings)
+def _whole(group: Group, settings: TargetSettings, ranks: int) -> Iterator[Cut]:
+    yield _end_to_end(group, settings, ranks)
 
 
 def _striped(parameters: Sequence[Parameter], world_size: int) -> Cut:
@@ -69,8 +90,8 @@ def _striped(parameters: Sequence[Parameter], world_size: int) -> Cut:
     return Cut(tuple(parameters), whole, _dtypes(parameters))
 
 
-def _end_to_end(group: Group, settings: TargetSettings) -> Cut:
-    parameters, world_size = group.parameters, settings.world_size // group.sets
+def _end_to_end(group: Group, settings: TargetSettings, world_size: int) -> Cut:
+    parameters = group.parameters
     if settings.is_dealt_out:
         order = zero12.dealt_out(len(parameters), world_size)
         parameters = tuple(parameters[index] for index in order)

@@ -78,6 +78,14 @@ class GroupReader:
         settings = None if group.settings is None else Recorded(first.file, group.settings)
         numbers = group.flat_groups
         own = self._owners_of(numbers[0]) if numbers else self._owners
+        if len({number in self._sharing for number in numbers}) > 1:
+            raise UnsupportedError(
+                "has experts and other weights in one parameter group",
+                path=first.file.path,
+                found=f"flat groups {numbers[0]} to {numbers[-1]} in one",
+                expected="a group of their own, as DeepSpeed needs it",
+                hint="Resume the run with as many ranks as wrote it",
+            )
         scalars = own[0].group_states[numbers[0]].scalars if numbers else {}
         self._check_moments(group)
         return Group(
@@ -86,7 +94,7 @@ class GroupReader:
             ),
             settings=settings,
             scalars=Recorded(own[0].file, scalars),
-            sets=len(self._owners) // len(own),
+            of_experts=any(number in self._sharing for number in numbers),
         )
 
     def _owners_of(self, number: int) -> Sequence[OptimizerStates]:

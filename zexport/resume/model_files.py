@@ -13,6 +13,8 @@ from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.stripes import Stripe, Stripes
+from zexport.resume.cuts import Place
+from zexport.resume.expert_files import autoep_layers
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, ModuleEntry, Parameter
 from zexport.resume.values import with_leaves
@@ -41,7 +43,7 @@ class ModelFiles:
             Ordered((one.name, Size(one.shape)) for one in group) for group in flat_groups
         ]
         said = cell.model
-        self._carried = {
+        self._carried: dict[object, object] = {
             key: with_leaves(one, said.file)
             for key, one in said.values.items()
             if key not in _MADE and key not in dropped
@@ -53,10 +55,12 @@ class ModelFiles:
             for name, tensor in (cell.frozen or {}).items()
         }
 
-    def value(self, rank: int) -> dict[object, object]:
+    def value(self, place: Place) -> dict[object, object]:
         """All of one rank's model file."""
         leaves: dict[tuple[str, DType], TensorLeaf] = {}
-        made = {
+        rank = place.rank
+        made: dict[object, object] = {
+            **dict(autoep_layers(self._carried, self._cell, place, self._settings.stage)),
             "module": self._module(leaves),
             "optimizer": None,
             "param_shapes": self._shapes,

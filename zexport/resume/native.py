@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator
 
 from zexport.checkpoint.layouts.expert_groups import Placement
 from zexport.checkpoint.model_states import ZERO3
-from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
+from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file, rank_file_name
 from zexport.errors import UsageError
+from zexport.formats.torch_file import TorchFile
 from zexport.plan.plan import FilePlan, plan_torch_file
-from zexport.resume.cuts import cuts_of
+from zexport.resume.cuts import Place, cuts_of
 from zexport.resume.model_files import ModelFiles
-from zexport.resume.optimizer_files import Place, optimizer_value
+from zexport.resume.optimizer_files import optimizer_value
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, TrainingState
 from zexport.resume.values import with_leaves
@@ -22,35 +23,43 @@ def native_files(
 ) -> Iterator[FilePlan]:
     """Every rank file, in the folder of its tag; ``dropped`` are client keys to leave out."""
     _check_experts(state, settings)
-    ranks = range(settings.world_size)
     is_zero3 = settings.stage == ZERO3
     kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
     prefix = "bf16_" if settings.is_bf16 else ""
     for file in state.carried:
-        yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
+        if not (is_zero3 and _is_of_expert(file)):
+            yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
     for cell in state.cells:
+        for name, content in () if is_zero3 else cell.expert_files:
+            yield plan_torch_file(f"{tag}/{name}", dict(content))
         groups = cuts_of(cell, settings)
         flat_groups = [cut.parameters for group in groups for cut in group.cuts]
         models = ModelFiles(cell, flat_groups, settings, dropped)
-        of_models = ranks if is_zero3 else ranks[:1]
-        for rank in of_models if cell.expert_rank == 0 else ():
-            name = rank_file_name(kind, rank, cell.index)
-            yield plan_torch_file(f"{tag}/{name}", models.value(rank))
-        for place in _places(cell, settings):
+        places = _places(cell, settings)
+        for place in places if is_zero3 else (one for one in places if one.rank == 0):
+            name = rank_file_name(kind, place.rank, cell.index)
+            yield plan_torch_file(f"{tag}/{name}", models.value(place))
+        for place in places:
             name = rank_file_name(RankFileKind.OPTIMIZER, place.rank, cell.index, prefix=prefix)
             yield plan_torch_file(
                 f"{tag}/{name}", optimizer_value(cell, groups, settings, place, dropped)
             )
 
 
-def _places(cell: CellState, settings: TargetSettings) -> Iterator[Place]:
+def _is_of_expert(file: TorchFile) -> bool:
+    """Whether it is a file of one expert, which ZeRO-3 does without."""
+    name = parse_rank_file(file.path)
+    return name is not None and name.kind is RankFileKind.EXPERT
+
+
+def _places(cell: CellState, settings: TargetSettings) -> list[Place]:
     """The ranks that have this state: all, or those with the experts of one expert-parallel rank.
 
     Source: DeepSpeed 0.19.8, ``utils/groups.py`` (``_create_expert_and_data_parallel``).
     """
     placement = Placement.BLOCKS if settings.is_data_before_experts else Placement.INTERLEAVED
     sharing = placement.sets(cell.expert_ranks, settings.world_size)[cell.expert_rank]
-    return (Place(rank, number) for number, rank in enumerate(sharing))
+    return [Place(rank, sharing, settings.world_size) for rank in sharing]
 
 
 def _check_experts(state: TrainingState, settings: TargetSettings) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
-from msgspec import Struct
+from collections.abc import Collection, Iterator, Sequence
 
 from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts import zero12
@@ -16,26 +14,13 @@ from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.stripes import Stripe, Stripes
-from zexport.resume.cuts import Cut, GroupCuts
+from zexport.resume.cuts import Cut, GroupCuts, Place
 from zexport.resume.groups import is_by_parameter
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, Group, Recorded
 from zexport.resume.values import loss_scaler, static_loss_scaler, with_leaves
 
 _INNER = "optimizer_state_dict"
-
-
-class Place(Struct, frozen=True):
-    """A rank: its number among all, and among those that share its experts."""
-
-    rank: int
-    among_sharing: int
-
-    def of(self, group: Group, world_size: int) -> tuple[int, int]:
-        """Which partition of a group's flat data it has, and of how many."""
-        if group.sets == 1:
-            return self.rank, world_size
-        return self.among_sharing, world_size // group.sets
 
 
 def optimizer_value(
@@ -105,12 +90,14 @@ class _Partition:
 
     def zero3(self) -> dict[object, object]:
         """Stripes of every sub-group; a loss scaler must be there."""
+        shared = any(group.of_experts for group, _ in self._flat)
         return {
             "zero_stage": ZERO3,
             "loss_scaler": loss_scaler(self._said) or static_loss_scaler(),
             "dynamic_loss_scale": _number(self._said, "dynamic_loss_scale"),
             "overflow": _number(self._said, "overflow"),
             "partition_count": self._settings.world_size,
+            **({"ds_zero_partition_groups": [*self._sharing()]} if shared else {}),
             "optimizer_state_dict": self._optimizer(),
             "fp32_flat_groups": [self._leaf(group, cut, MASTERS) for group, cut in self._flat],
         }
@@ -128,7 +115,26 @@ class _Partition:
 
     def _part(self, group: Group) -> tuple[int, int]:
         """The number of this rank's partition of a group, and how many there are."""
-        return self._place.of(group, self._settings.world_size)
+        return self._place.of(group)
+
+    def _sharing(self) -> Iterator[dict[object, object]]:
+        """Who shares each sub-group, as AutoEP's must be said, and is held against the run.
+
+        Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``_zero3_partition_group_metadata``)
+        and ``module_inject/auto_ep_layer.py`` (``ds_zero_placement_family``).
+        """
+        ranks = range(self._settings.world_size)
+        for number, (group, _) in enumerate(self._flat):
+            part, count = self._part(group)
+            degree = len(ranks) // count
+            yield {
+                "sub_group": number,
+                "partition_count": count,
+                "partition_rank": part,
+                "partition_ranks": [*(self._place.sharing if group.of_experts else ranks)],
+                "families": ["autoep_expert" if group.of_experts else "replicated"],
+                "group_names": [f"ep_size_{degree}" if group.of_experts else "replicated"],
+            }
 
     def _padding(self, group: Group, cut: Cut) -> int:
         number, count = self._part(group)
@@ -190,7 +196,7 @@ class _Partition:
         """This rank's part of one state of a flat group, ``lacking`` elements at its end."""
         dtype, whole = cut.dtypes[state], cut.whole[state]
         if isinstance(whole, Stripes):
-            return _flat(Stripe(whole, self._place.rank), dtype)
+            return _flat(Stripe(whole, self._part(group)[0]), dtype)
         number, count = self._part(group)
         full = zero12.partition_numel(cut.numel, count)
         begin, numel = number * full, full - lacking

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
+from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.reading import swapped_out
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.resume.cells import read_cell
 from zexport.resume.experts import read_experts
@@ -41,9 +46,16 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
     own = {file.path for ranks in checkpoint.cells.values() for file in ranks.files}
     return TrainingState(
         cells=tuple(cells),
-        carried=tuple(file for file in checkpoint.torch_files if file.path not in own),
+        carried=tuple(file for file in checkpoint.torch_files if _is_carried(file, own)),
         replicas=tuple(replicas),
     )
+
+
+def _is_carried(file: TorchFile, own: Collection[Path]) -> bool:
+    """Whether a file is no rank's; the masters of experts without ZeRO are in those made anew."""
+    name = parse_rank_file(file.path)
+    is_of_masters = name is not None and name.kind is RankFileKind.EXPERT_OPTIMIZER
+    return file.path not in own and not is_of_masters
 
 
 def _cells(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Replica]]:

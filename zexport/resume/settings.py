@@ -275,22 +275,34 @@ def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config)
     chosen = next((one for one in told if one is not None), 0)
     if chosen not in _STAGES or type(chosen) is not int:
         raise _no_files_of(chosen, checkpoint)
-    if checkpoint.structure is Structure.PIPELINE and chosen != 1:
+    grids = [model.grid for model in models_of(checkpoint.cells).values()]
+    is_pipeline = any(one is not None and one.stages > 1 for one in grids)
+    if (is_pipeline or checkpoint.structure is Structure.PIPELINE) and chosen != 1:
         raise UsageError(
             f"a pipeline cannot train with ZeRO-{chosen}",
             path=checkpoint.location.tag_dir,
             expected="stage 1",
             hint="Name it with --stage",
         )
-    if checkpoint.structure is Structure.EXPERTS and chosen == ZERO3:
+    if checkpoint.structure is Structure.EXPERTS:
+        _check_stage_of_experts(checkpoint, chosen)
+    return chosen
+
+
+def _check_stage_of_experts(checkpoint: ZeroCheckpoint, chosen: int) -> None:
+    """Refuse a stage under which DeepSpeed does not train them.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_validate_zero3_moe_compatibility``).
+    """
+    is_autoep = any(model.autoep_layers for model in models_of(checkpoint.cells).values())
+    if chosen == ZERO3 and not is_autoep:
         raise UsageError(
-            "a training with experts is resharded for ZeRO-1 and 2 alone",
+            "DeepSpeed trains no DeepSpeed-MoE under ZeRO-3",
             path=checkpoint.location.tag_dir,
             found="stage 3",
             expected="stage 1 or 2",
             hint="Name one with --stage",
         )
-    return chosen
 
 
 def _no_files_of(stage: object, checkpoint: ZeroCheckpoint) -> UsageError:

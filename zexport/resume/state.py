@@ -39,14 +39,14 @@ class Group(Struct, frozen=True):
         parameters: the order is the same at every world size; round robin is undone.
         settings: learning rate and the like; ``None`` where they are not recorded.
         scalars: what the optimizer keeps of the group as a whole, such as its step.
-        sets: in how many sets the ranks are cut of which each shares other parameters in this
-            group's place: more than one for experts.
+        of_experts: whether its parameters are experts', which only the ranks share that have the
+            same ones.
     """
 
     parameters: tuple[Parameter, ...]
     settings: Recorded | None
     scalars: Recorded
-    sets: int = 1
+    of_experts: bool = False
 
 
 class ModuleEntry(Struct, frozen=True):
@@ -83,6 +83,8 @@ class CellState(Struct, frozen=True):
         optimizer: what the optimizer files say beside groups and masters, by rank 0's.
         expert_rank: whose experts its groups have.
         expert_ranks: how many expert-parallel ranks there are.
+        expert_files: the files of its experts, by name, where the source has none and a target may
+            need some.
     """
 
     index: int
@@ -94,11 +96,15 @@ class CellState(Struct, frozen=True):
     optimizer: Recorded
     expert_rank: int = 0
     expert_ranks: int = 1
+    expert_files: tuple[tuple[str, Mapping[object, object]], ...] = ()
 
     @property
     def label(self) -> str:
         """Which it is, of all of a training."""
-        return f"{self.index}" if self.expert_ranks == 1 else f"expert rank {self.expert_rank}"
+        if self.expert_ranks == 1:
+            return f"{self.index}"
+        stage = f"{self.index}, " if self.index else ""
+        return f"{stage}expert rank {self.expert_rank}"
 
     def parameters(self) -> Iterator[Parameter]:
         """Everything that is trained."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from zexport.checkpoint.contents import Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.layouts.master_matching import match_in_order
-from zexport.checkpoint.layouts.unnamed_masters import FUSED, NAMED, UNFUSED, form_of
+from zexport.checkpoint.layouts.unnamed_masters import (
+    FUSED,
+    NAMED,
+    UNFUSED,
+    form_of,
+)
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
 from zexport.checkpoint.model_states import ModelStates
-from zexport.checkpoint.optimizer_states import GroupState, group_state
+from zexport.checkpoint.optimizer_states import GroupState, group_state, optimizer_in
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Window
@@ -28,7 +34,7 @@ def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica
     """The state of one index, and copies that must be equal."""
     inventory = take_zero0_inventory(model)
     known = {tensor.name: tensor for tensor in inventory.tensors}
-    reader = _Groups(model, known)
+    reader = NumberedGroups(model.file, model.optimizer, known)
     groups = tuple(reader.read())
     trained = {one.name for group in groups for one in group.parameters}
     frozen = {
@@ -44,19 +50,33 @@ def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica
         module=tuple(module_entries(model, model, inventory, is_zero3=False)),
         aliases=inventory.aliases,
         model=Recorded(model.file, said),
-        optimizer=Recorded(model.file, _optimizer_file(model)),
+        optimizer=Recorded(model.file, optimizer_file(model.file, model)),
     )
     return state, tuple(reader.replicas)
 
 
-class _Groups:
-    """The parameter groups of an optimizer that numbers parameters throughout."""
+class NumberedGroups:
+    """The parameter groups of an optimizer that numbers parameters throughout.
 
-    def __init__(self, model: ModelStates, known: Mapping[str, StoredTensor]) -> None:
+    Args:
+        file: where the optimizer's state is.
+        optimizer: the state.
+        known: the weights that it may have been given, by name, in the order of the module.
+        experts: the names of those that are experts'.
+    """
+
+    def __init__(
+        self,
+        file: TorchFile,
+        optimizer: Value,
+        known: Mapping[str, StoredTensor],
+        experts: Collection[str] = (),
+    ) -> None:
         self.replicas: list[Replica] = []
-        self._model = model
+        self._file = file
         self._known = known
-        optimizer = model.optimizer
+        self._experts = experts
+        self._optimizer = optimizer
         self._form = form_of(optimizer)
         self._inner = optimizer
         if optimizer.has("optimizer_state_dict"):
@@ -64,7 +84,7 @@ class _Groups:
         if self._form == NAMED or not self._inner.has("param_groups"):
             raise IncompleteCheckpointError(
                 "has no state of each parameter's to go on from",
-                path=model.file.path,
+                path=file.path,
                 found=self._form or "no param_groups",
                 expected="an optimizer with its groups and, in 16 bits, fp32 masters",
                 hint=_HINT,
@@ -79,26 +99,32 @@ class _Groups:
         ]
         is_fused = self._form == FUSED
         names = {} if is_fused else self._names(numbers)
-        flats = self._model.optimizer.get(FUSED).items() if is_fused else [None] * len(groups)
+        flats = self._optimizer.get(FUSED).items() if is_fused else [None] * len(groups)
         for said, own, flat in zip(groups, numbers, flats, strict=True):
             settings = {key: one for key, one in said.items() if key != "params"}
             states = [group_state(self._inner.value, number) for number in own]
-            parameters = (
+            parameters = tuple(
                 self._laid_end_to_end(flat.tensor(), states)
                 if flat is not None
                 else map(self._parameter, (names[number] for number in own), states)
             )
             yield Group(
-                parameters=tuple(parameters),
-                settings=Recorded(self._model.file, settings),
-                scalars=Recorded(self._model.file, self._scalars(states)),
+                parameters=parameters,
+                settings=Recorded(self._file, settings),
+                scalars=Recorded(self._file, self._scalars(states)),
+                of_experts=any(one.name in self._experts for one in parameters),
             )
 
     def _names(self, numbers: Sequence[Sequence[int]]) -> dict[int, str]:
         """The name of every numbered parameter: its master's, or what order and shape leave."""
         if self._form == UNFUSED:
             return self._by_masters(numbers)
-        shapes = [[self._shape(number) for number in own] for own in numbers]
+        groups = self._inner.get("param_groups").items()
+        flags = [group.get("moe").value is True for group in groups]
+        kinds = [
+            [(flag, self._shape(number)) for number in own]
+            for flag, own in zip(flags, numbers, strict=True)
+        ]
         floating = [
             tensor
             for tensor in self._known.values()
@@ -107,12 +133,13 @@ class _Groups:
         if rounded := [one for one in floating if one.dtype.itemsize < DType.F32.itemsize]:
             raise IncompleteCheckpointError(
                 "holds no fp32 masters, which a training with ZeRO goes on from",
-                path=self._model.file.path,
+                path=self._file.path,
                 found=f"weights in {rounded[0].dtype.torch_name} alone",
                 hint="Begin anew from an export's weights, with a new optimizer",
             )
         try:
-            spans = match_in_order([one.shape for one in floating], shapes)
+            own = [(any(flags) and one.name in self._experts, one.shape) for one in floating]
+            spans = match_in_order(own, kinds)
         except LayoutError as cause:
             raise self._unnamed(cause.problem) from cause
         flat = [number for own in numbers for number in own]
@@ -128,10 +155,10 @@ class _Groups:
         names = {_place(tensor.source): name for name, tensor in self._known.items()}
         names.pop(None, None)
         found: dict[int, str] = {}
-        masters = self._model.optimizer.get(UNFUSED).items()
+        masters = self._optimizer.get(UNFUSED).items()
         for own, group in zip(numbers, masters, strict=True):
             for number, item in zip(own, group.items(), strict=True):
-                name = names.get(_place(self._model.file.source(item.tensor())))
+                name = names.get(_place(self._file.source(item.tensor())))
                 if name is None:
                     raise self._unnamed(f"master {number} is no weight's beyond doubt")
                 found[number] = name
@@ -148,7 +175,7 @@ class _Groups:
     def _unnamed(self, why: str) -> UnsupportedError:
         return UnsupportedError(
             f"numbers the optimizer's states, and no name of a weight fits beyond doubt: {why}",
-            path=self._model.file.path,
+            path=self._file.path,
             hint=_HINT,
         )
 
@@ -156,7 +183,7 @@ class _Groups:
         self, flat: TensorRef, states: Sequence[GroupState]
     ) -> Iterator[Parameter]:
         """The parameters of a fused group, whose masters and states are one run each."""
-        whole = self._model.file.source(flat)
+        whole = self._file.source(flat)
         begin = next(iter(whole.extents(0, whole.nbytes))).offset if flat.numel else 0
         own = [
             (first.offset - begin, tensor)
@@ -173,7 +200,7 @@ class _Groups:
             for key, ref in (item for state in states for item in state.tensors.items()):
                 self._check_shape(key, tensor.name, ref, flat.shape)
                 size = ref.dtype.itemsize
-                part = Window(self._model.file.source(ref), offset * size, tensor.numel * size)
+                part = Window(self._file.source(ref), offset * size, tensor.numel * size)
                 tensors[key] = StoredTensor(
                     tensor.name, tensor.shape, ref.dtype, Role.TRAINABLE, part
                 )
@@ -188,7 +215,7 @@ class _Groups:
             raise UnsupportedError(
                 f"the optimizer's state {key!r} of {name!r} is not one element for each of the "
                 "weight's, and cannot be cut for ranks",
-                path=self._model.file.path,
+                path=self._file.path,
                 found=f"shape {list(ref.shape)}",
                 expected=f"{list(shape)}",
                 hint="Begin anew from an export's weights, with a new optimizer",
@@ -199,7 +226,7 @@ class _Groups:
         tensors = {MASTERS: whole}
         for key, ref in state.tensors.items():
             self._check_shape(key, name, ref, whole.shape)
-            tensors[key] = whole_tensor(self._model.file, name, ref, Role.TRAINABLE)
+            tensors[key] = whole_tensor(self._file, name, ref, Role.TRAINABLE)
         return Parameter(name, whole.shape, tensors)
 
     def _scalars(self, states: Sequence[GroupState]) -> dict[str, object]:
@@ -209,12 +236,12 @@ class _Groups:
             for name, value in {**first, **state.scalars}.items():
                 one, other = first.get(name), state.scalars.get(name)
                 if isinstance(one, TensorRef) and isinstance(other, TensorRef):
-                    kept, copy = map(self._model.file.source, (one, other))
+                    kept, copy = map(self._file.source, (one, other))
                     self.replicas.append(Replica(f"the optimizer's {name}", kept, copy))
                 elif one != other:
                     raise UnsupportedError(
                         f"the optimizer keeps another {name!r} of some weights than of the rest",
-                        path=self._model.file.path,
+                        path=self._file.path,
                         found=value,
                         expected="the same of all weights of a group, as ZeRO has one for them",
                     )
@@ -234,9 +261,9 @@ def _first(tensor: StoredTensor) -> Extent | None:
     return None if source is None else next(iter(source.extents(0, min(1, source.nbytes))), None)
 
 
-def _optimizer_file(model: ModelStates) -> dict[str, object]:
-    """What an optimizer file would say of the run, in place of the one that there is not."""
-    said = model.optimizer
+def optimizer_file(file: TorchFile, model: ModelStates) -> dict[str, object]:
+    """What an optimizer file of ZeRO's would say, where ``file`` has the optimizer's state."""
+    said = optimizer_in(file)
     is_dynamic = said.get("dynamic_loss_scale").value is True
     scaler = dynamic_loss_scaler(said, model.ds_config) if is_dynamic else static_loss_scaler(said)
     states: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic}

@@ -102,14 +102,19 @@ def bind_experts(
     return BoundExperts(tuple(bound), warnings)
 
 
-def experts_of_ranks(
+def sharing_of_experts(
     ranks: RankStates, model: ModelStates, indices: Sequence[int], world_size: int
-) -> tuple[list[ExpertGroup], Placement]:
-    """The flat groups ``indices`` of ZeRO-1/2, which hold experts, and who shares them."""
+) -> list[Sequence[Sequence[int]]]:
+    """Of each of the flat groups ``indices``, which hold experts, the sets of ranks that share it.
+
+    A set has the experts of one expert-parallel rank, and is in the order of its partitions.
+    """
     optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
     groups = [_group(ranks, model, optimizers, index, world_size) for index in indices]
+    if ranks.is_zero3:
+        return _named_sets(ranks, optimizers, groups)
     placement, _ = find_placement(model, optimizers, groups)
-    return groups, placement
+    return [placement.sets(one.ep_size, world_size) for one in groups]
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:

@@ -46,10 +46,15 @@ def read_module_files(files: Iterable[RankFile]) -> tuple[ModuleFile, ...]:
                 found=f"{read[key].file.path.name} beside it",
                 hint="Remove the files of the other run",
             )
-        where = "expert states" if file.kind is RankFileKind.EXPERT else "layer states"
-        tensors = Value(file.path, where, torch_file.value).tensors()
-        read[key] = ModuleFile(torch_file, file.layer, file.expert, file.tensor_rank, tensors)
+        read[key] = module_file(file, torch_file)
     return tuple(read[key] for key in sorted(read))
+
+
+def module_file(name: RankFile, file: TorchFile) -> ModuleFile:
+    """The content of a file that is read already."""
+    where = "expert states" if name.kind is RankFileKind.EXPERT else "layer states"
+    tensors = Value(file.path, where, file.value).tensors()
+    return ModuleFile(file, name.layer, name.expert, name.tensor_rank, tensors)
 
 
 def stack_slices(name: str, files: Sequence[ModuleFile]) -> tuple[Shape, DType, Chain]:

@@ -22,8 +22,8 @@ from zexport.checkpoint.layouts.expert_layers import (
     ExpertLayers,
     in_expert_order,
     parse_native,
-    uniform,
 )
+from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.module_files import stack_slices
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
@@ -50,10 +50,8 @@ def take_unsharded_experts(
     optimizers: Mapping[int, TorchFile],
 ) -> Inventory:
     """The tensors of a ZeRO-0 checkpoint with experts."""
-    named_twice = {n: t for n, t in dense.shared_params.items() if n in dense.module}
-    own = dense.module.keys() - named_twice.keys() - set(dense.buffer_names)
-    weights = weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
-    experts = [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
+    named_twice = _named_twice(dense)
+    weights, experts = _weights(dense), _experts(stored)
     shares: list[Share] = []
     if any(weight.dtype in (DType.BF16, DType.F16) for weight in (*weights, *experts)):
         check_files_are_there(dense, layers, optimizers)
@@ -80,6 +78,31 @@ def take_unsharded_experts(
     )
 
 
+def shares_of(
+    dense: ModelStates,
+    stored: Sequence[StoredTensor],
+    layers: ExpertLayers,
+    optimizers: Mapping[int, TorchFile],
+) -> list[Share]:
+    """What every expert-parallel rank trained, and the masters that its file has of it."""
+    check_files_are_there(dense, layers, optimizers)
+    return _shares(dense, layers, optimizers, _weights(dense), _experts(stored))
+
+
+def _named_twice(dense: ModelStates) -> dict[str, str]:
+    return {n: t for n, t in dense.shared_params.items() if n in dense.module}
+
+
+def _weights(dense: ModelStates) -> list[Weight]:
+    """All that is dense and no buffer, each weight once."""
+    own = dense.module.keys() - _named_twice(dense).keys() - set(dense.buffer_names)
+    return weights_of(dense, {n: t for n, t in dense.module.items() if n in own})
+
+
+def _experts(stored: Iterable[StoredTensor]) -> list[Weight]:
+    return [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
+
+
 def _as_weight(stored: StoredTensor) -> Weight:
     if stored.source is None:
         raise AssertionError("what expert files hold has a place")
@@ -102,7 +125,7 @@ def _shares(
         read = paths_of(weight.source for weight in own)
         others = [file for file in files if file.path in read]
         masters = find_masters(optimizer, ordered, (dense.file, *others))
-        shares.append(Share(optimizer, own, masters))
+        shares.append(Share(optimizer, own, masters, ordered))
     return shares
 
 
@@ -220,11 +243,15 @@ def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
 
 
 class Share(Struct, frozen=True):
-    """One expert-parallel rank: its optimizer file, its own experts' weights, all its masters."""
+    """One expert-parallel rank: its optimizer file, its own experts' weights, all its masters.
+
+    ``weights`` are dense ones and its own experts', in the order of its module.
+    """
 
     file: TorchFile
     experts: Sequence[Weight]
     masters: Masters
+    weights: Sequence[Weight] = ()
 
 
 def check_files_are_there(
