@@ -10,11 +10,12 @@ import pytest
 
 from tests.support.checkpoints import edit
 from tests.support.real_cases import FIXTURES, copied
-from zexport import open_checkpoint
+from zexport import open_checkpoint, reshard, verify_export
 from zexport.errors import UsageError
 from zexport.options import ReshardOptions
-from zexport.resume.plan import plan_reshard
+from zexport.resume.plan import plan_again, plan_reshard, recorded_settings
 from zexport.resume.settings import settle
+from zexport.run.manifest import read_manifest
 
 _AUTO = {"stage": "auto", "round_robin_gradients": "auto", "sub_group_size": "auto"}
 _BF16 = {"bf16": {"enabled": "auto"}}
@@ -135,6 +136,29 @@ def test_zexport_train_is_told_of_the_layout_that_auto_meant(zero: object, tmp_p
     assert says["data_types"] == {"grad_accum_dtype": "fp32"}
     offloading = says["zero_optimization"].get("offload_optimizer")
     assert offloading == ({"device": "cpu"} if zero == "auto" else None)
+
+
+def test_it_is_planned_again_with_the_configuration_that_it_was_given(tmp_path: Path) -> None:
+    """Though that file is gone: it is in the manifest."""
+    root, path = FIXTURES / "z2_w2_bf16_groups" / "ckpt", tmp_path / "ds.json"
+    given = {
+        "zero_optimization": {"stage": 3, "sub_group_size": 40},
+        "train_batch_size": 6,
+        **_BF16,
+    }
+    path.write_text(json.dumps(given), encoding="utf-8")
+    options = ReshardOptions(world_size=3, ds_config=path)
+    reshard(root, tmp_path / "out", options)
+    path.unlink()
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.provenance["ds_config"] == given
+    settings = recorded_settings(manifest.provenance)
+    checkpoint = open_checkpoint(root)
+    plan = plan_again(checkpoint, tmp_path / "again", manifest, settings, options.check)
+    made = {one.filename: one.content for one in plan.side_files if one.content is not None}
+    assert b'"train_batch_size": 6' in made["zexport_train.json"]
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in made} == made
+    assert verify_export(tmp_path / "out", against=root).ok
 
 
 def _dealt_out(model: Any) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.oracles import same
 from tests.support.raw_states import raw_states
@@ -124,6 +127,31 @@ def test_there_and_back_again_is_the_source(tmp_path: Path) -> None:
                 file["ds_config"]["zero_optimization"] = {}
                 file.get("optimizer_state_dict", {}).pop("loss_scaler", None)
             assert _plain(one) == _plain(other)
+
+
+_ANYWHERE = st.tuples(st.integers(1, 3), st.integers(1, 9))
+_ODD = ("z1_w2_bf16opt", "z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    name=st.sampled_from(
+        ["z1_w2_bf16opt", "z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied"]
+    ),
+    there=_ANYWHERE,
+    on=_ANYWHERE,
+)
+def test_from_any_ranks_and_stage_to_any_and_on_every_state_is_the_sources(
+    name: str, there: tuple[int, int], on: tuple[int, int]
+) -> None:
+    with TemporaryDirectory() as folder:
+        root = FIXTURES / name / "ckpt"
+        _reshard(root, Path(folder, "there"), *there)
+        found = _reshard(Path(folder, "there"), Path(folder, "on"), *on)
+        before = raw_states(open_checkpoint(root).location.tag_dir)
+        after = raw_states(found.location.tag_dir)
+        assert before.keys() == after.keys()
+        assert not [state for state in before if not same(before[state], after[state])]
 
 
 def _plain(value: Any) -> Any:

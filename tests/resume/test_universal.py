@@ -110,6 +110,7 @@ def test_verifying_makes_it_again_and_comparing_finds_every_state(tmp_path: Path
     [
         ("z1_w2_bf16_frozen", ["10 frozen weights"]),
         ("z2_w3_bf16_odd", ["5 buffers"]),
+        ("pp2_z1_w4_bf16_tied", ["those in the files of a pipeline's layers"]),
         ("z2_w2_bf16_groups", ["groups differ in weight_decay", "one count", "one of 9 has none"]),
     ],
 )
@@ -176,8 +177,8 @@ def test_an_older_deepspeed_gets_the_form_of_the_stage_that_it_loads_under(tmp_p
             "alone",
         ),
         ("z2_w2_bf16_groups", {"for_deepspeed": "0.17.6", "stage": 3}, 4, "the first alone"),
-        ("tp2_z2_w4_bf16", {}, 4, "split over model-parallel ranks"),
-        ("pp2_z1_w4_bf16_tied", {}, 4, "split over model-parallel ranks"),
+        ("tp2_z3_w4_bf16", {"for_deepspeed": "0.19.2"}, 4, "has tensor ranks"),
+        ("moe_z2_w2_ep1", {}, 4, "has experts, of which"),
     ],
 )
 def test_what_cannot_be_a_universal_checkpoint_is_refused(

@@ -6,7 +6,7 @@ Source: DeepSpeed 0.14.5, 0.17.6, 0.18.0, 0.19.2, 0.19.3 and 0.19.8, ``runtime/e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from zexport.checkpoint.layouts import zero12
@@ -19,24 +19,37 @@ from zexport.options import ReshardOptions
 from zexport.printable import some
 from zexport.resume.groups import MOMENTUM, is_by_parameter
 from zexport.resume.settings import SUB_GROUP_SIZE, UniversalSettings, release
-from zexport.resume.state import CellState, Group
+from zexport.resume.state import CellState, Group, TrainingState
 from zexport.resume.universal_files import shared_settings
 
 _ADAMS = ("exp_avg", "exp_avg_sq")
 """The states that ZeRO-3 looks for, and none beside them."""
 
+_OF_LAYERS = (
+    "DeepSpeed loads no frozen weights and no buffers of a universal checkpoint: those in the "
+    "files of a pipeline's layers stay as the new run makes its model"
+)
 _RIGHT_ON_NODES = (0, 18, 0)
 _RANKS_MAX = 513
 """More ranks than small groups are looked at for."""
 
 
-def check_loadable(cell: CellState, settings: UniversalSettings) -> None:
-    """Refuse a version whose loader would leave weights as they are, and say nothing.
+def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> None:
+    """Refuse a version whose loader would leave weights as they are, or fails.
 
     Under ZeRO-3 it loads the first flat group (0.14.5 and 0.17.6,
-    ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
+    ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), and of tensor ranks none.
     """
-    version = settings.for_deepspeed
+    cell, version = cells[0], settings.for_deepspeed
+    if settings.is_flat and len(cells) > 1:
+        raise UnsupportedError(
+            f"has tensor ranks, and DeepSpeed {version} loads no universal checkpoint of such "
+            "under ZeRO-3",
+            path=cell.model.file.path,
+            found=f"{len(cells)} model-parallel ranks",
+            expected="1",
+            hint="Load it with DeepSpeed 0.19.3 or newer, or make rank files (--world-size)",
+        )
     if version is None or settings.stage != ZERO3 or release(version) >= _RIGHT_ON_NODES:
         return
     if len(cell.groups) > 1:
@@ -65,9 +78,11 @@ def told_of_loading(options: ReshardOptions, settings: UniversalSettings) -> Ite
         yield f"{option} is not needed: any number of ranks loads it, under ZeRO-1, 2 or 3"
 
 
-def lost_in_loading(cell: CellState, settings: UniversalSettings) -> Iterator[str]:
+def lost_in_loading(state: TrainingState, settings: UniversalSettings) -> Iterator[str]:
     """What DeepSpeed will not take from it though it is there, in sentences, and the way out."""
-    told = [*_lost(cell, settings)]
+    told = dict.fromkeys(text for cell in state.cells for text in _lost(cell, settings))
+    if state.carried:
+        told[_OF_LAYERS] = None
     yield from told
     if told:
         yield "--world-size N in place of --format universal makes rank files, which lose nothing"
@@ -133,7 +148,7 @@ def _under_zero3(cell: CellState) -> Iterator[str]:
     names = {name for one in cell.parameters() for name in one.tensors}
     if more := sorted(names - {MASTERS, *_ADAMS}):
         yield f"under ZeRO-3 DeepSpeed loads no {', '.join(more)}"
-    shared = shared_settings(cell)
+    shared = shared_settings(cell.groups)
     own = {str(key) for group in cell.groups if group.settings for key in group.settings.values}
     if shared is not None and (differing := sorted(own - shared.values.keys())):
         yield (

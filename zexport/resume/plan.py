@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
@@ -31,8 +32,9 @@ from zexport.resume.settings import (
     source_config,
 )
 from zexport.resume.state import TrainingState
-from zexport.resume.universal_files import only_cell, universal_files
+from zexport.resume.universal_files import universal_files
 from zexport.resume.values import unwritable
+from zexport.resume.whole import join_cells
 from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.json import JsonObject, read_json_object, values_of
@@ -46,6 +48,7 @@ class ReshardProvenance(Struct, frozen=True):
         checkpoint: the checkpoint that was resharded.
         settings: what the layout of rank files was decided by; null for a universal checkpoint.
         universal: what the form of a universal checkpoint was decided by; null for rank files.
+        ds_config: the configuration that was given for it with ``--ds-config``; null without.
         dropped: keys of the client's state that were left out.
         accounting: where every element of the flat partitions went.
     """
@@ -53,27 +56,40 @@ class ReshardProvenance(Struct, frozen=True):
     checkpoint: CheckpointRecord
     settings: TargetSettings | None
     universal: UniversalSettings | None
+    ds_config: Mapping[str, object] | None
     dropped: tuple[str, ...]
     accounting: Accounting
+
+
+class Recorded(Struct, frozen=True):
+    """What a resharding that was made was decided by, to be planned again."""
+
+    settings: Settings
+    ds_config: Mapping[str, object] | None
 
 
 def plan_reshard(
     checkpoint: ZeroCheckpoint,
     out_dir: Path | str,
     options: ReshardOptions,
-    recorded: Settings | None = None,
+    recorded: Recorded | None = None,
 ) -> ExportPlan:
     """The whole plan of a resharding; nothing is written.
 
-    ``recorded`` are the settings of one that was made, to be planned again.
+    ``recorded`` is what one that was made was decided by, in place of what options say.
     """
-    settings, told = _settled(checkpoint, options) if recorded is None else (recorded, ())
+    given: Mapping[str, object] | None
+    if recorded is None:
+        settings, told = _settled(checkpoint, options)
+        given = values_of(read_json_object(options.ds_config)) if options.ds_config else None
+    else:
+        settings, told, given = recorded.settings, (), recorded.ds_config
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
-    files = tuple(_files(state, settings, checkpoint.location.tag, dropped))
+    state, files = _planned(checkpoint, state, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
-    around = _around(checkpoint, settings, options)
+    around = _around(checkpoint, settings, options, given)
     return ExportPlan(
         out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
@@ -85,7 +101,7 @@ def plan_reshard(
         check=options.check,
         allow=options.allow,
         findings=findings,
-        provenance=_provenance(checkpoint, settings, dropped),
+        provenance=_provenance(checkpoint, settings, given, dropped),
         warnings=(
             *checkpoint.newer,
             *checkpoint.warnings,
@@ -113,13 +129,17 @@ def _settled(
     return settle(checkpoint, options)
 
 
-def _files(
-    state: TrainingState, settings: Settings, tag: str, dropped: Collection[str]
-) -> Iterator[FilePlan]:
+def _planned(
+    checkpoint: ZeroCheckpoint, state: TrainingState, settings: Settings, dropped: Collection[str]
+) -> tuple[TrainingState, tuple[FilePlan, ...]]:
+    """The files, and the state with all copies that must be equal for them."""
+    tag = checkpoint.location.tag
     if isinstance(settings, TargetSettings):
-        return native_files(state, settings, tag, dropped)
-    check_loadable(only_cell(state), settings)
-    return universal_files(state, settings, tag, dropped)
+        return state, tuple(native_files(state, settings, tag, dropped))
+    whole = join_cells(state, models_of(checkpoint.cells), checkpoint.parallelism)
+    check_loadable(state.cells, settings)
+    state = replace(state, replicas=(*state.replicas, *whole.replicas))
+    return state, tuple(universal_files(state, whole, settings, tag, dropped))
 
 
 def recorded_settings(provenance: Mapping[str, object]) -> Settings:
@@ -142,14 +162,19 @@ def plan_again(
         allow=frozenset(one.kind for one in manifest.findings if one.accepted),
         check=check,
     )
-    return plan_reshard(checkpoint, out_dir, options, settings)
+    given = msgspec.convert(manifest.provenance.get("ds_config"), dict[str, object] | None)
+    return plan_reshard(checkpoint, out_dir, options, Recorded(settings, given))
 
 
-def _around(checkpoint: ZeroCheckpoint, settings: Settings, options: ReshardOptions) -> Beside:
+def _around(
+    checkpoint: ZeroCheckpoint,
+    settings: Settings,
+    options: ReshardOptions,
+    given: Mapping[str, object] | None,
+) -> Beside:
     """What completes the folder, and what other ranks mean for the run."""
     location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
-    given = read_json_object(options.ds_config) if options.ds_config else None
     typed: Mapping[str, object] | None = given
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
@@ -210,13 +235,17 @@ def _sources(
 
 
 def _provenance(
-    checkpoint: ZeroCheckpoint, settings: Settings, dropped: tuple[str, ...]
+    checkpoint: ZeroCheckpoint,
+    settings: Settings,
+    given: Mapping[str, object] | None,
+    dropped: tuple[str, ...],
 ) -> JsonObject:
     return values_of(
         ReshardProvenance(
             checkpoint=CheckpointRecord.of(checkpoint),
             settings=settings if isinstance(settings, TargetSettings) else None,
             universal=settings if isinstance(settings, UniversalSettings) else None,
+            ds_config=given,
             dropped=dropped,
             accounting=account(checkpoint, checkpoint.tensors),
         )
@@ -228,7 +257,7 @@ def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) ->
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
     if isinstance(settings, UniversalSettings):
-        yield from lost_in_loading(only_cell(state), settings)
+        yield from lost_in_loading(state, settings)
         return
     names = {name for cell in state.cells for group in cell.groups for name in group.scalars.values}
     if per_partition := sorted(names - {"step"}):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -16,11 +16,18 @@ from zexport.checkpoint.layouts.universal_weights import (
     names_its_groups,
     shape_of_flat,
 )
+from zexport.checkpoint.layouts.zero import with_untrained
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.ranks import no_first_model
+from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file, rank_file_name
+from zexport.checkpoint.ranks import models_of, no_first_model
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import Replica
@@ -28,30 +35,68 @@ from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import Window
 from zexport.resume.cells import frozen_table, module_entries
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
+from zexport.resume.whole import Parts
 from zexport.store.folders import children, is_file
 
 
 def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
-    """The state of a conversion from data parallelism alone.
+    """The state of a conversion, cut again as its model-parallel ranks had it.
 
     Source: DeepSpeed 0.15 to 0.19, ``checkpoint/ds_to_universal.py``.
     """
     tag_dir = checkpoint.location.tag_dir
-    if len(checkpoint.cells) != 1:
-        raise UnsupportedError(
-            "joins what several model-parallel ranks had, which this version does not part again",
+    models = models_of(checkpoint.cells)
+    for index in checkpoint.cells.keys() - models.keys():
+        raise no_first_model(tag_dir, index)
+    tensor = _tensor_ranks(tag_dir, [*models.values()])
+    known = {one.name: one for one in checkpoint.tensors}
+    names = {name for model in models.values() for shapes in model.param_shapes for name in shapes}
+    cells, files, replicas = [], [], []
+    for index, model in sorted(models.items()):
+        first = index - index % tensor
+        own = [models[rank] for rank in range(first, first + tensor)]
+        parts = None if tensor == 1 else Parts.of(own, index - first)
+        reader = _Reader(tag_dir / FOLDER, with_parameter_names(model), known, names, parts)
+        cells.append(_cell(checkpoint, index, model, reader))
+        files += reader.files
+        replicas += reader.replicas
+    layers = [file for file in checkpoint.torch_files if _is_layer(file)]
+    if tensor < len(cells) and not layers:
+        raise IncompleteCheckpointError(
+            "lacks the files of its pipeline's layers, which the converter leaves behind",
             path=tag_dir,
-            found=f"{len(checkpoint.cells)} model-parallel ranks",
+            expected=rank_file_name(RankFileKind.PIPELINE_LAYER),
             hint="Reshard the checkpoint that it was converted from",
         )
-    ((index, ranks),) = checkpoint.cells.items()
-    model = ranks.first_model
-    if model is None:
-        raise no_first_model(tag_dir, index)
-    named = with_parameter_names(model)
+    by_path = {file.path: file for file in files}
+    return TrainingState(tuple(cells), tuple(layers), tuple(replicas), tuple(by_path.values()))
+
+
+def _is_layer(file: TorchFile) -> bool:
+    name = parse_rank_file(file.path)
+    return name is not None and name.kind is RankFileKind.PIPELINE_LAYER
+
+
+def _tensor_ranks(tag_dir: Path, models: Sequence[ModelStates]) -> int:
+    """How many ranks share each parameter, of those that a conversion was made of."""
+    grid = models[0].grid
+    if len(models) > 1 and (grid is None or grid.stages * grid.tensor != len(models)):
+        raise UnsupportedError(
+            "joins what several model-parallel ranks had, and does not say how they shared it",
+            path=tag_dir,
+            found=f"{len(models)} model-parallel ranks",
+            expected="as many as checkpoint_parallel_dimensions",
+            hint="Reshard the checkpoint that it was converted from",
+        )
+    return 1 if grid is None or len(models) == 1 else grid.tensor
+
+
+def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _Reader) -> CellState:
+    named, ranks = with_parameter_names(model), checkpoint.cells[index]
     inventory = Inventory(checkpoint.tensors, checkpoint.aliases, ())
-    reader = _Reader(tag_dir / FOLDER, named, {t.name: t for t in checkpoint.tensors})
-    cell = CellState(
+    if len(checkpoint.cells) > 1:  # the module is in its own pieces
+        inventory = with_untrained((), ranks, named, model.dp_world_size or 1)
+    return CellState(
         index=index,
         groups=tuple(reader.groups()),
         frozen=frozen_table(ranks, named, inventory, model.dp_world_size or 1),
@@ -60,16 +105,32 @@ def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
         model=Recorded(model.file, Value(model.file.path, "", model.file.value).mapping()),
         optimizer=reader.optimizer_file(),
     )
-    return TrainingState((cell,), files=tuple(reader.files), replicas=tuple(reader.replicas))
 
 
 class _Reader:
-    """The files below ``zero``; all that were opened, and steps that must be equal."""
+    """The files below ``zero``; all that were opened, and steps that must be equal.
 
-    def __init__(self, folder: Path, model: ModelStates, known: Mapping[str, StoredTensor]) -> None:
+    Args:
+        folder: it.
+        model: what one model-parallel rank says.
+        known: all tensors, whole, by name.
+        names: all that is trained on any rank.
+        parts: how to cut this rank's out of them; ``None`` where it has them whole.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelStates,
+        known: Mapping[str, StoredTensor],
+        names: Collection[str],
+        parts: Parts | None,
+    ) -> None:
         self._folder = folder
         self._model = model
         self._known = known
+        self._names = names
+        self._parts = parts
         self._global = read_torch_file(folder / f"{OPTIMIZER_STATE}.pt")
         self._said = Value(self._global.path, "optimizer state", self._global.value)
         self.files: list[TorchFile] = [self._global]
@@ -99,8 +160,8 @@ class _Reader:
         if names_its_groups(self._said):
             known = {name: shape for own in shapes for name, shape in own.items()}
             found = [[item.text() for item in own] for own in groups]
-            if sorted(name for own in found for name in own) == sorted(known):
-                return [{name: known[name] for name in own} for own in found]
+            if sorted(name for own in found for name in own) == sorted(self._names):
+                return [{n: known[n] for n in own if n in known} for own in found]
             raise self._other_groups(f"{sum(map(len, found))} names", f"the {len(known)}")
         numbers = [[item.number() for item in own] for own in groups]
         if [one for own in numbers for one in own] == [*range(len(shapes))]:
@@ -119,10 +180,13 @@ class _Reader:
 
     def _parameter(self, name: str, shape: Shape) -> Parameter:
         """A parameter with all states that lie in its folder."""
-        tensors = {MASTERS: self._known[name]}
+        whole = self._known[name]
+        tensors = {MASTERS: whole}
         for path in sorted(children(self._folder / name)):
             if path.suffix == ".pt" and path.stem not in (MASTERS, STEP):
-                tensors[path.stem] = self._state(path, name, shape)
+                tensors[path.stem] = self._state(path, name, whole.shape)
+        if self._parts is not None:
+            tensors = {state: self._parts.cut(one) for state, one in tensors.items()}
         return Parameter(name, shape, tensors)
 
     def _state(self, path: Path, name: str, shape: Shape) -> StoredTensor:

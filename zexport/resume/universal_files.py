@@ -11,7 +11,7 @@ Source: DeepSpeed 0.14.5 to 0.19.8, ``runtime/base_optimizer.py``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -19,46 +19,46 @@ from zexport.checkpoint.contents import source_of
 from zexport.checkpoint.layouts.universal_weights import FOLDER, OPTIMIZER_STATE, STEP
 from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.errors import UnsafeError, UnsupportedError
+from zexport.errors import UnsafeError
 from zexport.formats.leaves import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
+from zexport.resume.cuts import Place
 from zexport.resume.model_files import ModelFiles
 from zexport.resume.optimizer_files import inner_of, kept_of_run, version_in
 from zexport.resume.settings import TargetSettings, UniversalSettings
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
 from zexport.resume.values import with_leaves
+from zexport.resume.whole import Whole
 
 _NAME_MAX = 255
 """Bytes of a name that file systems take."""
 
 
 def universal_files(
-    state: TrainingState, settings: UniversalSettings, tag: str, dropped: Collection[str] = ()
+    state: TrainingState,
+    whole: Whole,
+    settings: UniversalSettings,
+    tag: str,
+    dropped: Collection[str] = (),
 ) -> Iterator[FilePlan]:
-    """Every file below the folder of its tag; ``dropped`` are client keys to leave out."""
-    cell = only_cell(state)
-    for name, value in _model_files(cell, dropped):
-        yield plan_torch_file(f"{tag}/{name}", value)
-    yield plan_torch_file(f"{tag}/{FOLDER}/{OPTIMIZER_STATE}.pt", _optimizer_state(cell))
-    for group in cell.groups:
+    """Every file below the folder of its tag; ``dropped`` are client keys to leave out.
+
+    Files of a pipeline's layers go along, though no loader looks for them: they have its buffers.
+    """
+    for cell in state.cells:
+        for name, value in _model_files(cell, dropped):
+            yield plan_torch_file(f"{tag}/{name}", value)
+    for file in state.carried:
+        yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
+    cell = state.cells[0]
+    optimizer = _optimizer_state(cell.optimizer, whole.groups)
+    yield plan_torch_file(f"{tag}/{FOLDER}/{OPTIMIZER_STATE}.pt", optimizer)
+    for group in whole.groups:
         for parameter in group.parameters:
             folder = f"{tag}/{FOLDER}/{_folder_name(parameter, cell)}"
-            for state_name, content in _states(parameter, group, settings):
+            told = whole.told.get(parameter.name, {"cat_dim": 0})
+            for state_name, content in _states(parameter, group, settings, told):
                 yield plan_torch_file(f"{folder}/{state_name}.pt", content)
-
-
-def only_cell(state: TrainingState) -> CellState:
-    """The one model-parallel index that there may be."""
-    if len(state.cells) == 1 and not state.carried:
-        return state.cells[0]
-    raise UnsupportedError(
-        "is split over model-parallel ranks or stages, and this version makes universal "
-        "checkpoints of data parallelism alone",
-        path=state.cells[0].model.file.path.parent,
-        found=f"{len(state.cells)} model-parallel indices",
-        expected="1",
-        hint="Reshard to rank files with --world-size, which keep the split",
-    )
 
 
 def _folder_name(parameter: Parameter, cell: CellState) -> str:
@@ -76,44 +76,44 @@ def _folder_name(parameter: Parameter, cell: CellState) -> str:
 
 
 def _states(
-    parameter: Parameter, group: Group, settings: UniversalSettings
+    parameter: Parameter, group: Group, settings: UniversalSettings, told: Mapping[object, object]
 ) -> Iterator[tuple[str, object]]:
     """Every state by the name of its file; of a group's scalars, its step is each parameter's."""
     for name, tensor in parameter.tensors.items():
         shape = (tensor.numel,) if settings.is_flat else tensor.shape
         leaf = TensorLeaf(shape, tensor.dtype, source_of(tensor), tensor.dtype)
-        yield name, leaf if settings.is_flat else {"param": leaf, "cat_dim": 0}
+        yield name, leaf if settings.is_flat else {"param": leaf, **told}
     if STEP in group.scalars.values:
         yield STEP, with_leaves(group.scalars.values[STEP], group.scalars.file)
 
 
-def _optimizer_state(cell: CellState) -> dict[object, object]:
+def _optimizer_state(optimizer: Recorded, groups: Sequence[Group]) -> dict[object, object]:
     """What is no parameter's own.
 
     ZeRO-3 takes its inner part, of which it gives all groups the same settings: so it has those
     alone that are the same in all. Other stages take every group's, in order. There, parameters
     are named, which loaders pass over; the converter has numbers of flat groups.
     """
-    said = inner_of(cell.optimizer)
-    stepped = next((g.scalars for g in cell.groups if STEP in g.scalars.values), None)
+    said = inner_of(optimizer)
+    stepped = next((g.scalars for g in groups if STEP in g.scalars.values), None)
     step = None if stepped is None else with_leaves(stepped.values[STEP], stepped.file)
     return {
         **kept_of_run(said),
         "ds_version": version_in(said),
         "param_groups": [
             {**_written(one.settings), "params": [parameter.name for parameter in one.parameters]}
-            for one in cell.groups
+            for one in groups
         ],
         "optimizer_state_dict": {
             "state": {} if stepped is None else {0: {STEP: step}},
-            "param_groups": [{**_written(shared_settings(cell)), "params": [0]}],
+            "param_groups": [{**_written(shared_settings(groups)), "params": [0]}],
         },
     }
 
 
-def shared_settings(cell: CellState) -> Recorded | None:
+def shared_settings(groups: Sequence[Group]) -> Recorded | None:
     """The settings that all groups have alike; ``None`` where they are not recorded."""
-    first, *others = [one.settings for one in cell.groups] or [None]
+    first, *others = [one.settings for one in groups] or [None]
     if first is None:
         return None
     kept = {
@@ -147,4 +147,4 @@ def _model_files(
     ):
         own = msgspec.structs.replace(cell, frozen=frozen)
         model = ModelFiles(own, groups, TargetSettings(1, stage), dropped)
-        yield rank_file_name(kind, 0, cell.index), model.value(0) | kept
+        yield rank_file_name(kind, 0, cell.index), model.value(Place(0, range(1), 1)) | kept

@@ -286,12 +286,12 @@ def test_shards_of_tensor_parallel_ranks_are_believed_as_the_converter_joined_th
     assert unequal(inventory.replicas) == []
 
 
-def test_frozen_weights_of_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+def test_frozen_weights_in_pieces_of_which_nothing_tells_are_refused(tmp_path: Path) -> None:
     shards = [{"a": torch.ones(2)}, {"a": torch.ones(2)}]
     tag = tensor_parallel(tmp_path, {"a": {"param": torch.ones(4), "cat_dim": 0}}, shards)
     for path in tag.glob("mp_*"):
         edit(path, lambda state: state["module"].update(frozen=torch.ones(2)))
-    refused(tag, UnsupportedError, "frozen weight 'frozen' in the pieces of a tensor-parallel run")
+    refused(tag, UnsupportedError, "does not record how its tensors are split")
 
 
 @pytest.mark.parametrize(

@@ -158,14 +158,21 @@ def _homes(column: Sequence[StageMasters], layers: Iterable[int]) -> dict[int, i
 def _known(column: Sequence[StageMasters]) -> _Known:
     masters = {one.name: one for cell in reversed(column) for one in cell.masters.tensors}
     buffers = frozenset(name for cell in column for name in cell.model.buffer_names)
-    numels: dict[str, int | None] = dict.fromkeys(buffers)
-    numels |= {name: tensor.numel for name, tensor in masters.items()}
+    numels = {name: tensor.numel for name, tensor in masters.items()}
+    return _Known(masters, buffers, tied_layers(numels, buffers))
+
+
+def tied_layers(
+    masters: Mapping[str, int], buffers: Iterable[str]
+) -> dict[str, dict[str, int | None]]:
+    """For each tied layer, its tensors and how many elements they have (``None`` for buffers)."""
+    numels: dict[str, int | None] = {**dict.fromkeys(buffers), **masters}
     tied: dict[str, dict[str, int | None]] = {}
     for name, numel in numels.items():
         if name.startswith(TIED):
             key, _, rest = name.removeprefix(TIED).partition(".")
             tied.setdefault(key, {})[rest] = numel
-    return _Known(masters, buffers, tied)
+    return tied
 
 
 def _complete(cell: StageMasters, layers: Iterable[ModuleFile], known: _Known) -> Inventory:
@@ -177,7 +184,8 @@ def _complete(cell: StageMasters, layers: Iterable[ModuleFile], known: _Known) -
         prefix = f"{layer.layer}."
         _check_holds_trained(layer, known)
         names = {prefix + key for key in layer.tensors}
-        tied = None if names & (known.buffers | known.masters.keys()) else _tied_layer(layer, known)
+        is_named = names & (known.buffers | known.masters.keys())
+        tied = None if is_named else tied_layer(layer, known.tied)
         if tied is not None:
             prefix = f"{TIED}{tied}."
             notes.append(f"{layer.file.path.name} is taken for the tied layer {tied!r}")
@@ -241,7 +249,7 @@ def _shown(prefix: str, shapes: Mapping[str, Shape]) -> str:
     return ", ".join(first) + (", ..." if len(shapes) > _SHOWN_SHAPES else "")
 
 
-def _tied_layer(layer: ModuleFile, known: _Known) -> str | None:
+def tied_layer(layer: ModuleFile, tied: Mapping[str, Mapping[str, int | None]]) -> str | None:
     """The tied layer that a layer file without any known name is a copy of, if it is one.
 
     A layer that has all of a tied one's tensors and more may be either: it is refused.
@@ -249,12 +257,12 @@ def _tied_layer(layer: ModuleFile, known: _Known) -> str | None:
     own = {key: prod(tensor.shape) for key, tensor in layer.tensors.items()}
     found = [
         key
-        for key, numels in known.tied.items()
+        for key, numels in tied.items()
         if all(name in own and numel in (None, own[name]) for name, numel in numels.items())
     ]
     if not found:
         return None
-    if len(found) > 1 or known.tied[found[0]].keys() != own.keys():
+    if len(found) > 1 or tied[found[0]].keys() != own.keys():
         raise UnsupportedError(
             "may be a copy of a tied layer, or a frozen layer that looks like it",
             path=layer.file.path,

@@ -165,7 +165,7 @@ def _by_structure(
         case Structure.UNIVERSAL:
             from zexport.checkpoint.layouts.universal import take_universal  # noqa: PLC0415
 
-            return take_universal(tag_dir, cells)
+            return take_universal(tag_dir, files, cells)
         case Structure.PIPELINE:
             from zexport.checkpoint.layouts.pipeline import join_stages  # noqa: PLC0415
 

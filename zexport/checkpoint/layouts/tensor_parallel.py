@@ -106,12 +106,31 @@ def _join_one(
     sources = [tensor.source for tensor in ranks if tensor.source is not None]
     if len(sources) < len(ranks):
         return StoredTensor(first.name, joined.shape, first.dtype, first.role, None), []
-    cutter = _Cutter(sources, shards[first.name], first.dtype.itemsize)
-    whole = StoredTensor(first.name, joined.shape, first.dtype, first.role, cutter.lay(joined))
-    replicas = [
-        Replica(first.name, cutter.cut(kept), cutter.cut(other)) for kept, other in joined.copies
-    ]
-    return whole, replicas
+    laid, copies = lay_shards(joined, sources, shards[first.name], first.dtype.itemsize)
+    whole = StoredTensor(first.name, joined.shape, first.dtype, first.role, laid)
+    return whole, [Replica(first.name, *pair) for pair in copies]
+
+
+def lay_shards(
+    joined: Joined, sources: Sequence[ByteSource], shards: Sequence[Shape], itemsize: int
+) -> tuple[ByteSource, list[tuple[ByteSource, ByteSource]]]:
+    """The whole out of every rank's shard, and the pairs of ranges in them that hold the same."""
+    cutter = _Cutter(sources, shards, itemsize)
+    return cutter.lay(joined), [(cutter.cut(one), cutter.cut(two)) for one, two in joined.copies]
+
+
+def cut_shard(
+    joined: Joined, source: ByteSource, shard: Shape, rank: int, itemsize: int
+) -> ByteSource:
+    """One rank's shard out of the whole: the other way round."""
+    own = (*joined.pieces, *(copy for _, copy in joined.copies))
+    stride = row_major(joined.shape)
+    tiles = []
+    for piece in own:
+        if piece.rank == rank and 0 not in piece.shape:
+            offset = sum(at * step for at, step in zip(piece.start, stride, strict=True))
+            tiles.append(Tile(piece.origin, piece.shape, source, offset, stride))
+    return Mosaic(shard, itemsize, tuple(sorted(tiles, key=lambda tile: tile.start)))
 
 
 def _buffer(splits: Splits, name: str, shards: Sequence[Shape]) -> Joined:

@@ -9,12 +9,18 @@ Source: DeepSpeed 0.19, ``checkpoint/ds_to_universal.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.layouts.module_files import read_module_files
+from zexport.checkpoint.layouts.universal_rest import (
+    rest_of_layers,
+    rest_of_parts,
+    untrained_names,
+)
 from zexport.checkpoint.layouts.universal_weights import (
     CONVERT_AGAIN,
     FOLDER,
@@ -28,17 +34,16 @@ from zexport.checkpoint.layouts.universal_weights import (
 from zexport.checkpoint.layouts.zero import bind_trained, rounded_copy, with_untrained
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import names_in_state_dict, with_parameter_names
-from zexport.checkpoint.rank_files import name_ranks
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
-    LayoutError,
     UnsupportedError,
 )
 from zexport.formats.torch_file import read_torch_file
-from zexport.ranges.copies import CastReplica, Replica
+from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import Shape
 from zexport.store.folders import is_file
 
@@ -48,7 +53,12 @@ _FROZEN_LOST = (
 )
 
 
-def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
+_NOTHING = Inventory((), {}, ())
+
+
+def take_universal(
+    tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
+) -> Inventory:
     """The tensors of a universal checkpoint."""
     if not cells or any(0 not in ranks.model for ranks in cells.values()):
         raise IncompleteCheckpointError(
@@ -70,27 +80,40 @@ def take_universal(tag_dir: Path, cells: Mapping[int, RankStates]) -> Inventory:
     )
     _check_no_surplus(tag_dir, folders, known)
     _check_all_trained_are_named(tag_dir, folders, cells)
+    untrained = untrained_names(parts)
     weights = [
         read_weight(tag_dir, name, shards, models, folders)
         for name, shards in _shards(parts).items()
+        if name not in untrained
     ]
     check_one_type(weights)
-    rest, replicas = _merge_rest(tag_dir, parts)
+    rest, replicas = rest_of_parts(models, dict(zip(sorted(cells), parts, strict=True)))
+    trained = {tensor.name: tensor for tensor, _ in weights}
+    layers = read_module_files(one for one in files if one.kind is RankFileKind.PIPELINE_LAYER)
+    by_index = [models[index] for index in sorted(models)]
+    of_layers = rest_of_layers(layers, by_index, trained) if layers else _NOTHING
     copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
     joined = Inventory.joined(parts)
-    warnings = () if any(model.module for model in models.values()) else (_FROZEN_LOST,)
-    if joined.left_out:  # what the converter dropped is told, not missed
-        lost = f"the conversion to universal lost the values of {', '.join(joined.left_out)}"
-        warnings = (*warnings, lost)
+    found = {tensor.name for tensor in of_layers.tensors}
+    lost = [name for name in joined.left_out if name not in found]
+    has_rest = bool(layers) or any(model.module for model in models.values())
     return replace(
         joined,
-        tensors=(*(tensor for tensor, _ in weights), *rest),
+        tensors=(*trained.values(), *rest, *of_layers.tensors),
         aliases={alias: name for alias, name in joined.aliases.items() if alias not in names},
         left_out=(),
-        replicas=(*replicas, *copies),
-        warnings=warnings,
-        files=tuple(file for _, file in weights),
+        replicas=(*replicas, *of_layers.replicas, *copies),
+        warnings=tuple(_told(lost, has_rest=has_rest)),
+        files=(*(file for _, file in weights), *(layer.file for layer in layers)),
     )
+
+
+def _told(lost: Sequence[str], *, has_rest: bool) -> Iterator[str]:
+    """What the converter dropped, which is told and not missed."""
+    if not has_rest:
+        yield _FROZEN_LOST
+    if lost:
+        yield f"the conversion to universal lost the values of {', '.join(lost)}"
 
 
 def _refuse_spoiled(tag_dir: Path, model: ModelStates) -> None:
@@ -211,30 +234,3 @@ def _copies(weight: StoredTensor, models: Mapping[int, ModelStates]) -> Iterator
             yield from (
                 replace(one, advice=CONVERT_AGAIN) for one in rounded_copy(weight, model.file, copy)
             )
-
-
-def _merge_rest(
-    tag_dir: Path, parts: list[Inventory]
-) -> tuple[tuple[StoredTensor, ...], tuple[Replica, ...]]:
-    """Frozen weights and buffers of all model-parallel ranks; buffers of one name must be equal."""
-    rest: dict[str, StoredTensor] = {}
-    replicas = []
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    for tensor in (one for one in tensors if one.role is not Role.TRAINABLE):
-        if tensor.role is Role.FROZEN and len(parts) > 1 and tensor.numel:
-            raise UnsupportedError(
-                f"keeps the frozen weight {tensor.name!r} in the pieces of a tensor-parallel run, "
-                "which this version does not join here",
-                path=tag_dir,
-                hint="Export the checkpoint that it was converted from",
-            )
-        first = rest.setdefault(tensor.name, tensor)
-        if (first.shape, first.dtype, first.role) != (tensor.shape, tensor.dtype, tensor.role):
-            raise LayoutError(
-                f"two model-parallel ranks hold a different {tensor.name!r}",
-                f"{tensor.dtype.torch_name} {list(tensor.shape)}",
-                f"{first.dtype.torch_name} {list(first.shape)}",
-            )
-        if first is not tensor and first.source is not None and tensor.source is not None:
-            replicas.append(Replica(tensor.name, first.source, tensor.source))
-    return tuple(rest.values()), tuple(replicas)
