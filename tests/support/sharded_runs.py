@@ -164,6 +164,7 @@ def _do(job: Job, rank: int) -> None:
     facts["client"] = {key: client.get(key) for key in CLIENT_STATE}
     engine.save_checkpoint(str(job.out / "saved"), tag="tag", client_state=dict(CLIENT_STATE))
     facts["losses"] = [step(engine) for _ in range(2)]
+    facts["skipped"] = engine.skipped_steps
     if rank == 0:
         torch.save(facts, job.out / "facts.pt")
     engine.destroy()

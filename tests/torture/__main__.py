@@ -6,6 +6,8 @@ Prints a table of what was done and found; the first broken promise ends it with
 from __future__ import annotations
 
 import argparse
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,13 +27,16 @@ from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
 from zexport import consolidate
 
+_MOVES_AT_ONCE = 28
+"""Of one group of processes for each number of ranks, which takes long to start."""
+
 _REPOSITORY = Path(__file__).parents[2]
 
 
 def main() -> None:
     """Run everything, the quick parts first."""
     parser = argparse.ArgumentParser(prog="python -m tests.torture")
-    parser.add_argument("--seconds", type=int, default=60, help="for each fuzzer")
+    parser.add_argument("--seconds", type=int, default=60, help="for each fuzzer, and for moves")
     parser.add_argument("--kills", type=int, default=200, help="commands ended at random")
     parser.add_argument("--numel", type=float, default=2e7, help="parameters of the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,7 +51,10 @@ def main() -> None:
             lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
         )
         _told("prunings ended before every call", lambda: _every_pruning(folder / "prunings"))
-        _told("trainings moved to other ranks and stages", lambda: _every_move(folder / "moves"))
+        _told(
+            "trainings moved to other ranks and stages",
+            lambda: _moves(folder / "moves", options.seconds, options.seed),
+        )
     _told("fuzzers", lambda: _fuzz(options.seconds))
 
 
@@ -90,14 +98,20 @@ def _every_pruning(folder: Path) -> str:
     return f"{counts[0]} kills, and {counts[1]} of removals"
 
 
-def _every_move(folder: Path) -> str:
-    """Real DeepSpeed saves, loads what was resharded, and trains on."""
+def _moves(folder: Path, seconds: int, seed: int) -> str:
+    """Real DeepSpeed saves, loads what was resharded, and trains on; by chance, while time is."""
     moves = list(every_move())
-    folder.mkdir()
-    found = departures(moves, folder)
-    if found:
-        raise SystemExit("\n".join(f"{move}: {what}" for move, what in found.items()))
-    return f"{len(moves)} went on as if nothing had happened"
+    random.Random(seed).shuffle(moves)  # noqa: S311 - which ones come first
+    began, done = time.monotonic(), 0
+    while done < len(moves) and (done == 0 or time.monotonic() - began < seconds):
+        own = folder / str(done)
+        own.mkdir(parents=True)
+        found = departures(moves[done : done + _MOVES_AT_ONCE], own)
+        if found:
+            raise SystemExit("\n".join(f"{move}: {what}" for move, what in found.items()))
+        shutil.rmtree(own)
+        done = min(done + _MOVES_AT_ONCE, len(moves))
+    return f"{done} of {len(moves)} went on as if nothing had happened"
 
 
 def _fuzz(seconds: int) -> str:
