@@ -22,25 +22,29 @@ SAVED = {
 
 
 @pytest.mark.parametrize(
-    ("framework", "stage", "to_stage", "to_world"),
+    ("framework", "stage", "to_stage", "to_world", "form"),
     [
-        ("trainer", 3, 2, 3),
-        ("lora", 3, 3, 1),
-        ("trl", 2, 3, 3),
-        ("accelerate", 3, 2, 3),
-        ("lightning", 3, 3, 3),
+        ("trainer", 3, 2, 3, "native"),
+        ("lora", 3, 3, 1, "native"),
+        ("trl", 2, 3, 3, "native"),
+        ("accelerate", 3, 2, 3, "native"),
+        ("lightning", 3, 3, 3, "native"),
+        ("trainer", 3, 2, 3, "universal"),
+        ("accelerate", 3, 2, 3, "universal"),
+        ("lightning", 3, 2, 3, "universal"),
     ],
 )
-def test_a_framework_goes_on_with_other_ranks(
-    framework: str, stage: int, to_stage: int, to_world: int, tmp_path: Path
+def test_a_framework_goes_on_with_other_ranks(  # noqa: PLR0917 - a case each
+    framework: str, stage: int, to_stage: int, to_world: int, form: str, tmp_path: Path
 ) -> None:
     first = Going(framework, 2, stage, tmp_path / "first")
     _run(first)
     source = first.out / SAVED.get(framework, f"checkpoint-{SAVED_AT}")
     resharded = tmp_path / source.name
-    options = zexport.ReshardOptions(world_size=to_world, stage=to_stage)
+    is_universal = form == "universal"
+    options = zexport.ReshardOptions(world_size=to_world, stage=to_stage, format=form)
     zexport.reshard(source, resharded, options)
-    then = Going(framework, to_world, to_stage, tmp_path / "then", resharded)
+    then = Going(framework, to_world, to_stage, tmp_path / "then", resharded, is_universal)
     _run(then)
     assert differences(_states(then.out / "again"), _states(source)) == []
     if framework != "lightning":  # which begins its data anew in the middle of an epoch

@@ -26,6 +26,7 @@ class Going:
     stage: int
     out: Path
     source: Path | None = None
+    is_universal: bool = False
 
     def __call__(self, rank: int) -> None:
         losses = _FRAMEWORKS[self.framework](self)
@@ -49,6 +50,7 @@ class Going:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
+            **({"checkpoint": {"load_universal": True}} if self.is_universal else {}),
         }
 
 
