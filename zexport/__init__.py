@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from zexport.run.parts import PartReport
     from zexport.run.shares import Share
     from zexport.run.verify import VerifyReport
+    from zexport.store.client import use_storage_options
 
 __all__ = [
     "Cause",
@@ -82,6 +83,7 @@ __all__ = [
     "reshard",
     "reshard_part",
     "run_export",
+    "use_storage_options",
     "verify_export",
     "watch",
 ]
@@ -108,6 +110,7 @@ _HOMES = {
     "run.parts": ("PartReport",),
     "run.shares": ("Share",),
     "run.verify": ("VerifyReport",),
+    "store.client": ("use_storage_options",),
     "options": (
         "Engine",
         "ExportDType",

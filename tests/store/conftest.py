@@ -23,7 +23,7 @@ def server(running_server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(client.RETRIES, "max_retries", 2)
     running_server.fault = lambda _: None
-    client.use_options({})
+    client.use_storage_options({})
     objects.forget_listings()
     running_server.requests.clear()
     return running_server

@@ -13,7 +13,7 @@ import pytest
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
-from zexport.errors import CheckpointError, MissingExtraError, UnsupportedError, UsageError
+from zexport.errors import CheckpointError, MissingExtraError, UsageError
 from zexport.options import Engine, ExportOptions
 from zexport.store import client
 from zexport.store.address import Address, place
@@ -90,6 +90,22 @@ def test_a_model_in_a_bucket_is_verified_compared_and_taken_as_a_base(
     left_out = save(_MODEL, Run(stage=2, exclude_frozen=True), tmp_path / "left")
     zexport.consolidate(left_out, tmp_path / "whole", ExportOptions(base=place(model)))
     assert zexport.verify_export(tmp_path / "whole", against=left_out, base=model).ok
+
+
+def test_files_of_torchs_old_layout_are_read_by_range(server: Server, tmp_path: Path) -> None:
+    old = save(_LARGE, Run(stage=2, legacy=True), tmp_path / "old")
+    far = server.put(old, "old")
+    server.requests.clear()
+    zexport.consolidate(far, tmp_path / "far")
+    zexport.consolidate(old, tmp_path / "near")
+    assert _content(tmp_path / "far") == _content(tmp_path / "near")
+    whole = sum(path.stat().st_size for path in old.rglob("*.pt"))
+    asked = (re.fullmatch(r"bytes=(\d+)-(\d+)", one.range) for one in server.of("GET"))
+    assert sum(int(one[2]) + 1 - int(one[1]) for one in asked if one) < whole
+    cut = (key := f"old/{next(old.rglob('*optim_states.pt')).relative_to(old)}", server.get("old"))
+    obstore.put(server.store, key, cut[1][key.removeprefix("old/")][:5000])
+    with pytest.raises(CheckpointError, match=re.escape(key.rpartition("/")[2])):
+        zexport.consolidate(far, tmp_path / "cut")
 
 
 def test_an_object_that_changes_while_it_is_read_is_refused(
@@ -172,13 +188,15 @@ def test_a_store_out_of_reach_and_no_credentials_are_told(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    client.use_options({"metadata_endpoint": "http://169.254.169.254:1", "connect_timeout": "1s"})
+    client.use_storage_options(
+        {"metadata_endpoint": "http://169.254.169.254:1", "connect_timeout": "1s"}
+    )
     with pytest.raises(CheckpointError, match="there are no credentials"):
         zexport.open_checkpoint(address)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    client.use_options({})
+    client.use_storage_options({})
     with pytest.raises(CheckpointError, match="the store cannot be reached"):
         zexport.open_checkpoint(address)
 
@@ -193,10 +211,10 @@ def test_a_profile_of_aws_is_taken_with_its_region(
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "team")
-    client.use_options({})
+    client.use_storage_options({})
     assert zexport.open_checkpoint(address).global_steps is not None
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    client.use_options({})
+    client.use_storage_options({})
     with pytest.raises(UsageError, match="the AWS profile cannot be used"):
         zexport.open_checkpoint(address)
 
@@ -256,15 +274,12 @@ def test_ranges_are_joined_over_small_gaps_and_cut_where_they_are_long() -> None
 
 
 def test_what_the_store_library_lacks_or_does_not_know_is_told(
-    address: str, saved: Path, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    address: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.use_options({"colour": "red"})
+    client.use_storage_options({"colour": "red"})
     with pytest.raises(UsageError, match="'colour' is not valid"):
         zexport.open_checkpoint(address)
-    client.use_options({})
-    old = save(_MODEL, Run(stage=2, legacy=True), tmp_path / "old")
-    with pytest.raises(UnsupportedError, match="torch's old file layout"):
-        zexport.consolidate(server.put(old, "old"), tmp_path / "out")
+    client.use_storage_options({})
     monkeypatch.setattr("zexport.store.address.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match="addresses need obstore"):
         zexport.open_checkpoint(address)

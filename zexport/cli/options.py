@@ -17,7 +17,7 @@ from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.report.text import plural, size
 from zexport.store.address import Address, place
-from zexport.store.client import use_options
+from zexport.store.client import use_storage_options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -119,6 +119,13 @@ def missing_path(paths: Sequence[Path], example: str) -> click.MissingParameter:
     return click.MissingParameter(told, param_hint=hint, param_type="argument")
 
 
+def tell_of_removal(out: Path, new: str) -> None:
+    """Say what is lost before something ``new`` takes its place, where both cannot be there."""
+    if isinstance(out, Address):
+        told = f"What {out} holds is removed before the new {new} is written: this is not undone."
+        click.echo(told, err=True)
+
+
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one, which a command's help lists in this order."""
 
@@ -144,12 +151,16 @@ class StorageOption(click.ParamType[tuple[str, str]]):
             self.fail(f"{value!r} is no setting; write KEY=VALUE", param, ctx)
         return key, setting
 
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        """Settings of the environment: one a line, or parted by blanks where it is one line."""
+        return rv.splitlines() if "\n" in rv else rv.split()
+
 
 def _use_options(
     _ctx: click.Context, _param: click.Parameter, given: tuple[tuple[str, str], ...]
 ) -> None:
     if given:
-        use_options(dict(given))
+        use_storage_options(dict(given))
 
 
 storage_option = click.option(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from threading import local
 
@@ -14,7 +13,9 @@ from msgspec import Struct
 from zexport.compare.folder import PlacedTensor
 from zexport.compare.roundings import Rounding, possible_roundings
 from zexport.compare.values import Doubles, PairSums, compare, row_width, whole_rows
+from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.casts import NUMPY
+from zexport.ranges.extents import ByteSource
 from zexport.ranges.reader import SourceReader
 
 CHUNK_NUMEL = 1 << 17
@@ -89,6 +90,12 @@ class _Piece(Struct, frozen=True):
     def nbytes(self) -> int:
         return self.pair.nbytes * (self.stop - self.start) // self.pair.numel
 
+    @property
+    def windows(self) -> Iterator[tuple[ByteSource, int, int]]:
+        for side in (self.pair.a, self.pair.b):
+            size = side.tensor.dtype.itemsize
+            yield side.source, self.start * size, self.stop * size
+
 
 def _pieces(pairs: Iterable[Pair]) -> Iterator[_Piece]:
     """Pieces of whole rows."""
@@ -103,16 +110,17 @@ def _compared(
 ) -> Iterator[tuple[_Piece, PairSums]]:
     """What is seen of every piece, in order; few are under way at a time."""
     buffers = _Buffers()
+
+    def expect(batch: list[_Piece]) -> None:
+        reader.expect(window for piece in batch for window in piece.windows)
+
+    def seen(piece: _Piece) -> PairSums:
+        return _seen(piece, reader, buffers)
+
+    ahead = announced(pieces, lambda piece: piece.nbytes, expect)
     workers = ThreadPoolExecutor(jobs)
-    running: deque[tuple[_Piece, Future[PairSums]]] = deque()
     try:
-        for piece in pieces:
-            running.append((piece, workers.submit(_seen, piece, reader, buffers)))
-            if len(running) > jobs * _AHEAD:
-                first, future = running.popleft()
-                yield first, future.result()
-        for first, future in running:
-            yield first, future.result()
+        yield from in_order(workers, seen, ahead, ahead=jobs * _AHEAD)
     finally:
         workers.shutdown(cancel_futures=True)
 

@@ -31,6 +31,7 @@ from zexport.formats.inert import (
     as_key,
 )
 from zexport.formats.known_globals import CALLS, CONSTRUCTORS, Call, storage_of
+from zexport.store.object_files import ObjectBytes
 
 MAX_OPCODES = 32_000_000  # a model of 100,000 tensors takes about 4 million
 MAX_NBYTES = 192 << 20
@@ -84,7 +85,7 @@ class Machine:
     ``stack`` holds the values since the last mark; the stacks below it wait in ``marks``.
     """
 
-    data: bytes | mmap
+    data: bytes | mmap | ObjectBytes
     pos: int
     limit: int
     spent: int

@@ -19,6 +19,7 @@ from zexport.formats.inert import (
 )
 from zexport.formats.known_globals import HARMLESS
 from zexport.formats.pickle_machine import Machine
+from zexport.store.object_files import ObjectBytes
 
 MAX_PICKLE_NBYTES = 64 << 20
 
@@ -37,7 +38,7 @@ class Pickle(Struct, frozen=True):
     storages: Mapping[str, StorageRef | ForeignStorage]
 
 
-def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pickle:
+def load(data: bytes | memoryview | mmap | ObjectBytes, *, path: Path, start: int = 0) -> Pickle:
     """The pickle that begins at byte ``start`` of ``data``; nothing it names is imported or called.
 
     ``path`` is the file that it is from, for messages.
@@ -45,7 +46,8 @@ def load(data: bytes | memoryview | mmap, *, path: Path, start: int = 0) -> Pick
     if isinstance(data, memoryview):
         data = data.tobytes()
     limit = min(len(data), start + MAX_PICKLE_NBYTES)
-    machine = Machine(data, start, limit, spent=0 if isinstance(data, mmap) else limit - start)
+    is_held = isinstance(data, bytes)
+    machine = Machine(data, start, limit, spent=limit - start if is_held else 0)
     try:
         value = machine.run()
     except HiddenError as error:

@@ -9,9 +9,9 @@ Source: torch 2.13, ``torch/serialization.py``, ``_legacy_save`` and ``_legacy_l
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +23,7 @@ from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
 from zexport.store.files import LFS_POINTER, OpenFile, version_of
+from zexport.store.object_files import ObjectBytes, ObjectReader
 from zexport.store.versions import Version
 
 __all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
@@ -109,7 +110,7 @@ def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> Tor
         if container is Container.ZIP:
             pickle, records = read_zip(file, path, known)
         else:
-            pickle, records = _read_legacy(_on_disk(file, path), path)
+            pickle, records = _read_legacy(file, path)
     return TorchFile(path, version, container, pickle.value, pickle.unknown_globals, records)
 
 
@@ -155,17 +156,16 @@ class LegacyRecords:
         return self._offsets[storage]
 
 
-def _on_disk(file: OpenFile, path: Path) -> FileIO:
-    """The file, where it is on this machine; the old container is searched by mapping it."""
-    if isinstance(file, FileIO):
-        return file
-    problem = "is of torch's old file layout, which is read on this machine's disks alone"
-    raise UnsupportedError(problem, path=path, hint="Copy the checkpoint to this machine")
+def _content(file: OpenFile) -> AbstractContextManager[mmap | ObjectBytes]:
+    """All bytes of a file, of which those are read that are asked for."""
+    if isinstance(file, ObjectReader):
+        return nullcontext(ObjectBytes(file))
+    return mmap(file.fileno(), 0, access=ACCESS_READ)
 
 
-def _read_legacy(file: FileIO, path: Path) -> tuple[Pickle, LegacyRecords]:
+def _read_legacy(file: OpenFile, path: Path) -> tuple[Pickle, LegacyRecords]:
     """The object in a file of the old container and its storages; reads no tensor data."""
-    with mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+    with _content(file) as data:
         magic = load(data, path=path)
         if magic.value != _MAGIC:
             problem = "is a pickle, but not one that torch.save wrote"
@@ -188,7 +188,9 @@ def _check_origin(version: object, system: object, path: Path) -> None:
         raise UnsupportedError("its numbers are not in little-endian byte order", path=path)
 
 
-def _offsets(data: mmap, keys: Pickle, result: Pickle, path: Path) -> dict[_Storage, int]:
+def _offsets(
+    data: mmap | ObjectBytes, keys: Pickle, result: Pickle, path: Path
+) -> dict[_Storage, int]:
     """Where each storage's elements begin, from the counts between them."""
     offsets: dict[_Storage, int] = {}
     pos = keys.end

@@ -6,8 +6,10 @@ Values are read with proof, through one buffer of fixed size, and added up in do
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from mmap import mmap
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
+from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
 from zexport.run.progress import Phase, Progress
@@ -67,8 +70,9 @@ def measure(
     with WeightReader(checkpoint.torch_files, checkpoint.replicas) as reader:
         problems = tuple(_problems(checkpoint, reader))
         found = []
-        for tensor, source in sources:
-            found.append(_measure(tensor, source, reader, buffer))
+        groups = groupby(_parts(sources, reader, buffer), key=lambda part: part[0])
+        for (tensor, source), (_, parts) in zip(sources, groups, strict=True):
+            found.append(_measured(tensor, (part for _, part in parts)))
             done += source.nbytes
             if progress is not None:
                 progress(Progress(done, total, Phase.VERIFY))
@@ -90,24 +94,35 @@ def _problems(checkpoint: ZeroCheckpoint, reader: WeightReader) -> Iterator[Zexp
         yield error
 
 
-def _measure(
-    tensor: StoredTensor, source: ByteSource, reader: WeightReader, buffer: memoryview
-) -> TensorStatistics:
+def _measured(tensor: StoredTensor, parts: Iterable[memoryview]) -> TensorStatistics:
     sums = _Sums()
     with np.errstate(all="ignore"):
-        for part in _parts(source, reader, buffer):
+        for part in parts:
             sums.add(np.frombuffer(part, NUMPY[tensor.dtype]))
     low, high, mean = (sums.minimum, sums.maximum, sums.mean) if sums.count else (None, None, None)
     return TensorStatistics(tensor.name, sums.norm, low, high, mean, sums.nan, sums.inf)
 
 
-def _parts(source: ByteSource, reader: WeightReader, buffer: memoryview) -> Iterator[memoryview]:
-    """The bytes of a source, a buffer at a time; a buffer holds whole elements of any type."""
+_Part: TypeAlias = tuple[StoredTensor, ByteSource, int, int]
+
+
+def _parts(
+    sources: Sequence[tuple[StoredTensor, ByteSource]], reader: WeightReader, buffer: memoryview
+) -> Iterator[tuple[StoredTensor, memoryview]]:
+    """The bytes of each, a buffer at a time; a buffer holds whole elements of any type."""
     step = buffer.nbytes - buffer.nbytes % 8
-    for start in range(0, source.nbytes, step):
-        part = buffer[: min(step, source.nbytes - start)]
-        reader.read_into(source, start, part)
-        yield part
+    every: Iterator[_Part] = (
+        (tensor, source, start, min(start + step, source.nbytes))
+        for tensor, source in sources
+        for start in range(0, max(source.nbytes, 1), step)
+    )
+
+    def expect(batch: Sequence[_Part]) -> None:
+        reader.expect((source, start, stop) for _, source, start, stop in batch)
+
+    for tensor, source, start, stop in announced(every, lambda one: one[3] - one[2], expect):
+        reader.read_into(source, start, buffer[: stop - start])
+        yield tensor, buffer[: stop - start]
 
 
 class _Sums(Struct):

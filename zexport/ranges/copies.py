@@ -27,6 +27,7 @@ _RUNS_MAX = 1024
 """Ranges of one tensor that are told apart; a tensor that is not stored densely has millions."""
 
 _BATCH_NUMEL = 1 << 18
+_LIKENED_AT_ONCE = 256
 _CHUNK_NBYTES = 1 << 20
 
 Expect: TypeAlias = Callable[[Iterable[tuple[ByteSource, int, int]]], None]
@@ -131,7 +132,7 @@ def compare_casts(
     )
     for batch in _batches(parts, batch_numel):
         if expect is not None:
-            expect(chain.from_iterable(_windows(*part) for part in batch))
+            expect(chain.from_iterable(_windows(one.replica, span) for one, span in batch))
         _compare(batch, read)
     return tuple(one for one in compared if one.count)
 
@@ -146,8 +147,28 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
     return blake3(_bits(elements, stored, seen_as).tobytes()).digest()
 
 
-def cosine(read: Read, replica: CastReplica) -> float:
-    """The cosine of the angle between short samples of a tensor and its copy; 1 where one is 0."""
+def cosines(
+    replicas: Sequence[CastReplica], read: Read, *, expect: Expect | None = None
+) -> list[float]:
+    """Of each tensor and its copy the cosine of the angle between short samples; 1 where one is 0.
+
+    ``expect`` is told what ``read`` will be asked for.
+    """
+    found = []
+    for begin in range(0, len(replicas), _LIKENED_AT_ONCE):
+        batch = replicas[begin : begin + _LIKENED_AT_ONCE]
+        if expect is not None:
+            expect(
+                window
+                for one in batch
+                for span in _samples(0, one.numel, _FINGERPRINT_NUMEL)
+                for window in _windows(one, span)
+            )
+        found += [_cosine(read, one) for one in batch]
+    return found
+
+
+def _cosine(read: Read, replica: CastReplica) -> float:
     import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
 
     from zexport.ranges.casts import NUMPY  # noqa: PLC0415
@@ -168,9 +189,8 @@ def cosine(read: Read, replica: CastReplica) -> float:
 _Part: TypeAlias = tuple[Comparison, Span]
 
 
-def _windows(one: Comparison, span: Span) -> Iterator[tuple[ByteSource, int, int]]:
+def _windows(replica: CastReplica, span: Span) -> Iterator[tuple[ByteSource, int, int]]:
     """The bytes of both copies, from the first to behind the last."""
-    replica = one.replica
     copies = (replica.kept, replica.kept_dtype), (replica.other, replica.other_dtype)
     for source, dtype in copies:
         yield source, span[0] * dtype.itemsize, span[1] * dtype.itemsize

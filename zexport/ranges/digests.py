@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -41,13 +41,22 @@ def digest_of_parts(
     """
     digest = blake3()
     with open_input(path) as file:
-        position = 0
-        for offset, count in chain(ranges, [(nbytes, 0)]):
-            _take_in(digest, file, position, offset - position, None)
-            position = offset + count
+        between = [*_between(ranges, nbytes)]
+        file.expect(between)
+        for start, stop in between:
+            _take_in(digest, file, start, stop - start, None)
     for tensor_digest in digests:
         digest.update(bytes.fromhex(tensor_digest))
     return digest.hexdigest()
+
+
+def _between(ranges: Iterable[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
+    """What of a file of ``nbytes`` lies in none of the ranges: from, to."""
+    position = 0
+    for offset, count in chain(ranges, [(nbytes, 0)]):
+        if position < offset:
+            yield position, offset
+        position = offset + count
 
 
 def digest_ranges(

@@ -27,7 +27,13 @@ RETRIES: Any = {
 """How often the library tries again; all in all it waits less than a minute."""
 
 _TIMEOUTS = {"connect_timeout": "10s", "timeout": "120s"}
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "GOOGLE_BASE_URL",
+    "AZURE_STORAGE_ENDPOINT",
+)
 _OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
 """Variables by which the library itself finds the credentials of S3."""
 
@@ -53,11 +59,24 @@ _CLIENT_KEYS = frozenset(
 _options: dict[str, str] = {}
 
 
-def use_options(options: Mapping[str, str]) -> None:
-    """Have these settings of the store library count from now on, before the environment's."""
+def use_storage_options(options: Mapping[str, str]) -> None:
+    """Have these settings of object storage count in this process, before the environment's.
+
+    They are for every address (``s3://``, ``gs://``, ``az://``) that is named from now on, and take
+    the place of those given before.
+
+    Args:
+        options: settings of the store library (obstore 0.12) by name, such as ``endpoint``,
+            ``region`` or ``access_key_id``.
+    """
     _options.clear()
     _options.update(options)
     store_of.cache_clear()
+
+
+def options_in_use() -> Mapping[str, str]:
+    """The settings that were given."""
+    return _options
 
 
 @cache
@@ -90,8 +109,10 @@ def store_of(root_url: str) -> ObjectStore:
 
 def _is_plain() -> bool:
     """Whether the endpoint is one without encryption, which only its own address says."""
-    given = (_options.get("endpoint") or _options.get("aws_endpoint"), *map(os.getenv, _ENDPOINTS))
-    return next(filter(None, given), "").startswith("http://")
+    options = (
+        v for k, v in _options.items() if k.endswith(("endpoint", "endpoint_url", "base_url"))
+    )
+    return next(filter(None, (*options, *map(os.getenv, _ENDPOINTS))), "").startswith("http://")
 
 
 def _logged_in(root_url: str, config: dict[str, Any]) -> object | None:

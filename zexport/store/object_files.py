@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from io import RawIOBase
 from threading import Lock
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, overload
 
 from zexport.store import objects
 from zexport.store.address import Address
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _WINDOW_NBYTES = 64 << 10
 """What is fetched at the least: a zip's directory, a header or a small file whole."""
+_HEAD_NBYTES = 1 << 20
 _KNOWN_NBYTES_MAX = 16 << 20
 _lock = Lock()
 
@@ -128,6 +129,48 @@ class ObjectReader(RawIOBase):
     def seekable(self) -> bool:
         """It is."""
         return True
+
+
+class ObjectBytes:
+    """An object as bytes: those from the first on are held as far as they were asked for.
+
+    What lies far behind these is fetched by itself.
+    """
+
+    def __init__(self, file: ObjectReader) -> None:
+        self._file = file
+        self._head = b""
+
+    def __len__(self) -> int:
+        return self._file.version.nbytes
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> bytes: ...
+
+    def __getitem__(self, place: int | slice) -> int | bytes:
+        if isinstance(place, int):
+            self._reach(place + 1)
+        elif place.start <= len(self._head):
+            self._reach(place.stop)
+        else:
+            return self._file.read_at(place.start, place.stop - place.start)
+        return self._head[place]
+
+    def find(self, wanted: bytes, start: int, stop: int) -> int:
+        """Where ``wanted`` begins between two places; -1 where it is not."""
+        stop = min(stop, len(self))
+        while (at := self._head.find(wanted, start, stop)) < 0 and len(self._head) < stop:
+            self._reach(len(self._head) + 1)
+        return at
+
+    def _reach(self, stop: int) -> None:
+        held, stop = len(self._head), min(stop, len(self))
+        if stop > held:
+            nbytes = max(stop - held, held, _HEAD_NBYTES)
+            self._head += self._file.read_at(held, nbytes)
 
 
 class ObjectInput:

@@ -25,7 +25,7 @@ from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain
 from zexport.model.sidecars import read_card
 from zexport.options import AdapterMode
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosine
+from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosines
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
@@ -179,10 +179,10 @@ def _likened(
     trained = {n: one for n, one in stored.items() if one.role is Role.TRAINABLE}
     pairs = [one for one in _pairs(trained, base) if len(base.tensors[one.name].shape) > 1]
     with SourceReader(files) as reader:
-        cosines = [cosine(reader.read_into, one) for one in pairs]
+        found = cosines(pairs, reader.read_into, expect=reader.expect)
         nbytes = reader.nbytes_read
-    mean = sum(cosines) / len(cosines) if cosines else 1.0
-    if mean > _UNLIKE or len(cosines) < _PAIRS_MIN:
+    mean = sum(found) / len(found) if found else 1.0
+    if mean > _UNLIKE or len(found) < _PAIRS_MIN:
         return SameBase((), nbytes)
     one, other = f"{len(pairs)} weights", f"others (mean cosine {mean:.2f})"
     statements = (

@@ -1,0 +1,50 @@
+"""Looking ahead: the storage is told what will be read while what goes before is being used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+_BATCH_NBYTES = 32 << 20
+"""What is announced at a time."""
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def announced(
+    items: Iterable[_T], nbytes: Callable[[_T], int], expect: Callable[[list[_T]], None]
+) -> Iterator[_T]:
+    """The same, in the order in which they are read; ``expect`` is told of each batch of them.
+
+    That is while the batch before it is still to be done.
+    """
+    before: list[_T] = []
+    batch: list[_T] = []
+    gathered = 0
+    for one in items:
+        batch.append(one)
+        gathered += nbytes(one)
+        if gathered >= _BATCH_NBYTES:
+            expect(batch)
+            yield from before
+            before, batch, gathered = batch, [], 0
+    expect(batch)
+    yield from before
+    yield from batch
+
+
+def in_order(
+    workers: Executor, act: Callable[[_T], _R], items: Iterable[_T], *, ahead: int
+) -> Iterator[tuple[_T, _R]]:
+    """Each with what ``act`` makes of it, in order; ``ahead`` are under way at the most."""
+    running: deque[tuple[_T, Future[_R]]] = deque()
+    for one in items:
+        running.append((one, workers.submit(act, one)))
+        if len(running) > ahead:
+            first, future = running.popleft()
+            yield first, future.result()
+    for first, future in running:
+        yield first, future.result()
