@@ -16,9 +16,10 @@ import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from zexport.cli.main import cli
-from zexport.errors import OutputError, UsageError
+from zexport.errors import OutputError
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.run.shares import Share
 from zexport.store import objects
 
 _MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
@@ -152,7 +153,7 @@ def test_overwriting_removes_the_old_manifest_before_all_else(
     command = [sys.executable, "-m", "zexport", "consolidate", str(other), out, "--overwrite"]
     env = {**os.environ, **server.environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stderr.startswith(f"What {out} holds is removed before the new model is written")
+    assert done.stderr.startswith(f"What {out} holds is removed before the new folder is written")
 
 
 def test_of_two_exports_the_first_with_a_manifest_stands(
@@ -185,13 +186,96 @@ def test_what_is_not_an_exports_own_is_not_removed(run: Path, out: str, server: 
         zexport.consolidate(run, f"{out}-2", _SHARDS)
 
 
-def test_parts_and_rank_files_are_written_on_disks_alone(run: Path, out: str) -> None:
-    plan = zexport.plan_export(zexport.open_checkpoint(run), out)
-    assert str(plan.out_dir) == out
-    with pytest.raises(UsageError, match="has to be a path on this machine"):
-        zexport.consolidate_part(run, out, zexport.Share(1, 2))
-    with pytest.raises(UsageError, match="rank files are written on this machine's disks alone"):
-        zexport.reshard(_REAL, out, ReshardOptions(world_size=3))
+def _as_given(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Files, and of a manifest what does not tell when the sources were put where they are."""
+    content = re.sub(rb'"mtime_ns": \d+|  "blake3": "\w+",\n', b"", files[MANIFEST_NAME])
+    return files | {MANIFEST_NAME: content}
+
+
+def test_rank_files_in_a_bucket_are_those_on_a_disk(
+    out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    options = ReshardOptions(world_size=3)
+    zexport.reshard(_REAL, tmp_path / "near", options)
+    zexport.reshard(_REAL, out, options)
+    near = {p.relative_to(tmp_path / "near").as_posix(): p for p in (tmp_path / "near").rglob("*")}
+    content = {name: path.read_bytes() for name, path in near.items() if path.is_file()}
+    assert server.get(name) == content
+    written = [one.key.removeprefix(f"{BUCKET}/{name}/") for one in server.of("PUT")]
+    assert written[-2:] == ["latest", MANIFEST_NAME]
+    far = server.put(_REAL, f"{name}-source/{_REAL.parent.name}/{_REAL.name}")
+    zexport.reshard(far, f"{out}-far", options)
+    assert _as_given(server.get(f"{name}-far")) == _as_given(content)
+    assert zexport.verify_export(out, against=_REAL).ok
+    with pytest.raises(OutputError, match="holds a checkpoint, which an export never replaces"):
+        zexport.consolidate(_REAL, out, ExportOptions(overwrite=True))
+    zexport.reshard(_REAL, out, ReshardOptions(world_size=1, overwrite=True))
+    assert zexport.open_checkpoint(out).ranks == 1
+
+
+def test_parts_make_in_a_bucket_what_one_process_makes(
+    run: Path, out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    zexport.consolidate(run, tmp_path / "near", _SHARDS)
+    for one in (3, 1):
+        done = zexport.consolidate_part(run, out, Share(one, 3), _SHARDS)
+        assert isinstance(done, zexport.PartReport)
+        assert MANIFEST_NAME not in server.get(name)
+    with pytest.raises(OutputError, match="another number of workers"):
+        zexport.consolidate_part(run, out, Share(1, 2), _SHARDS)
+    with pytest.raises(OutputError, match="was begun for another plan"):
+        zexport.consolidate_part(run, out, Share(2, 3))
+    done = zexport.consolidate_part(run, out, Share(2, 3), _SHARDS)
+    assert isinstance(done, zexport.ExportReport)
+    assert server.get(name) == _files(tmp_path / "near")
+    server.requests.clear()
+    zexport.consolidate_part(run, out, Share(2, 3), _OVERWRITE)
+    assert not server.of("PUT")
+    with pytest.raises(OutputError, match="no part of an export may empty it"):
+        zexport.consolidate_part(run, out, Share(1, 3))
+
+
+def test_parts_that_come_to_the_end_together_publish_once(
+    run: Path, out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    zexport.consolidate(run, tmp_path / "near", _SHARDS)
+    for one in (1, 2):
+        zexport.consolidate_part(run, out, Share(one, 3), _SHARDS)
+
+    def let_another_be_first(one: Request) -> None:
+        if one.method == "PUT" and one.key.endswith(MANIFEST_NAME):
+            server.fault = lambda _: None
+            zexport.finish_export(out)
+
+    server.fault = let_another_be_first
+    done = zexport.consolidate_part(run, out, Share(3, 3), _SHARDS)
+    assert isinstance(done, zexport.PartReport)
+    assert not done.missing
+    assert server.get(name) == _files(tmp_path / "near")
+
+
+def test_parts_are_finished_by_hand_unless_a_shard_was_replaced(
+    run: Path, out: str, name: str, server: Server
+) -> None:
+    def refuse(one: Request) -> Answer | None:
+        is_last = one.method == "PUT" and one.key.endswith(MANIFEST_NAME)
+        return Answer("403 Forbidden", "AccessDenied") if is_last else None
+
+    zexport.consolidate_part(run, out, Share(2, 2), _SHARDS)
+    server.fault = refuse
+    with pytest.raises(OutputError, match="the store refuses access"):
+        zexport.consolidate_part(run, out, Share(1, 2), _SHARDS)
+    server.fault = lambda _: None
+    shard = f"{name}/model-00002-of-00004.safetensors"
+    content = bytes(obstore.get(server.store, shard).bytes())
+    obstore.put(server.store, shard, content[:-1] + b"x")
+    with pytest.raises(OutputError, match="has no receipt for model-00002-of-00004"):
+        zexport.finish_export(out)
+    obstore.put(server.store, shard, content)
+    zexport.finish_export(out)
+    assert zexport.verify_export(out, against=run).ok
+    with pytest.raises(OutputError, match="has no parts beside it"):
+        zexport.finish_export(out)
 
 
 def test_each_command_of_the_page_on_large_checkpoints_ends_well(

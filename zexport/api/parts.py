@@ -19,7 +19,7 @@ from zexport.run import parts
 from zexport.run.execute import ExportReport, VerifyMode
 from zexport.run.parts import PartReport
 from zexport.run.shares import Share
-from zexport.store.address import local_path, place
+from zexport.store.address import place
 from zexport.store.folders import absolute
 from zexport.store.json import decoded, values_of
 
@@ -112,7 +112,7 @@ def consolidate_part(
     """
     began = time.monotonic()
     request = Request.of(checkpoint, options or ExportOptions(), tag, follow=follow_symlinks)
-    plan = request.plan(local_path(out_dir))
+    plan = request.plan(place(out_dir))
     done = run_part(plan, part, request, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)
 
@@ -134,7 +134,7 @@ def reshard_part(
     """
     began = time.monotonic()
     request = Request.of(checkpoint, options, tag, follow=follow_symlinks)
-    plan = request.plan(local_path(out_dir))
+    plan = request.plan(place(out_dir))
     done = run_part(plan, part, request, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)
 
@@ -153,7 +153,7 @@ def finish_export(
     """
     began = time.monotonic()
     verify = chosen("verify", VerifyMode, verify)
-    out_dir = local_path(out_dir)
+    out_dir = place(out_dir)
     request = decoded(json.dumps(parts.requested(out_dir)), Request)
     done = parts.finish_parts(request.plan(out_dir), verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

@@ -17,7 +17,6 @@ from zexport.cli.options import (
     verify_option,
 )
 from zexport.printable import shell_word
-from zexport.store.address import Address
 from zexport.store.folders import exists
 
 
@@ -42,11 +41,7 @@ def consolidate(
     ckpts, out = _split(paths, output)
     given["verify"] = "none" if no_verify else verify
     making = Making.taken_from(given)
-    options = options_of(**given)
-    if options.overwrite and isinstance(out, Address) and not (making.dry_run or making.quiet):
-        told = f"What {out} holds is removed before the new model is written: this is not undone."
-        click.echo(told, err=True)
-    making.make(ckpts, out, options)
+    making.make(ckpts, out, options_of(**given))
 
 
 def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from zexport.cli.making import tell
-from zexport.cli.options import PATH, json_option, progress_options
+from zexport.cli.options import PATH, json_option, progress_options, storage_option
 
 
 @click.command(short_help="Publish what several parts have written.")
 @click.argument("out", type=PATH)
+@storage_option
 @json_option
 @progress_options
 def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:

@@ -24,6 +24,7 @@ from zexport.cli.options import (
 from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
 from zexport.options import ExportOptions, ReshardOptions
+from zexport.store.address import Address
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
@@ -73,6 +74,9 @@ class Making(Struct, frozen=True):
         from zexport.run.execute import VerifyMode
 
         mode, follow = VerifyMode(self.verify), self.follow_symlinks
+        if options.overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
+            told = f"What {out} holds is removed before the new folder is written: "
+            click.echo(f"{told}this is not undone.", err=True)
         began = time.monotonic()
         with progress_printer(self.progress, quiet=self.quiet) as on_progress:
             # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.

@@ -119,13 +119,6 @@ def missing_path(paths: Sequence[Path], example: str) -> click.MissingParameter:
     return click.MissingParameter(told, param_hint=hint, param_type="argument")
 
 
-def tell_of_removal(out: Path, new: str) -> None:
-    """Say what is lost before something ``new`` takes its place, where both cannot be there."""
-    if isinstance(out, Address):
-        told = f"What {out} holds is removed before the new {new} is written: this is not undone."
-        click.echo(told, err=True)
-
-
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one, which a command's help lists in this order."""
 

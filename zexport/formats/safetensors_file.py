@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
@@ -57,7 +57,7 @@ class SafetensorsFrame(Struct, frozen=True):
         """Nothing in it depends on what the tensors hold."""
         return False
 
-    def pieces(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ARG002
+    def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ARG002
         """The header, at the beginning of the file."""
         yield 0, self.header
 

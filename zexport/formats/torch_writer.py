@@ -1,19 +1,21 @@
 """A zip file of ``torch.save``'s form, laid out before its tensors' bytes are known.
 
 Records are stored, each tensor's at a multiple of 64 bytes as torch has it, so that it may be
-mapped. Their CRC-32 are known when the bytes have passed: the record's own headers and the zip's
-directory are written after them, into the room that was left.
+mapped. A tensor's CRC-32 is known when its bytes have passed: it stands behind them and in the
+zip's directory, and nowhere before, so that a file can be written from its first byte to its last.
 
-Source of the records and their order: torch 2.13, ``torch/serialization.py`` (``_save``) and
-``caffe2/serialize/inline_container.cc``. Left out are ``.format_version``, by which torch would
-work out offsets instead of reading them, and ``.data/serialization_id``.
+Source of the records, their order and what stands behind each: torch 2.13,
+``torch/serialization.py`` (``_save``), ``caffe2/serialize/inline_container.cc`` and
+``third_party/miniz-3.0.2/miniz.c`` (``mz_zip_writer_add_mem_ex_v2``). Left out are
+``.format_version``, by which torch would work out offsets instead of reading them, and
+``.data/serialization_id``.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -28,27 +30,46 @@ _END = struct.Struct("<4sHHHHLLH")
 _END64 = struct.Struct("<4sQHHLLQQQQ")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _SIZES64 = struct.Struct("<HHQQ")
+_BEHIND = struct.Struct("<4sLLL")
+_BEHIND64 = struct.Struct("<4sLQQ")
 _PADDING = struct.Struct("<HH")
 _PADDING_ID = int.from_bytes(b"FB", "little")
 _ZIP64_ID = 1
 _UTF8 = 0x800
+_TOLD_BEHIND = 0x8
+"""A record's CRC-32 and size stand behind its bytes, and not in its header."""
 _VERSION, _VERSION64 = 20, 45
 _DATE = 0x21  # 1980-01-01, the first that a zip can tell
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 
 
 class Record(Struct, frozen=True):
-    """A record of the zip: where its header begins, where its bytes do, and how many there are."""
+    """A record of the zip: where its header begins, where its bytes do, and how many there are.
+
+    ``content`` is there where it is known beforehand, as no tensor's is.
+    """
 
     name: str
     begin: int
     offset: int
     nbytes: int
+    content: bytes | None = None
 
     @property
     def end(self) -> int:
-        """The byte after its last."""
+        """The byte after the last of its bytes, which what stands behind them follows."""
         return self.offset + self.nbytes
+
+    @property
+    def flags(self) -> int:
+        """What a reader of the zip has to know of it."""
+        is_ascii, is_known = self.name.isascii(), self.content is not None
+        return (0 if is_ascii else _UTF8) | (0 if is_known else _TOLD_BEHIND)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its size needs more than 32 bits."""
+        return self.nbytes >= _MAX32
 
 
 class PlacedLeaf(Struct, frozen=True):
@@ -77,10 +98,13 @@ class TorchFrame(Struct, frozen=True):
         """The CRC-32 of every tensor is part of it."""
         return True
 
-    def pieces(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Its bytes by ascending offset, given the CRC-32 of each tensor in file order."""
-        layout = _Layout(self.value, self.root)
-        return layout.frame(crc32s)
+    def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """What stands before the first tensor, between each two, and behind the last.
+
+        ``crc32s`` are those of the tensors in file order, each asked for when its tensor's bytes
+        would have passed.
+        """
+        return _Layout(self.value, self.root).frame(crc32s)
 
 
 def lay_out(value: object, root: str) -> tuple[TorchFrame, tuple[PlacedLeaf, ...]]:
@@ -106,50 +130,56 @@ class _Layout:
         keys = {
             id(leaf): str(places[id(leaf) if leaf.nbytes else leaf.dtype]) for _, leaf in leaves
         }
-        contents = [("data.pkl", dump(value, keys)), ("byteorder", b"little")]
         self._root = root
         self._position = 0
-        self._contents = [(self._place(name, len(data)), data) for name, data in contents]
-        self._stored = [self._place(f"data/{i}", leaf.nbytes) for i, (_, leaf) in enumerate(stored)]
-        rest = [*((f"data/{places[dtype]}", b"") for dtype in empty), ("version", b"3\n")]
-        self._contents += [(self._place(name, len(data)), data) for name, data in rest]
+        first = [("data.pkl", dump(value, keys)), ("byteorder", b"little")]
+        last = [*((f"data/{places[dtype]}", b"") for dtype in empty), ("version", b"3\n")]
+        self._records = [self._known(name, content) for name, content in first]
+        tensors = [self._place(f"data/{i}", leaf.nbytes) for i, (_, leaf) in enumerate(stored)]
+        self._records += tensors
+        self._records += [self._known(name, content) for name, content in last]
         self._start = self._position
         self.placed = tuple(
             PlacedLeaf(name, leaf, record.offset)
-            for (name, leaf), record in zip(stored, self._stored, strict=True)
+            for (name, leaf), record in zip(stored, tensors, strict=True)
         )
 
-    def _place(self, name: str, nbytes: int) -> Record:
+    def _known(self, name: str, content: bytes) -> Record:
+        return self._place(name, len(content), content)
+
+    def _place(self, name: str, nbytes: int, content: bytes | None = None) -> Record:
         """The next record, its bytes at a multiple of the alignment."""
         path = f"{self._root}/{name}"
         begin = self._position
         least = begin + _LOCAL.size + len(path.encode()) + _extra_nbytes(nbytes) + _PADDING.size
-        record = Record(path, begin, -(-least // _ALIGNMENT) * _ALIGNMENT, nbytes)
-        self._position = record.end
+        offset = -(-least // _ALIGNMENT) * _ALIGNMENT
+        record = Record(path, begin, offset, nbytes, content)
+        self._position = record.end + len(_behind(record, 0))
         return record
 
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return self._start + len(self._directory([0] * len(self._stored)))
+        return self._start + len(self._directory([0] * len(self._records)))
 
-    def frame(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """What is no tensor's, by ascending offset."""
-        contents = {record.begin: data for record, data in self._contents}
-        for record, crc in self._records(crc32s):
-            yield record.begin, _header(record, crc) + contents.get(record.begin, b"")
-        yield self._start, self._directory(crc32s)
-
-    def _records(self, crc32s: Sequence[int]) -> list[tuple[Record, int]]:
-        """Every record with its CRC-32, in file order."""
-        known = [(record, zlib.crc32(data)) for record, data in self._contents]
-        records = [*known, *zip(self._stored, crc32s, strict=True)]
-        return sorted(records, key=lambda item: item[0].begin)
+    def frame(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """What is no tensor's, in the runs that tensors part."""
+        given = iter(crc32s)
+        found: list[int] = []
+        begin, run = 0, b""
+        for record in self._records:
+            if record.content is None:
+                yield begin, run + _header(record, 0)
+                found.append(next(given))
+                begin, run = record.end, _behind(record, found[-1])
+            else:
+                found.append(zlib.crc32(record.content))
+                run += _header(record, found[-1]) + record.content
+        yield begin, run + self._directory(found)
 
     def _directory(self, crc32s: Sequence[int]) -> bytes:
-        records = self._records(crc32s)
-        rows = b"".join(_row(record, crc) for record, crc in records)
-        return rows + _end(self._start, len(rows), len(records))
+        rows = b"".join(map(_row, self._records, crc32s))
+        return rows + _end(self._start, len(rows), len(self._records))
 
 
 def _extra_nbytes(nbytes: int) -> int:
@@ -160,21 +190,25 @@ def _version(*numbers: int) -> int:
     return _VERSION64 if max(numbers) >= _MAX32 else _VERSION
 
 
-def _flags(name: str) -> int:
-    return 0 if name.isascii() else _UTF8
-
-
 def _header(record: Record, crc: int) -> bytes:
     """A record's own header, padded up to its first byte."""
     name = record.name.encode()
-    size, version = min(record.nbytes, _MAX32), _version(record.nbytes)
-    extra = b""
-    if size == _MAX32:
-        extra = _SIZES64.pack(_ZIP64_ID, 16, record.nbytes, record.nbytes)
+    nbytes = 0 if record.content is None else record.nbytes
+    extra = _SIZES64.pack(_ZIP64_ID, 16, record.nbytes, record.nbytes) if record.is_large else b""
     room = record.offset - record.begin - _LOCAL.size - len(name) - len(extra)
     extra += _PADDING.pack(_PADDING_ID, room - _PADDING.size).ljust(room, b"Z")
-    fields = version, _flags(record.name), 0, 0, _DATE, crc, size, size, len(name), len(extra)
-    return _LOCAL.pack(b"PK\x03\x04", *fields) + name + extra
+    version, sizes = _version(record.nbytes), (nbytes, nbytes, len(name), len(extra))
+    return (
+        _LOCAL.pack(b"PK\x03\x04", version, record.flags, 0, 0, _DATE, crc, *sizes) + name + extra
+    )
+
+
+def _behind(record: Record, crc: int) -> bytes:
+    """What stands behind a tensor's bytes; behind others nothing."""
+    if record.content is not None:
+        return b""
+    form = _BEHIND64 if record.is_large else _BEHIND
+    return form.pack(b"PK\x07\x08", crc, record.nbytes, record.nbytes)
 
 
 def _row(record: Record, crc: int) -> bytes:
@@ -183,7 +217,7 @@ def _row(record: Record, crc: int) -> bytes:
     large = [n for n in (record.nbytes, record.nbytes, record.begin) if n >= _MAX32]
     extra = struct.pack(f"<HH{len(large)}Q", _ZIP64_ID, 8 * len(large), *large) if large else b""
     size, version = min(record.nbytes, _MAX32), _version(record.nbytes, record.begin)
-    fields = version, version, _flags(record.name), 0, 0, _DATE, crc, size, size, len(name)
+    fields = version, version, record.flags, 0, 0, _DATE, crc, size, size, len(name)
     rest = len(extra), 0, 0, 0, 0, min(record.begin, _MAX32)
     return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + name + extra
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
@@ -50,11 +50,12 @@ class Frame(Protocol):
         """Whether its bytes depend on the CRC-32 of the tensors' bytes."""
         ...
 
-    def pieces(self, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         """Its bytes, each run with its place in the file, by ascending place.
 
-        ``crc32s`` are those of the file's tensors, in order; no matter what where ``has_crc32`` is
-        false.
+        There is one run before the first tensor, and at most one behind each. ``crc32s`` are those
+        of the file's tensors, in order, each asked for after the run before the tensor; no matter
+        what where ``has_crc32`` is false.
         """
         ...
 

@@ -47,19 +47,19 @@ class Workplace(Struct, frozen=True):
 
     @property
     def last_sides(self) -> tuple[SideFile, ...]:
-        """The small files that are written when all others are there; those of a model at last.
+        """The small files that are written when all others are there; what a loader needs, last.
 
         In object storage these are all: a folder has its name from the beginning there.
         """
         far = self.plan.side_files if isinstance(self.folder, Address) else ()
-        return tuple(sorted(far, key=lambda side: side.filename.endswith(_OF_MODELS)))
+        return tuple(sorted(far, key=lambda side: side.filename.endswith(_FIRST_LOOKED_FOR)))
 
     def checks(self) -> Checks:
         """Reading again what was written."""
         return Checks(self.folder, self.verify, self.meter)
 
 
-_OF_MODELS = ("config.json", ".index.json")
+_FIRST_LOOKED_FOR = ("config.json", ".index.json", "latest", "latest_universal")
 """How the names end of what loaders look for first."""
 
 _COPY_NBYTES = 1 << 20
@@ -87,9 +87,14 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
     """Make a folder ready for several workers, unless another of them has done so."""
     begun = work.receipts.begun()
     if begun is None or begun.parts == 1:  # one process alone has stopped
-        work.receipts.keep_only(())
-        _make_ready(work, work.plan.shards, parts, request)
-    elif begun.parts != parts:
+        if isinstance(work.folder, Address):  # where others may be writing already
+            first = Begun({}, parts, request)
+            begun = work.receipts.begin_together(first, is_new=begun is None)
+        else:
+            work.receipts.keep_only(())
+            _make_ready(work, work.plan.shards, parts, request)
+            return
+    if begun.parts != parts:
         raise OutputError(
             "was begun by another number of workers",
             path=work.folder,
@@ -112,9 +117,14 @@ def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: 
 
 
 def write_sides(work: Workplace, sides: Iterable[SideFile]) -> dict[str, FileEntry]:
-    """Write small files; what a manifest says of each."""
+    """Write small files; what a manifest says of each.
+
+    Objects may be there already: another worker, too, may have come to the end.
+    """
+    is_new = not isinstance(work.folder, Address)
     return {
-        side.filename: write_file(work.folder / side.filename, side_content(side)) for side in sides
+        side.filename: write_file(work.folder / side.filename, side_content(side), is_new=is_new)
+        for side in sides
     }
 
 
@@ -170,11 +180,11 @@ def side_content(side: SideFile) -> Iterator[bytes]:
             yield data
 
 
-def write_file(path: Path, content: Iterable[bytes]) -> FileEntry:
+def write_file(path: Path, content: Iterable[bytes], *, is_new: bool = True) -> FileEntry:
     """Write a file; what a manifest says of it. It is not yet on the disk."""
     digest = blake3()
     nbytes = 0
-    with open_output(path, is_new=True) as file, writing(path):
+    with open_output(path, is_new=is_new) as file, writing(path):
         for offset, data in blocks(content):
             file.write(data, offset)
             digest.update(data)

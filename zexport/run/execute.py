@@ -10,7 +10,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from zexport.errors import UsageError
 from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.printable import brief
@@ -22,7 +21,6 @@ from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.shares import Stretch
 from zexport.run.staging import staged_folder
-from zexport.store.address import Address
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.weights.proof import WeightReader
 
@@ -120,7 +118,6 @@ def run_plan(
     for byte. ``progress`` is told from one thread at a time, but not always from the same one.
     """
     began = time.monotonic()
-    _check_place(plan)
     warnings = list(plan.warnings)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with ExitStack() as stack:
@@ -173,16 +170,6 @@ def _filled(
     findings = work.plan.findings + compare_copies(work.plan, sources)
     write_part(work, rest, reader)
     return finish(work, reader, findings), rest
-
-
-def _check_place(plan: ExportPlan) -> None:
-    """Refuse object storage for files that begin with what is known at their end."""
-    if isinstance(plan.out_dir, Address) and any(file.frame.has_crc32 for file in plan.shards):
-        raise UsageError(
-            "rank files are written on this machine's disks alone",
-            path=plan.out_dir,
-            hint="Give a folder of this machine, and copy it there afterwards",
-        )
 
 
 def compare_copies(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:

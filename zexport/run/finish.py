@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32_combine
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.findings import Finding, FindingKind
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
@@ -16,6 +17,7 @@ from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
 from zexport.ranges.ledger import Range
 from zexport.run.begin import Workplace, write_file, write_sides
+from zexport.run.frame import FrameWriter
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -24,8 +26,8 @@ from zexport.run.manifest import (
     new_manifest,
 )
 from zexport.run.pieces import TensorReader
-from zexport.run.receipts import Receipt, written_frame
-from zexport.run.shares import Stretch, divide, whole
+from zexport.run.receipts import Receipt
+from zexport.run.shares import Stretch, shares_of, whole
 from zexport.store.address import Address
 from zexport.store.files import open_output, writing
 
@@ -57,7 +59,7 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     sides = [*files]
     tensors: dict[str, TensorEntry] = {}
     found = [*findings]
-    stretches = [one for share in divide(plan.shards, begun.parts) for one in share]
+    stretches = [one for share in shares_of(plan, begun.parts) for one in share]
     for filename, own in groupby(stretches, lambda one: one.file.filename):
         file, receipt = _whole_file(work, [*own])
         reader.take(receipt.ranges)
@@ -79,6 +81,8 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     )
     if isinstance(folder, Address):  # where the manifest says that the folder is there
         _check_sides(work, {name: files[name] for name in sides})
+        for stretch in stretches:
+            work.receipts.of(stretch)  # nobody has put another object in its place
     files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
     _check_sides(work, {name: files[name] for name in (*sides, MANIFEST_NAME)})
     return Finished(files, findings)
@@ -104,7 +108,10 @@ def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan
     path = work.folder / file.filename
     joined = _joined(stretches, receipts, path)
     with open_output(path, is_new=False) as output:
-        joined = written_frame(output, file, joined)
+        frame = FrameWriter(output, file)
+        for tensor, crc32 in zip(file.tensors, joined.crc32s, strict=True):
+            frame.passed(tensor.name, crc32)
+        joined = replace(joined, blake3=frame.file_digest(joined.digests))
         output.sync()
     with work.checks() as checks:
         checks.add_frame(whole(file), joined)

@@ -13,13 +13,14 @@ from blake3 import blake3
 from zexport import __version__
 from zexport.errors import VerificationError
 from zexport.plan.plan import ExportPlan, SideFile, TensorPlan
+from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.ledger import Ledger
 from zexport.run.begin import side_content
 from zexport.run.finish import source_entries
 from zexport.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_as_written, read_manifest
 from zexport.run.pieces import Buffers, TensorReader, convert, pieces
 from zexport.run.progress import Meter
-from zexport.run.shares import Share, divide
+from zexport.run.shares import Share, shares_of
 from zexport.store.files import reading, version
 from zexport.store.folders import exists, is_file
 from zexport.store.json import values_of
@@ -45,8 +46,12 @@ def digests_from_source(
         finally:
             pool.put(buffers)
 
+    def expect(batch: Sequence[TensorPlan]) -> None:
+        reader.expect(piece for tensor in batch for piece in pieces(tensor, plan.chunk_nbytes))
+
+    ahead = announced(tensors, lambda tensor: tensor.nbytes, expect)
     with ThreadPoolExecutor(plan.jobs) as workers:
-        yield from zip(tensors, workers.map(digest_of, tensors), strict=True)
+        yield from in_order(workers, digest_of, ahead, ahead=2 * plan.jobs)
 
 
 def looks_made(plan: ExportPlan, folder: Path) -> bool:
@@ -71,7 +76,7 @@ def holds_share(
     They are made again: two checkpoints may have files of the same names, sizes and times.
     """
     manifest = read_manifest(folder)
-    own = divide(plan.shards, share.count)[share.number - 1]
+    own = shares_of(plan, share.count)[share.number - 1]
     touched = {tensor.name for stretch in own for tensor in stretch.tensors}
     every = chain.from_iterable(stretch.file.tensors for stretch in own)
     tensors = [tensor for tensor in every if tensor.name in touched]

@@ -17,16 +17,16 @@ from typing import TypeAlias
 
 from blake3 import blake3
 from isal import isal_zlib
+from msgspec.structs import replace
 
+from zexport.ranges.ahead import announced
 from zexport.ranges.casts import Statistics
 from zexport.run.begin import Workplace
+from zexport.run.frame import FrameWriter
 from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
-from zexport.run.receipts import Receipt, written_frame
+from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch
 from zexport.store.files import open_output, writing
-
-_BATCH_NBYTES = 32 << 20
-"""What is announced to the reader at a time."""
 
 _FLUSH_NBYTES = 32 << 20
 """Bytes between two requests to put them on the disk: few enough that the last is short."""
@@ -119,20 +119,12 @@ _Scheduled: TypeAlias = "tuple[_StretchWriter, Chunk, _Turn]"
 
 
 def _announced(schedule: Iterator[_Scheduled], reader: TensorReader) -> Iterator[_Scheduled]:
-    """The same; the reader is told of a batch while the one before it is still to be done."""
-    before: list[_Scheduled] = []
-    batch: list[_Scheduled] = []
-    nbytes = 0
-    for one in schedule:
-        batch.append(one)
-        nbytes += one[1].nbytes
-        if nbytes >= _BATCH_NBYTES:
-            reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
-            yield from before
-            before, batch, nbytes = batch, [], 0
-    reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
-    yield from before
-    yield from batch
+    """The same, of which the reader is told before."""
+
+    def expect(batch: Sequence[_Scheduled]) -> None:
+        reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
+
+    return announced(schedule, lambda one: one[1].nbytes, expect)
 
 
 def _schedule(
@@ -183,9 +175,7 @@ class _StretchWriter:
         self._split = self._passed()
         self._ledger = reader.new_ledger()
         self._output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
-        if stretch.is_whole and not stretch.file.frame.has_crc32:  # it stands before the tensors
-            for offset, data in stretch.file.frame.pieces(()):
-                self._output.write(data, offset)
+        self._frame = FrameWriter(self._output, stretch.file) if stretch.is_whole else None
 
     def _passed(self) -> _Passed:
         return _Passed(with_crc32=self.stretch.file.frame.has_crc32)
@@ -196,7 +186,9 @@ class _StretchWriter:
             buffers = pool.get()
             try:
                 seen = self._convert(chunk, buffers)
-                self._output.write(buffers.out[: chunk.span_nbytes], chunk.offset)
+                for start, stop in chunk.runs():
+                    run = buffers.out[start - chunk.offset : stop - chunk.offset]
+                    self._output.write(run, start)
                 turn.wait()
                 self._take_split(seen)
             finally:
@@ -232,9 +224,11 @@ class _StretchWriter:
         self._crc32s[name] = passed.crc32
         if passed.seen.is_remarkable or name in self._edges:
             self._remarkable[name] = passed.seen
+        if self._frame is not None:
+            self._frame.passed(name, passed.crc32)
 
     def complete(self) -> Receipt:
-        """What was written; of a whole file also what is no tensor's, now that all tensors are."""
+        """What was written; a whole file is complete with it."""
         tensors = self.stretch.tensors
         receipt = Receipt(
             b"".join(self._digests[tensor.name] for tensor in tensors),
@@ -242,12 +236,11 @@ class _StretchWriter:
             self._remarkable,
             self._ledger.ranges(),
         )
-        if not self.stretch.is_whole:
+        if self._frame is None:
             return receipt
-        whole = written_frame(self._output, self.stretch.file, receipt)
         with writing(self._output.path):
             self._output.complete()
-        return whole
+        return replace(receipt, blake3=self._frame.file_digest(receipt.digests))
 
     def flush(self) -> None:
         """Put what is written on the disk."""

@@ -3,6 +3,9 @@
 None needs another to be there at the same time. They meet in the unfinished folder beside the
 output: who comes first begins it, who leaves last completes it and gives it its name. A worker that
 died is started again and goes on from its receipts.
+
+In object storage the unfinished folder is the output itself, where no lock says who is first: what
+is written there once is written only where it is not, and what twice is the same both times.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from zexport.run.begin import Workplace, begin_together, without_written
 from zexport.run.execute import ExportReport, compare_copies
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
+from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter, Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import Compared, drop_receipts, read_request
-from zexport.run.shares import Share, divide
+from zexport.run.receipts import RECEIPTS_NAME, Compared, drop_receipts, read_request
+from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
-from zexport.store.address import local_path
+from zexport.store.address import Address
 from zexport.store.files import writing
-from zexport.store.folders import exists, make_folder
+from zexport.store.folders import exists, is_file, is_folder, make_folder
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked, locked_part, parents, publish, restore, workplaces
 from zexport.weights.proof import WeightReader
@@ -95,12 +99,12 @@ def run_part(
             process writes this part, or the system refuses to write.
     """
     began = time.monotonic()
-    target = real_path(local_path(plan.out_dir))
+    target = real_path(plan.out_dir)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with parents(target.parent), locked_part(target, share.number):
         with _alone(target):
             work = None
-            if plan.overwrite or not looks_made(plan, target):
+            if not _is_made(plan, target):
                 work = _workplace(plan, target, verify, meter)
                 begin_together(work, share.count, request or {})
         if work is None:
@@ -108,12 +112,31 @@ def run_part(
             return _report(plan, share, began, (), (nbytes_read, 0, ()))
         done = _write(work, share)
         with locked(target, seconds=_TURN_SECONDS):
-            is_published = not exists(work.folder)  # by another, who came to the end of it first
+            is_published = _is_published(work)  # by another, who came to the end of it first
             missing = () if is_published else _missing(work, share.count)
             if not (missing or is_published):
                 _check_content(plan, target)
-                return _published(work, share.count, target, began, done[0])
+                try:
+                    return _published(work, share.count, target, began, done[0])
+                except OutputError:
+                    if not (isinstance(target, Address) and looks_made(plan, target)):
+                        raise
     return _report(plan, share, began, missing, done)
+
+
+def _is_made(plan: ExportPlan, target: Path) -> bool:
+    """Whether the folder is complete; in object storage no part replaces one that is."""
+    if not isinstance(target, Address):
+        return not plan.overwrite and looks_made(plan, target)
+    if is_made := looks_made(plan, target):
+        with writing(target):
+            drop_receipts(target)  # who published it may have had no time for that
+    return is_made
+
+
+def _is_published(work: Workplace) -> bool:
+    is_far = isinstance(work.folder, Address)
+    return is_file(work.folder / MANIFEST_NAME) if is_far else not exists(work.folder)
 
 
 def _report(
@@ -154,7 +177,7 @@ def finish_parts(
     target = real_path(plan.out_dir)
     partial, _ = workplaces(target)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
-    if not exists(partial):
+    if not is_folder(partial / RECEIPTS_NAME):
         raise _no_parts(target)
     with _alone(target):
         _check_content(plan, target)
@@ -193,7 +216,18 @@ def _no_parts(target: Path) -> OutputError:
 
 
 def _check_content(plan: ExportPlan, target: Path) -> None:
-    check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
+    """Refuse what lies at ``target`` and would be mixed with the parts, or replaced by them."""
+    if not isinstance(target, Address):
+        check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
+        return
+    with writing(target):
+        is_free = is_folder(target / RECEIPTS_NAME) or not exists(target)
+    if not is_free:
+        raise OutputError(
+            "is not empty, and in object storage no part of an export may empty it",
+            path=target,
+            hint="Remove what is there, or choose another name for the output",
+        )
 
 
 @contextmanager
@@ -236,7 +270,7 @@ def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]
     many copies there are.
     """
     plan, is_first = work.plan, share.number == 1
-    stretches = divide(plan.shards, share.count)[share.number - 1]
+    stretches = shares_of(plan, share.count)[share.number - 1]
     rest = without_written(work, stretches)
     own = plan if is_first else replace(plan, replicas=(), gathered=())
     with WeightReader.of_plan(own) as sources:

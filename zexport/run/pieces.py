@@ -47,10 +47,7 @@ class Piece(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True):
-    """Pieces that follow one another in the output, and the room between them.
-
-    All in all ``span_nbytes`` from byte ``offset`` of the file.
-    """
+    """Pieces that follow one another in the output, with room for what stands between them."""
 
     pieces: tuple[Piece, ...]
     is_last: bool
@@ -60,10 +57,16 @@ class Chunk(Struct, frozen=True):
         """Its first byte in the file."""
         return self.pieces[0].offset if self.pieces else 0
 
-    @property
-    def span_nbytes(self) -> int:
-        """Bytes of the file from its first to its last, those between the pieces included."""
-        return self.pieces[-1].offset + self.pieces[-1].nbytes - self.offset if self.pieces else 0
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where its bytes lie in the file, from one to the next that is not its own."""
+        start = stop = self.offset
+        for piece in self.pieces:
+            if piece.offset != stop:
+                yield start, stop
+                start = piece.offset
+            stop = piece.offset + piece.nbytes
+        if start < stop:
+            yield start, stop
 
     @property
     def nbytes(self) -> int:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 from msgspec import Struct, convert, to_builtins
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from zexport.errors import OutputError
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan, FilePlan
+from zexport.plan.plan import ExportPlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Range
 from zexport.run.manifest import FileEntry
 from zexport.run.shares import Stretch
-from zexport.store.files import OutputFile, changed_ns, read_whole, write_durably, writing
+from zexport.store.address import Address
+from zexport.store.files import changed_ns, read_whole, version, write_durably, writing
 from zexport.store.folders import (
     children,
     is_file,
@@ -65,15 +67,6 @@ class Receipt(Struct, frozen=True):
             yield self.digests[at : at + _DIGEST_NBYTES].hex()
 
 
-def written_frame(output: OutputFile, file: FilePlan, receipt: Receipt) -> Receipt:
-    """The receipt of a file that is whole now: all of it that is no tensor's was written."""
-    digest = blake3()
-    for offset, data in file.frame.pieces(receipt.crc32s):
-        output.write(data, offset)
-        digest.update(data)
-    return replace(receipt, blake3=digest.update(receipt.digests).hexdigest())
-
-
 class Compared(Struct, frozen=True):
     """What was found where copies in the checkpoint were compared, and what was read for that."""
 
@@ -106,8 +99,17 @@ class Receipts:
 
     def begin(self, begun: Begun) -> None:
         """Say which plan the folder is being filled for."""
-        table = {"plan": self._digest.whole, "unproven": self._unproven, **to_builtins(begun)}
-        self._write(self._folder / _PLAN, table)
+        self._write(self._folder / _PLAN, self._of_plan(begun))
+
+    def begin_together(self, begun: Begun, *, is_new: bool) -> Begun:
+        """The same where others may do so at this moment; what the first has said counts."""
+        path = self._folder / _PLAN
+        with writing(path), suppress(FileExistsError):
+            write_durably(path, _sealed(self._of_plan(begun)), is_new=is_new)
+        return self.need_begun()
+
+    def _of_plan(self, begun: Begun) -> dict[str, object]:
+        return {"plan": self._digest.whole, "unproven": self._unproven, **to_builtins(begun)}
 
     def begun(self) -> Begun | None:
         """What the folder was begun with, for this very plan; ``None`` where it is not begun."""
@@ -142,6 +144,7 @@ class Receipts:
             "crc32s": receipt.crc32s,
             "remarkable": {name: astuple(seen) for name, seen in receipt.remarkable.items()},
             "ranges": self._listed(receipt.ranges),
+            "object": self._object(stretch),
         }
         self._write(self._entry(stretch.name), table)
 
@@ -156,10 +159,15 @@ class Receipts:
         return receipt
 
     def find(self, stretch: Stretch) -> Receipt | None:
-        """What was noted of a stretch; ``None`` where nothing was, or something of another plan."""
+        """What was noted of a stretch; ``None`` where nothing was, or something of another plan.
+
+        Nor does a receipt count for an object that was replaced since.
+        """
         table = _read(self._entry(stretch.name))
         expected = (self._digest.of_file(stretch.file), self._unproven)
         if table is None or (table["plan"], table["unproven"]) != expected:
+            return None
+        if table["object"] != self._object(stretch):
             return None
         return Receipt(
             bytes.fromhex(table["digests"]),
@@ -196,6 +204,14 @@ class Receipts:
         with writing(folder):
             _clear(folder, lambda name: name in stretches or name in entries)
 
+    def _object(self, stretch: Stretch) -> str:
+        """What tells an object from another in its place; nobody else has a file on a disk."""
+        path = self._folder.parent / stretch.file.filename
+        try:
+            return str(version(path)) if isinstance(path, Address) else ""
+        except FileNotFoundError:
+            return "none"
+
     def _listed(self, ranges: Mapping[Path, list[Range]]) -> list[list[Range]]:
         """Ranges by the number of their file."""
         return [ranges.get(path, []) for path in self._paths]
@@ -205,13 +221,17 @@ class Receipts:
         return {path: [(a, b, crc) for a, b, crc in found] for path, found in numbered if found}
 
     def _write(self, path: Path, table: Mapping[str, object]) -> None:
-        text = json.dumps(table).encode()
-        seal = blake3(text).hexdigest().encode()
         with writing(path):
-            write_durably(path, seal + b"\n" + text)
+            write_durably(path, _sealed(table))
 
     def _entry(self, name: str) -> Path:
         return self._folder / f"{name}{_ENTRY}"
+
+
+def _sealed(table: Mapping[str, object]) -> bytes:
+    """What is noted, after a digest of it."""
+    text = json.dumps(table).encode()
+    return blake3(text).hexdigest().encode() + b"\n" + text
 
 
 def read_request(folder: Path) -> JsonObject | None:

@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.extents import Window
+from zexport.store.address import Address
 
 _SLACK = 50
 """A share may end at the border of a tensor that is within this part of a share's size."""
@@ -66,17 +67,32 @@ def whole(file: FilePlan) -> Stretch:
     return Stretch(file, 0, file.data_nbytes, file.tensors)
 
 
-def divide(files: Sequence[FilePlan], count: int) -> list[tuple[Stretch, ...]]:
+def shares_of(plan: ExportPlan, count: int) -> list[tuple[Stretch, ...]]:
+    """What each of ``count`` workers writes of a plan; an object is written by one alone."""
+    return divide(plan.shards, count, within_files=not isinstance(plan.out_dir, Address))
+
+
+def divide(
+    files: Sequence[FilePlan], count: int, *, within_files: bool = True
+) -> list[tuple[Stretch, ...]]:
     """What each of ``count`` workers writes: everything once, in order, in shares of equal bytes.
 
     A share ends between two tensors where a border is near, so that few tensors are written by two
-    workers, and else within one, between two elements. Pure, and the same on every machine.
+    workers, and else within one, between two elements; or between the two files that are nearest.
+    Pure, and the same on every machine.
     """
     if count == 1:
         return [tuple(map(whole, files))]
     ends = [*accumulate(file.data_nbytes for file in files)]
+    nbytes = ends[-1] if ends else 0
+    slack = nbytes // count // _SLACK if within_files else nbytes
+    units = (
+        ((t.nbytes, t.dtype.itemsize) for file in files for t in file.tensors)
+        if within_files
+        else ((file.data_nbytes, 1) for file in files)
+    )
     shares = []
-    for first, last in pairwise(_cuts(files, ends[-1] if ends else 0, count)):
+    for first, last in pairwise(_cuts(_Borders(units), nbytes, count, slack)):
         own = []
         for file, end in zip(files, ends, strict=True):
             begin = end - file.data_nbytes
@@ -109,10 +125,8 @@ def _cut(tensor: TensorPlan, first: int, last: int, nbytes: int) -> TensorPlan:
     return replace(tensor, shape=(numel,), source=source, offset=tensor.offset + first)
 
 
-def _cuts(files: Iterable[FilePlan], nbytes: int, count: int) -> Iterator[int]:
+def _cuts(borders: _Borders, nbytes: int, count: int, slack: int) -> Iterator[int]:
     """Where shares begin and end, in bytes of all files together; at the end all that is left."""
-    borders = _Borders(files)
-    slack = nbytes // count // _SLACK
     yield 0
     for number in range(1, count):
         yield borders.nearest(nbytes * number // count, slack)
@@ -120,17 +134,20 @@ def _cuts(files: Iterable[FilePlan], nbytes: int, count: int) -> Iterator[int]:
 
 
 class _Borders:
-    """Where tensors begin, in bytes of all files together; asked in ascending order."""
+    """Where tensors or files begin, in bytes of all together; asked in ascending order.
 
-    def __init__(self, files: Iterable[FilePlan]) -> None:
-        self._tensors = ((t.nbytes, t.dtype.itemsize) for file in files for t in file.tensors)
+    Of each the bytes, and how many of them are not to be parted.
+    """
+
+    def __init__(self, units: Iterable[tuple[int, int]]) -> None:
+        self._units = iter(units)
         self._begin = self._end = 0
         self._itemsize = 1
 
     def nearest(self, place: int, slack: int) -> int:
-        """A tensor's border within ``slack`` of ``place``, else the element that lies there."""
-        while self._end <= place and (tensor := next(self._tensors, None)) is not None:
-            self._begin, (nbytes, self._itemsize) = self._end, tensor
+        """A border within ``slack`` of ``place``, else the element that lies there."""
+        while self._end <= place and (unit := next(self._units, None)) is not None:
+            self._begin, (nbytes, self._itemsize) = self._end, unit
             self._end += nbytes
         before, after = place - self._begin, self._end - place
         if min(before, after) <= slack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,7 +60,9 @@ def staged_folder(
     target = real_path(out_dir)
     check_place(target, sources)
     if isinstance(target, Address):
-        with _filled_in_place(target, {*own}, overwrite=overwrite, warn=warn):
+        with _filled_in_place(
+            target, {*own}, overwrite=overwrite, is_checkpoint=is_checkpoint, warn=warn
+        ):
             yield target
         return
     for place in workplaces(target):
@@ -85,7 +87,12 @@ def staged_folder(
 
 @contextmanager
 def _filled_in_place(
-    target: Address, own: Set[str], *, overwrite: bool, warn: Callable[[str], None]
+    target: Address,
+    own: Set[str],
+    *,
+    overwrite: bool,
+    is_checkpoint: bool,
+    warn: Callable[[str], None],
 ) -> Iterator[None]:
     """A folder in object storage, which has its name from the beginning.
 
@@ -97,9 +104,9 @@ def _filled_in_place(
         if is_file(manifest):  # a stopped export may have lacked this alone
             drop_receipts(target)
         if is_left := is_folder(target / RECEIPTS_NAME):
-            _check_left(target, own)
+            _check_left(target, own, (*_WEIGHTS, *_RANK_FILES * is_checkpoint))
         else:
-            check_content(target, overwrite=overwrite)
+            check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
         if is_file(manifest):
             remove(manifest)
         drop_unfinished(target)
@@ -136,6 +143,7 @@ def _may_pass(error: BaseException) -> bool:
     return is_interrupt or isinstance(error.__cause__, OSError)
 
 
+_RANK_FILES = ("*.pt",)
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
 
 
@@ -244,12 +252,15 @@ def _is_whole(target: Path) -> bool:
     return verify_export(target).ok
 
 
-def _check_left(target: Path, own: Set[str]) -> None:
-    """Refuse what a stopped export has left where something else was put into it."""
+def _check_left(target: Path, own: Set[str], patterns: Sequence[str]) -> None:
+    """Refuse what a stopped export has left where something else was put into it.
+
+    Its own are the names of this one, and whatever fits one of the patterns.
+    """
     names = {path.relative_to(target).as_posix() for path in leaves(target)}
     receipts = f"{RECEIPTS_NAME}/"
-    weights = {name for name in names if any(Path(name).match(one) for one in _WEIGHTS)}
-    others = names - own - weights
+    alike = {name for name in names if any(Path(name).match(one) for one in patterns)}
+    others = names - own - alike
     foreign = {name for name in others if not name.startswith(receipts)}
     if foreign:
         raise OutputError(

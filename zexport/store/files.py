@@ -35,6 +35,15 @@ def version(path: Path) -> Version:
     return Version(status.st_size, status.st_mtime_ns)
 
 
+def listed_version(path: Path) -> Version:
+    """The version of a file; of an object as its folder lists it, comparable with such alone."""
+    if not isinstance(path, Address):
+        return version(path)
+    if (found := objects.listed(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
+    return found
+
+
 def changed_ns(path: Path) -> int | None:
     """When anything of a file last changed, which no copy can set; ``None`` if it is not there.
 
@@ -42,7 +51,7 @@ def changed_ns(path: Path) -> int | None:
     """
     try:
         if isinstance(path, Address):
-            return objects.head(path).mtime_ns
+            return (objects.listed(path) or objects.head(path)).mtime_ns
         return steadily(path.stat).st_ctime_ns
     except OSError:
         return None
@@ -231,6 +240,28 @@ def read_whole(path: Path) -> bytes:
         return file.readall()
 
 
+def read_with_version(path: Path) -> tuple[bytes, Version]:
+    """The content of a small file of our own, and its version."""
+    if isinstance(path, Address):
+        found, content = objects.get(path, 0, objects.head(path).nbytes)
+        return bytes(content), found
+    return read_whole(path), version(path)
+
+
+def rewrite(path: Path, content: bytes, known: Version | None) -> Version | None:
+    """A small file of our own holds ``content``, on the disk; its version.
+
+    Raises:
+        FileExistsError: an object is there of another version than was ``known``, if any was.
+        OSError: it cannot be written.
+    """
+    if isinstance(path, Address):
+        etag = objects.replace(path, content, known.etag if known is not None else "")
+        return Version(len(content), 0, etag)
+    write_durably(path, content)
+    return None
+
+
 def read_regular(path: Path, nbytes_max: int) -> bytes | None:
     """The content of the file; ``None`` where it has more than ``nbytes_max`` bytes."""
     with open_regular(path) as file:
@@ -406,10 +437,13 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before."""
+def write_durably(path: Path, content: bytes, *, is_new: bool = False) -> None:
+    """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before.
+
+    An object that is to be new and is there already is a ``FileExistsError``.
+    """
     if isinstance(path, Address):
-        objects.put(path, content)
+        objects.put(path, content, is_new=is_new)
         return
     fresh = path.with_name(f".{path.name}.new")
     path.parent.mkdir(parents=True, exist_ok=True)

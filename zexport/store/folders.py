@@ -57,6 +57,18 @@ def children(folder: Path) -> list[Path]:
     return sorted(folder.iterdir(), key=lambda path: path.name)
 
 
+def list_below(folder: Path) -> None:
+    """See what lies in a folder and all below it as it is now; a disk is always seen so."""
+    if isinstance(folder, Address):
+        objects.list_below(folder)
+
+
+def look_anew(folder: Path) -> None:
+    """Have the next look at a folder show what another process has changed in it."""
+    if isinstance(folder, Address):
+        objects.forget_listings()
+
+
 def matching(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names of a pattern, sorted; nothing where there is no folder."""
     if isinstance(folder, Address):

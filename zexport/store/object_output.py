@@ -50,10 +50,10 @@ class ObjectOutput:
         """Nothing of it is there before it is complete."""
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Send ``data``, or have it wait; what was sent before is not sent again."""
+        """Send ``data``, or have it wait for what lies before."""
         with self._lock:
             if offset < self._sent:
-                return
+                raise AssertionError(f"{self.path}: byte {offset} was sent already")
             if offset > self._sent:
                 self._waiting[offset] = bytes(data)
                 return

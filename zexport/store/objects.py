@@ -7,9 +7,11 @@ connections.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
 
@@ -35,12 +37,18 @@ class Listing(Struct, frozen=True):
     folders: frozenset[str]
 
 
-_listings: dict[Address, tuple[float, Listing]] = {}
+class _Recent:
+    """What was listed lately, by folder, and when; what is forgotten is another table from then on.
+
+    So a listing that was on its way is lost with those before it.
+    """
+
+    listings: ClassVar[dict[Address, tuple[float, Listing]]] = {}
 
 
 def forget_listings() -> None:
     """Have the next question about a folder asked of the store."""
-    _listings.clear()
+    _Recent.listings = {}
 
 
 def head(address: Address) -> Version:
@@ -74,22 +82,48 @@ def put(address: Address, content: bytes, *, is_new: bool = False) -> None:
     """Write a small object, at once; with ``is_new`` only where there is none."""
     import obstore
 
-    store = store_of(address.root_url)
-    forget_listings()
-    with refusals(address):
-        mode: Any = "create" if is_new else "overwrite"
+    mode: Any = "create" if is_new else "overwrite"
+    with refusals(address), _changing():
+        store = store_of(address.root_url)
         obstore.put(store, address.key, content, mode=mode, use_multipart=False)
+
+
+def replace(address: Address, content: bytes, known: str) -> str:
+    """Write a small object where it has the ETag ``known``, or where there is none; its new ETag.
+
+    Raises:
+        FileExistsError: it has another.
+    """
+    import obstore
+
+    mode: Any = {"e_tag": known} if known else "create"
+    with refusals(address), _changing():
+        store = store_of(address.root_url)
+        try:
+            put = obstore.put(store, address.key, content, mode=mode, use_multipart=False)
+        except obstore.exceptions.PreconditionError as cause:
+            told = "it was replaced meanwhile"
+            raise FileExistsError(errno.EEXIST, told, address) from cause
+    return put["e_tag"] or ""
 
 
 def delete(addresses: list[Address]) -> None:
     """Remove objects."""
     import obstore
 
-    forget_listings()
     if addresses:
-        with refusals(addresses[0]):
+        with refusals(addresses[0]), _changing():
             store = store_of(addresses[0].root_url)
             obstore.delete(store, [address.key for address in addresses])
+
+
+@contextmanager
+def _changing() -> Iterator[None]:
+    """What is listed before and meanwhile is not what there is afterwards."""
+    try:
+        yield
+    finally:
+        forget_listings()
 
 
 def listing(folder: Address) -> Listing:
@@ -102,16 +136,33 @@ def listing(folder: Address) -> Listing:
         return known
     import obstore
 
+    recent = _Recent.listings
     with refusals(folder):
         found = obstore.list_with_delimiter(store_of(folder.root_url), folder.key or None)
     files = {_name(one["path"]): version_of_meta(one) for one in found["objects"]}
     fresh = Listing(files, frozenset(map(_name, found["common_prefixes"])))
-    _listings[folder] = time.monotonic(), fresh
+    recent[folder] = time.monotonic(), fresh
     return fresh
 
 
+def list_below(folder: Address) -> None:
+    """Have the listings of a folder and of all below it at hand, for one request together."""
+    found: dict[Address, tuple[dict[str, Version], set[str]]] = {folder: ({}, set())}
+    top, recent = Address(folder.root_url), _Recent.listings
+    for meta in _metas(folder):
+        path = top / meta["path"]
+        files, _ = found.setdefault(path.parent, ({}, set()))
+        files[path.name] = version_of_meta(meta)
+        while path.parent != folder:
+            path = path.parent
+            found.setdefault(path.parent, ({}, set()))[1].add(path.name)
+    now = time.monotonic()
+    for one, (files, folders) in found.items():
+        recent[one] = now, Listing(files, frozenset(folders))
+
+
 def _listed_lately(folder: Address) -> Listing | None:
-    at, found = _listings.get(folder, (0.0, None))
+    at, found = _Recent.listings.get(folder, (0.0, None))
     return found if time.monotonic() - at < _LISTING_SECONDS else None
 
 
@@ -121,13 +172,16 @@ def _name(key: str) -> str:
 
 def below(folder: Address) -> Iterator[Address]:
     """Every object below a folder, at any depth, sorted."""
+    top = Address(folder.root_url)
+    yield from (top / key for key in sorted(meta["path"] for meta in _metas(folder)))
+
+
+def _metas(folder: Address) -> Iterator[ObjectMeta]:
     import obstore
 
-    top = Address(folder.root_url)
     with refusals(folder):
-        pages = obstore.list(store_of(folder.root_url), folder.key or None)
-        keys = sorted(one["path"] for page in pages for one in page)
-    yield from (top / key for key in keys)
+        for page in obstore.list(store_of(folder.root_url), folder.key or None):
+            yield from page
 
 
 def listed(address: Address) -> Version | None:

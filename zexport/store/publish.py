@@ -1,6 +1,7 @@
 """Giving a folder its name: alone, complete and on the disk, or everything as it was.
 
-A folder is filled beside its place, under a name of its own, while a lock is held.
+A folder is filled beside its place, under a name of its own, while a lock is held. In object
+storage there are neither names to be given nor locks: an ``Address`` is filled where it is.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 
 from zexport.errors import OutputError
+from zexport.store.address import Address
 from zexport.store.files import HINTS, sync_path, writing
 from zexport.store.folders import exists
 
@@ -33,6 +35,8 @@ _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno
 
 def workplaces(target: Path) -> tuple[Path, Path]:
     """On the way to ``target``: the folder that is filled, and the one that is being replaced."""
+    if isinstance(target, Address):
+        return target, target
     return _beside(target, _PARTIAL), _beside(target, _REPLACED)
 
 
@@ -60,6 +64,9 @@ def unfinished_work(target: Path) -> tuple[Path, Path] | None:
 @contextmanager
 def parents(parent: Path) -> Iterator[None]:
     """Make the missing folders above the target; take them away again when the block fails."""
+    if isinstance(parent, Address):
+        yield
+        return
     with writing(parent):
         missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
         parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +93,9 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     system knows no locks the work goes on without: a second export into the same folder is the
     user's to avoid.
     """
+    if isinstance(target, Address):
+        yield
+        return
     path = _beside(target, f"{_PARTIAL}.lock")
     with writing(path):
         there = [place for place in workplaces(target) if place.exists()]
@@ -108,6 +118,8 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
 
 def locked_part(target: Path, number: int) -> AbstractContextManager[None]:
     """Hold the lock of one of several workers on ``target`` while the process lives."""
+    if isinstance(target, Address):
+        return nullcontext()
     path = _beside(target, f"{_PARTIAL}.part-{number}.lock")
     return locked_file(path, target, f"another process writes part {number} of this folder")
 
@@ -191,6 +203,8 @@ def _release(descriptor: int) -> None:
 
 def restore(target: Path) -> None:
     """Undo the first half of a replacement whose process was killed between two renames."""
+    if isinstance(target, Address):
+        return
     replaced = _beside(target, _REPLACED)
     with writing(target):
         if replaced.exists() and not target.exists():
@@ -199,6 +213,8 @@ def restore(target: Path) -> None:
 
 def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str], None]) -> None:
     """Give the folder its name, or leave everything under the names that it had."""
+    if isinstance(target, Address):
+        return
     _sync_all(partial)
     if not (overwrite and target.exists()):
         _rename_for_good(partial, target)
