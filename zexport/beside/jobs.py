@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.report.failure import Failure, Told
+from zexport.store.client import options_in_use
 from zexport.store.json import decoded
 
 _NICENESS = 10
@@ -22,17 +23,20 @@ _END_S = 20
 """So long a process may take to end when it is asked to."""
 
 _OWN_SETTINGS = "ZEXPORT_CONSOLIDATE_"
+_STORAGE_OPTION = "ZEXPORT_CONSOLIDATE_STORAGE_OPTION"
 _TAIL_NBYTES = 2000
 
 
 class Job:
     """A process at low priority, in a session of its own; it ends with ``end`` at the latest."""
 
-    def __init__(self, words: Sequence[str | Path], *, is_heard: bool) -> None:
+    def __init__(self, words: Sequence[str], *, is_heard: bool) -> None:
         """Start it; its output is kept, unless it ``is_heard`` on stderr."""
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN_SETTINGS)}
+        if settings := [f"{key}={value}\n" for key, value in options_in_use().items()]:
+            environment[_STORAGE_OPTION] = "".join(settings)  # anybody may read the words
         self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
             words,
             stdin=subprocess.DEVNULL,
@@ -84,8 +88,10 @@ class Exported(Struct, frozen=True):
 def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     """An export as ``zexport consolidate`` makes it, with its options in words."""
     # -P: the working folder may be the run's, and nothing is imported from there
-    program = (sys.executable, "-P", "-m", "zexport", "consolidate", checkpoint, out_dir)
-    return Job((*program, *words, "--json", "--quiet"), is_heard=False)
+    program = (sys.executable, "-P", "-m", "zexport", "consolidate")
+    return Job(
+        (*program, str(checkpoint), str(out_dir), *words, "--json", "--quiet"), is_heard=False
+    )
 
 
 def told_by(job: Job, code: int) -> Exported:

@@ -1,7 +1,12 @@
-"""Which checkpoints were exported: what a watch that is started again goes by."""
+"""Which checkpoints were exported: what a watch that is started again goes by.
+
+In object storage there are no locks. There the ledger is written only where it is as this watch has
+left it, so that of two watches one finds that out before it exports anything.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +20,31 @@ from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
-from zexport.store.files import read_whole, version, write_durably, writing
-from zexport.store.folders import exists, is_file, make_folder, matching, move, remove
+from zexport.store.address import Address
+from zexport.store.files import (
+    read_whole,
+    read_with_version,
+    rewrite,
+    version,
+    write_durably,
+    writing,
+)
+from zexport.store.folders import (
+    exists,
+    is_file,
+    look_anew,
+    make_folder,
+    matching,
+    move,
+    remove,
+)
 from zexport.store.publish import locked_file
+from zexport.store.versions import Version
 
 _LEDGER = "ledger.json"
+
+BEAT_S = 10.0
+"""While it exports into a bucket, a watch shows that it works as often as this."""
 
 
 class Entry(Struct, frozen=True):
@@ -52,6 +77,8 @@ class Entry(Struct, frozen=True):
 class _Record(Struct, frozen=True):
     run: str
     entries: dict[str, Entry]
+    beat: int = 0
+    """How often it was written: while a watch works in a bucket, it goes on counting."""
 
 
 class Ledger:
@@ -61,13 +88,19 @@ class Ledger:
         self._outs = outs
         self._path = place / _LEDGER
         self._run = str(run)
-        self._entries = self._read()
+        self._known: Version | None = None
+        self._sent = b""
+        record = self._read()
+        if any(one.is_begun for one in record.entries.values()):
+            self._check_stopped()
+        self._entries, self._beat = record.entries, record.beat
 
-    def _read(self) -> dict[str, Entry]:
+    def _read(self) -> _Record:
         if not is_file(self._path):
-            return {}
+            return _Record(self._run, {})
+        content, self._known = read_with_version(self._path)
         try:
-            record = msgspec.json.decode(read_whole(self._path), type=_Record)
+            record = msgspec.json.decode(content, type=_Record)
         except msgspec.DecodeError as cause:
             raise OutputError(
                 "is not what a watch writes",
@@ -82,7 +115,19 @@ class Ledger:
                 expected=self._run,
                 hint="Choose another folder for this run's exports",
             )
-        return record.entries
+        return record
+
+    def _check_stopped(self) -> None:
+        """Refuse to begin where another watch exports: it counts on meanwhile."""
+        end = time.monotonic() + 2.5 * BEAT_S
+        while isinstance(self._path, Address) and time.monotonic() < end:
+            time.sleep(BEAT_S / 10)
+            if read_with_version(self._path)[1] != self._known:
+                raise self._other()
+
+    def _other(self) -> OutputError:
+        hint = "Wait for it, or choose another folder"
+        return OutputError("another watch exports into this folder", path=self._outs, hint=hint)
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -96,9 +141,26 @@ class Ledger:
     def put(self, name: str, entry: Entry) -> None:
         """Keep an entry; what a full disk has no room for is written with the next one."""
         self._entries[name] = entry
-        record = msgspec.json.encode(_Record(self._run, self._entries))
+        self._write()
+
+    def beat(self) -> None:
+        """Show other watches that this one works."""
+        if isinstance(self._path, Address):
+            self._write()
+
+    def _write(self) -> None:
+        self._beat += 1
+        record = msgspec.json.encode(_Record(self._run, self._entries, self._beat))
+        before, self._sent = self._sent, msgspec.json.format(record)
         with suppress(OSError):
-            write_durably(self._path, msgspec.json.format(record))
+            try:
+                self._known = rewrite(self._path, self._sent, self._known)
+            except FileExistsError as cause:
+                there, self._known = read_with_version(self._path)
+                if there != before:
+                    raise self._other() from cause
+                # what was written before had seemed to fail
+                self._known = rewrite(self._path, self._sent, self._known)
 
     def is_ours(self, name: str) -> bool:
         """Whether the export that is there is the one that the watch has made."""
@@ -148,9 +210,13 @@ class Ledger:
         if not (self.is_ours(name) and _is_untouched(out)):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
         with writing(out):
-            if exists(away):
-                remove(away)
-            move(out, away)
+            if isinstance(away, Address):
+                write_durably(away, b"")
+                _remove_object_folder(out)
+            else:
+                if exists(away):
+                    remove(away)
+                move(out, away)
             remove(away)
 
     def _digest(self, name: str) -> str:
@@ -170,6 +236,14 @@ def _is_untouched(out: Path) -> bool:
     return True
 
 
+def _remove_object_folder(out: Path) -> None:
+    """Remove an export from a bucket: its manifest first, without which it is none."""
+    if is_file(out / MANIFEST_NAME):
+        remove(out / MANIFEST_NAME)
+    if exists(out):
+        remove(out)
+
+
 @contextmanager
 def held(outs: Path) -> Iterator[Path]:
     """The folder of a watch's own files below the exports', while no other watch works there.
@@ -180,6 +254,14 @@ def held(outs: Path) -> Iterator[Path]:
     place = outs / ".zexport-watch"
     with writing(place):
         make_folder(place)
+    if isinstance(place, Address):
+        with writing(place):
+            look_anew(place)
+            for left in matching(place, "removed-*"):
+                _remove_object_folder(outs / left.name.removeprefix("removed-"))
+                remove(left)
+        yield place
+        return
     with locked_file(place / "lock", outs, "another watch exports into this folder"):
         with writing(place):
             for left in (place / "unfinished", *matching(place, "removed-*")):

@@ -1,7 +1,8 @@
 """Checkpoints kept while they wait for their export, whatever a rotation removes meanwhile.
 
 A pin is a second folder of the same names: hard links to the files, or, on another file system,
-links to them as this process has them open. Nothing is written into the checkpoint's own folder,
+links to them as this process has them open. Objects cannot be kept: they are read where they lie.
+Nothing is written into the checkpoint's own folder,
 whose time is what a rotation goes by (transformers 5.23, ``trainer_utils.py``).
 """
 
@@ -12,19 +13,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from blake3 import blake3
 from msgspec import Struct
 
 from zexport.beside.sightings import Sighting, sighting
-from zexport.errors import ZexportError
+from zexport.errors import CheckpointError, ZexportError
+from zexport.store.address import Address
 from zexport.store.boundary import Boundary
 from zexport.store.files import writing
 from zexport.store.folders import (
+    cache_folder,
     children,
     exists,
     is_file,
     is_folder,
     is_link,
     leaves,
+    look_anew,
     make_folder,
     move,
     real,
@@ -57,12 +62,30 @@ class Pin(Struct, frozen=True):
             return self.seen.folder
         return self.folder / self.seen.run.name / self.seen.name
 
+    def is_gone(self, boundary: Boundary) -> bool:
+        """Whether it is not kept, and no longer there as it was."""
+        if self.folder is not None:
+            return False
+        try:
+            look_anew(self.seen.run)
+            return sighting(self.seen.run, self.seen.name, boundary).mark != self.seen.mark
+        except (CheckpointError, OSError):
+            return True
+
     def release(self) -> None:
         """Let go of the files."""
         let_go(self.descriptors)
         if self.folder is not None and exists(self.folder):
             with writing(self.folder):
                 remove(self.folder)
+
+
+def pins_folder(outs: Path, own: Path) -> Path:
+    """Where pins for exports to ``outs`` are kept: with the watch's ``own`` files, or on a disk."""
+    if not isinstance(outs, Address):
+        return own / "pins"
+    name = blake3(str(outs).encode()).hexdigest()[:16]
+    return cache_folder() / "zexport" / f"watch-{name}" / "pins"
 
 
 def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pin:
@@ -77,6 +100,8 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
     """
     folder, unfinished = place / seen.name, place.with_name("unfinished")
     is_unproved = seen.is_unproved
+    if isinstance(seen.run, Address):
+        return Pin(seen, step, is_unproved=is_unproved)
     descriptors: list[int] = []
     try:
         _fill(unfinished, seen, boundary, descriptors)

@@ -20,8 +20,8 @@ from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.pruned import PREFIX
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
-from zexport.store.files import changed_ns, version
-from zexport.store.folders import exists, leaves
+from zexport.store.files import changed_ns, listed_version
+from zexport.store.folders import exists, leaves, list_below
 from zexport.store.json import read_json_object
 from zexport.store.versions import Version
 
@@ -122,6 +122,7 @@ def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
         CheckpointError: the folder cannot be read.
     """
     try:
+        list_below(run)
         run = run_folder(run)
         found = [*_sightings(run, boundary)]
     except FileNotFoundError:
@@ -147,7 +148,7 @@ def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
     """The checkpoint of that name in a run."""
     located = locate(run / name, follow_symlinks=boundary.follow)
     files = [path for path in leaves(located.tag_dir) if boundary.holds(path)]
-    versions = {str(path.relative_to(located.tag_dir)): version(path) for path in files}
+    versions = {str(path.relative_to(located.tag_dir)): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)
     return Sighting(name, run, located.tag_dir, versions, changed)
 

@@ -11,16 +11,16 @@ from msgspec import Struct
 
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, start_command, start_export, told_by
-from zexport.beside.ledger import Ledger, held
-from zexport.beside.pins import Pin, pin, pins_left
+from zexport.beside.ledger import BEAT_S, Ledger, held
+from zexport.beside.pins import Pin, pin, pins_folder, pins_left
 from zexport.beside.sightings import Sighting, look
 from zexport.beside.words import words_of
 from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
 from zexport.options import ExportOptions
 from zexport.report.failure import Told
-from zexport.store.address import local_path
+from zexport.store.address import place
 from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, is_folder, make_folder, real
+from zexport.store.folders import absolute, exists, is_folder, look_anew, make_folder, real
 
 _SETTLE_S = 2.0
 """Between the two looks of a watch that looks once."""
@@ -89,18 +89,19 @@ def watch(
             be written.
         UsageError: ``outs`` is the run's folder.
     """
-    run, outs = absolute(local_path(run)), absolute(local_path(outs))
+    run, outs = absolute(place(run)), absolute(place(outs))
     if real(run) == real(outs):
         raise UsageError("the exports need a folder of their own", found=str(outs))
     if exists(run) and not is_folder(run):
         raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
     export = export or ExportOptions()
     words = (*words_of(export), "--verify", verify)
-    with held(outs) as place:
-        make_folder(place / "pins")
-        ledger = Ledger(outs, place, real(run))
+    with held(outs) as own:
+        pins = pins_folder(outs, own)
+        make_folder(pins)
+        ledger = Ledger(outs, own, real(run))
         boundary = Boundary.of(run, follow=follow_symlinks)
-        work = _Work(run, place, ledger, boundary, options or WatchOptions(), words)
+        work = _Work(run, pins, ledger, boundary, options or WatchOptions(), words)
         try:
             yield from work.events()
         finally:
@@ -121,7 +122,7 @@ class _Work:
     """One watch: what waits, what runs, and what was told."""
 
     run: Path
-    place: Path
+    pins: Path
     ledger: Ledger
     boundary: Boundary
     options: WatchOptions
@@ -167,7 +168,7 @@ class _Work:
     def _take_over(self) -> None:
         """Go on with what a stopped watch has kept, if the run has removed it since."""
         there = {one.name: one.mark for one in look(self.run, self.boundary)}
-        for left in pins_left(self.place / "pins"):
+        for left in pins_left(self.pins):
             name = left.seen.name
             if self.ledger.is_exported(left.seen) or there.get(name) == left.seen.mark:
                 left.release()
@@ -210,7 +211,7 @@ class _Work:
         if not is_due or self._is_overtaken(one):
             return
         try:
-            self.queue[one.name] = pin(one, step, self.place / "pins", self.boundary)
+            self.queue[one.name] = pin(one, step, self.pins, self.boundary)
         except FileNotFoundError:
             why = "the run removed it before it could be kept"
             yield self._event(EventKind.LOST, one.name, step, why=why)
@@ -273,8 +274,11 @@ class _Work:
         seconds = _SETTLE_S if once else self.options.interval_s
         if self.task is None:
             time.sleep(seconds)
-        elif (code := self.task.job.wait(self.options.interval_s)) is not None:
+        elif (code := self.task.job.wait(min(self.options.interval_s, BEAT_S))) is None:
+            self.ledger.beat()
+        else:
             task, self.task = self.task, None
+            look_anew(self.ledger.out(task.event.checkpoint))
             took = time.monotonic() - task.began
             ended = (
                 self._exported(task.event, task.job, task.pin, code)
@@ -295,6 +299,9 @@ class _Work:
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*age, *told.warnings))
         self.ledger.failed(name)
+        if kept.is_gone(self.boundary):
+            why = "the run removed it, or saved it anew, before it was exported"
+            return replace(event, event=EventKind.LOST, why=why)
         if told.error.code == OutputError.exit_code and not self.options.once:
             self.queue[name] = kept
             self.not_before[name] = time.monotonic() + _RETRY_S

@@ -11,7 +11,14 @@ from typing import Any
 
 import click
 
-from zexport.cli.options import PATH, export_options, links_option, options_of, verify_option
+from zexport.cli.options import (
+    PATH,
+    export_options,
+    links_option,
+    options_of,
+    storage_option,
+    verify_option,
+)
 
 
 @click.command(short_help="Export every checkpoint of a run while it trains.")
@@ -45,6 +52,7 @@ from zexport.cli.options import PATH, export_options, links_option, options_of, 
 @export_options
 @verify_option
 @links_option
+@storage_option
 @click.option("--json", is_flag=True, help="Print one JSON object a line on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Tell of failures and warnings alone.")
 def watch(
