@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import obstore
@@ -20,7 +21,7 @@ from zexport.errors import OutputError
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.shares import Share
-from zexport.store import objects
+from zexport.store import client, objects
 
 _MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
@@ -111,10 +112,63 @@ def test_a_rerun_goes_on_from_whole_shards(
     assert zexport.verify_export(out, against=run).ok
 
 
-def test_what_passes_is_tried_again(run: Path, out: str, server: Server) -> None:
-    server.fault = lambda one: Answer() if one.count == 0 and one.method == "PUT" else None
+_PASSING = (
+    Answer("500 Internal Server Error", "InternalError"),
+    Answer("503 Service Unavailable", "SlowDown", (("Retry-After", "1"),)),
+    Answer("429 Too Many Requests", "SlowDown"),
+    Answer(cut=0),
+)
+
+
+@pytest.mark.parametrize(
+    "answer", _PASSING, ids=lambda one: one.status if one.cut is None else "cut"
+)
+def test_what_passes_is_tried_again(
+    answer: Answer, run: Path, out: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(client.RETRIES, "max_retries", 8)
+    numbers = count()
+    server.fault = lambda one: answer if next(numbers) % 3 == 0 and one.method != "GET" else None
+    zexport.consolidate(run, out, _SHARDS)
+    server.fault = lambda _: None
+    assert zexport.verify_export(out, against=run).ok
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_a_server_that_stops_for_good_is_told_and_nothing_looks_whole(
+    method: str, run: Path, out: str, name: str, server: Server
+) -> None:
+    numbers = count()
+    dead = Answer("502 Bad Gateway", "Gone")
+
+    def stop(one: Request) -> Answer | None:
+        return dead if one.method == method and next(numbers) >= 8 else None
+
+    server.fault = stop
+    with pytest.raises(OutputError, match="the store answers 502") as caught:
+        zexport.consolidate(run, out, _SHARDS)
+    assert caught.value.exit_code == 6
+    server.fault = lambda _: None
+    assert MANIFEST_NAME not in server.get(name)
     zexport.consolidate(run, out, _SHARDS)
     assert zexport.verify_export(out, against=run).ok
+
+
+@pytest.mark.parametrize("given", ["s3://no-such-bucket/model", f"s3://{BUCKET}/model"])
+def test_a_place_that_takes_nothing_is_refused_with_the_reason(
+    given: str, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = "there is no such bucket"
+    if BUCKET in given:
+        told = "there are no credentials"
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        nobody = {"metadata_endpoint": "http://169.254.169.254:1", "connect_timeout": "1s"}
+        client.use_storage_options(nobody)
+    with pytest.raises(OutputError, match=told) as caught:
+        zexport.consolidate(run, given)
+    assert caught.value.exit_code == 6
 
 
 def test_a_killed_export_leaves_nothing_that_looks_whole(

@@ -19,6 +19,7 @@ from tests.support.moves import every_move
 from tests.support.pruning import trainers_run
 from tests.support.resharding import departures
 from tests.support.stopping import SHARDS, files_of, four_shards
+from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
 from tests.torture.prunings import count_calls as count_prunings_calls
@@ -55,6 +56,7 @@ def main() -> None:
             "trainings moved to other ranks and stages",
             lambda: _moves(folder / "moves", options.seconds, options.seed),
         )
+        _told("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
     _told("fuzzers", lambda: _fuzz(options.seconds))
 
 

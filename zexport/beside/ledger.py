@@ -22,8 +22,8 @@ from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address
 from zexport.store.files import (
+    read_edition,
     read_whole,
-    read_with_version,
     rewrite,
     version,
     write_durably,
@@ -38,8 +38,8 @@ from zexport.store.folders import (
     move,
     remove,
 )
+from zexport.store.objects import Edition
 from zexport.store.publish import locked_file
-from zexport.store.versions import Version
 
 _LEDGER = "ledger.json"
 
@@ -88,7 +88,7 @@ class Ledger:
         self._outs = outs
         self._path = place / _LEDGER
         self._run = str(run)
-        self._known: Version | None = None
+        self._known: Edition | None = None
         self._sent = b""
         record = self._read()
         if any(one.is_begun for one in record.entries.values()):
@@ -98,7 +98,7 @@ class Ledger:
     def _read(self) -> _Record:
         if not is_file(self._path):
             return _Record(self._run, {})
-        content, self._known = read_with_version(self._path)
+        content, self._known = read_edition(self._path)
         try:
             record = msgspec.json.decode(content, type=_Record)
         except msgspec.DecodeError as cause:
@@ -122,7 +122,7 @@ class Ledger:
         end = time.monotonic() + 2.5 * BEAT_S
         while isinstance(self._path, Address) and time.monotonic() < end:
             time.sleep(BEAT_S / 10)
-            if read_with_version(self._path)[1] != self._known:
+            if read_edition(self._path)[1] != self._known:
                 raise self._other()
 
     def _other(self) -> OutputError:
@@ -156,7 +156,7 @@ class Ledger:
             try:
                 self._known = rewrite(self._path, self._sent, self._known)
             except FileExistsError as cause:
-                there, self._known = read_with_version(self._path)
+                there, self._known = read_edition(self._path)
                 if there != before:
                     raise self._other() from cause
                 # what was written before had seemed to fail

@@ -18,6 +18,7 @@ from zexport.store import objects
 from zexport.store.address import Address
 from zexport.store.object_files import ObjectInput, ObjectReader
 from zexport.store.object_output import ObjectOutput
+from zexport.store.objects import Edition
 from zexport.store.retries import steadily, synced
 from zexport.store.versions import Version
 
@@ -240,24 +241,22 @@ def read_whole(path: Path) -> bytes:
         return file.readall()
 
 
-def read_with_version(path: Path) -> tuple[bytes, Version]:
-    """The content of a small file of our own, and its version."""
+def read_edition(path: Path) -> tuple[bytes, Edition | None]:
+    """The content of a small file of our own, and of an object which edition of it that is."""
     if isinstance(path, Address):
-        found, content = objects.get(path, 0, objects.head(path).nbytes)
-        return bytes(content), found
-    return read_whole(path), version(path)
+        return objects.read_edition(path)
+    return read_whole(path), None
 
 
-def rewrite(path: Path, content: bytes, known: Version | None) -> Version | None:
-    """A small file of our own holds ``content``, on the disk; its version.
+def rewrite(path: Path, content: bytes, known: Edition | None) -> Edition | None:
+    """A small file of our own holds ``content``, on the disk; of an object, which edition it is.
 
     Raises:
-        FileExistsError: an object is there of another version than was ``known``, if any was.
+        FileExistsError: another edition of an object is there than was ``known``, if any was.
         OSError: it cannot be written.
     """
     if isinstance(path, Address):
-        etag = objects.replace(path, content, known.etag if known is not None else "")
-        return Version(len(content), 0, etag)
+        return objects.replace(path, content, known)
     write_durably(path, content)
     return None
 

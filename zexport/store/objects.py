@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from zexport.store.address import Address
 from zexport.store.client import store_of
@@ -88,15 +89,31 @@ def put(address: Address, content: bytes, *, is_new: bool = False) -> None:
         obstore.put(store, address.key, content, mode=mode, use_multipart=False)
 
 
-def replace(address: Address, content: bytes, known: str) -> str:
-    """Write a small object where it has the ETag ``known``, or where there is none; its new ETag.
+class Edition(Struct, frozen=True):
+    """Which content of an object it is, in the words that a store compares: of gs the number."""
+
+    e_tag: str | None
+    version: str | None
+
+
+def read_edition(address: Address) -> tuple[bytes, Edition]:
+    """A small object whole, and which edition of it that is."""
+    import obstore
+
+    with refusals(address):
+        found = obstore.get(store_of(address.root_url), address.key)
+        return bytes(found.bytes()), Edition(found.meta["e_tag"], found.meta["version"])
+
+
+def replace(address: Address, content: bytes, known: Edition | None) -> Edition:
+    """Write a small object where this edition of it is, or where it is not; the new edition.
 
     Raises:
-        FileExistsError: it has another.
+        FileExistsError: another is there.
     """
     import obstore
 
-    mode: Any = {"e_tag": known} if known else "create"
+    mode: Any = "create" if known is None else {n: w for n, w in asdict(known).items() if w}
     with refusals(address), _changing():
         store = store_of(address.root_url)
         try:
@@ -104,7 +121,7 @@ def replace(address: Address, content: bytes, known: str) -> str:
         except obstore.exceptions.PreconditionError as cause:
             told = "it was replaced meanwhile"
             raise FileExistsError(errno.EEXIST, told, address) from cause
-    return put["e_tag"] or ""
+    return Edition(put["e_tag"], put["version"])
 
 
 def delete(addresses: list[Address]) -> None:
