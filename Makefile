@@ -1,6 +1,8 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both make the same environment first.
 #
-# TORCH chooses the torch build: `make test TORCH=torch==2.13.0`. Left out, pip takes its default.
+# TORCH is what pip is given for torch: `make test TORCH=torch==2.13.0`. Left out, pip takes its default,
+# which is the one for CUDA. Without a GPU, this fetches several GB less:
+# `make demo TORCH='torch --index-url https://download.pytorch.org/whl/cpu'`
 # JOBS is how many processes share the tests; those of one file stay together, with what they set up.
 
 TORCH ?= torch
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
@@ -46,8 +48,15 @@ fix: $(STAMP)         ## repair format and what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)        ## the pages of docs/ as a site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+# The site needs no torch: without .venv it gets an environment of its own, in a minute.
+DOCS_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-docs)
+
+.venv-docs/bin/mkdocs:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet ".[docs]"
+
+docs: $(if $(wildcard $(STAMP)),,.venv-docs/bin/mkdocs)  ## the pages of docs/ as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 bench: $(STAMP)       ## speed and memory, as ratios to cp and to DeepSpeed's script, in one run
 	$(BIN)/python -m benchmarks.run $(BENCH)

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 
+import zexport
 from docs.forms import schemas
 from docs.picture import PICTURE, picture, words
 from docs.support import SUPPORT
+from zexport import compat
 from zexport.cli.main import cli
 from zexport.facts.table import Fact, Severity
 from zexport.findings import FindingKind
@@ -80,6 +84,7 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
         DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
         interfaces: text,
+        DOCS / "python.md": _python_page(),
         support: _replaced(support.read_text(encoding="utf-8"), "support", support_table()),
         PICTURE: picture(),
     }
@@ -91,6 +96,45 @@ def _replaced(text: str, mark: str, content: str) -> str:
     return re.sub(
         re.escape(begin) + ".*?" + re.escape(end), lambda _: begin + content + end, text, flags=re.S
     )
+
+
+# --- python ---
+
+
+def _python_page() -> str:
+    text = (DOCS / "python.md").read_text(encoding="utf-8")
+    text = _replaced(text, "python", _public(zexport, zexport.__all__))
+    return _replaced(text, "compat", _public(compat, compat.__all__))
+
+
+def _public(module: ModuleType, names: list[str]) -> str:
+    """The functions of a module with what they take, and its other names with what they are."""
+    found = {name: getattr(module, name) for name in names if not name.startswith("_")}
+    functions = {name: one for name, one in found.items() if inspect.isfunction(one)}
+    calls = "".join(
+        f"| `{name}({', '.join(map(str, _arguments(one)))})` | {_first(one)} |\n"
+        for name, one in functions.items()
+    )
+    kinds = "".join(
+        f"| `{name}` | {_first(one)} |\n" for name, one in found.items() if name not in functions
+    )
+    types = f"\n| type | what it is |\n|---|---|\n{kinds}" if kinds else ""
+    return f"| function | what it gives |\n|---|---|\n{calls}{types}"
+
+
+def _arguments(function: Any) -> Iterator[str]:
+    """What a function takes, without types."""
+    marked = False
+    for name, one in inspect.signature(function).parameters.items():
+        if one.kind is one.KEYWORD_ONLY and not marked:
+            marked = True
+            yield "*"
+        yield f"**{name}" if one.kind is one.VAR_KEYWORD else name
+
+
+def _first(value: Any) -> str:
+    """The first sentence of a docstring, on one line."""
+    return _one_line(inspect.getdoc(value) or "")
 
 
 # --- support ---
@@ -205,7 +249,11 @@ def _floors(contract: str) -> list[str]:
 def _knows(module: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
     said = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
-    return " ".join(said.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+    return _one_line(said)
+
+
+def _one_line(docstring: str) -> str:
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
 
 
 # --- schemas ---

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zexport.api.export import consolidate, plan_export, plan_reshard, reshard, run_export
     from zexport.api.parts import consolidate_part, finish_export, reshard_part
     from zexport.api.verify import verify_export
-    from zexport.beside.events import WatchEvent
+    from zexport.beside.events import EventKind, WatchEvent
     from zexport.beside.prune import PruneReport, prune
     from zexport.beside.watch import WatchOptions, watch
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
@@ -50,6 +50,7 @@ __all__ = [
     "Cause",
     "DiffReport",
     "Engine",
+    "EventKind",
     "ExportDType",
     "ExportOptions",
     "ExportPlan",
@@ -96,7 +97,7 @@ _HOMES = {
     "api.export": ("consolidate", "plan_export", "plan_reshard", "reshard", "run_export"),
     "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
     "api.verify": ("verify_export",),
-    "beside.events": ("WatchEvent",),
+    "beside.events": ("EventKind", "WatchEvent"),
     "beside.prune": ("PruneReport", "prune"),
     "beside.watch": ("WatchOptions", "watch"),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),

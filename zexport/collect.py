@@ -211,7 +211,9 @@ def _merged(found: Collected, adapter: Adapter, learner: Learner) -> Collected:
     whole = with_saved(found.weights, saved, base.tensors, options)
     merged = merge_adapter(checkpoint, whole, adapter, BaseModel({}, base, known, {}, model_type))
     lacking = base.tensors.keys() - merged.shapes.keys()
-    rounded = f", as {dtype.torch_name}" if dtype is not None and base.tensors else ""
+    rounded = (
+        f", which training had in {dtype.torch_name}" if dtype is not None and base.tensors else ""
+    )
     note = f"the adapter {adapter.name!r} is merged into the base model{rounded}"
     copied = {name: path for name, path in found.sidecars.copied.items() if name != README}
     return structs.replace(

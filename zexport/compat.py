@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     import torch
     from huggingface_hub import StateDictSplit
 
+__all__ = [
+    "LazyTensor",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
 for _package in ("torch", "huggingface_hub"):
     if find_spec(_package) is None:
         raise ImportError(f"zexport.compat needs {_package}. {to_install('hub')}.")

@@ -80,7 +80,11 @@ def cut_off(tensor: torch.Tensor) -> torch.Tensor:
 DAMAGES: dict[str, tuple[Damage, Kind, str]] = {
     "Gemma's norms": (each("norm", lambda t: t + 1), Kind.SHIFTED, "A is B +1"),
     "norms less one": (each("norm", lambda t: t - 1), Kind.SHIFTED, "A is B -1"),
-    "norms reset": (each("norm", torch.ones_like), Kind.CONSTANT, "one number all over in A"),
+    "norms reset": (
+        each("norm", torch.ones_like),
+        Kind.CONSTANT,
+        "one number in every place, in A",
+    ),
     "one norm reset": (each("0.input_layernorm", torch.ones_like), Kind.CONSTANT, "one number"),
     "norms exchanged": (
         swapped("layers.0.", "layers.1.", "norm"),

@@ -255,7 +255,7 @@ def test_a_failure_of_every_command_fits_its_schema(tmp_path: Path) -> None:
         "inspect": [(3, (nothing,)), (2, ("--unknown",))],
         "verify": [(7, (nothing, "--against", PLAIN)), (2, ())],
         "diff": [(3, (nothing, PLAIN)), (2, (nothing,))],
-        "watch": [(2, (nothing, nothing, "--once")), (2, ())],
+        "watch": [(2, (PLAIN, PLAIN, "--once")), (2, ())],
         "prune": [(3, (nothing, "--export", full)), (2, (nothing,))],
         "train": [(6, (full,)), (2, (nothing, "--stage", 4))],
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
@@ -78,7 +79,7 @@ def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOp
 def run_export(
     plan: ExportPlan,
     *,
-    verify: VerifyMode = VerifyMode.READBACK,
+    verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
 ) -> ExportReport:
     """Make the plan's output folder, whole and on the disk, or nothing at all.
@@ -95,7 +96,7 @@ def run_export(
         UnsafeError: the reference engine would have to run unknown code.
         VerificationError: what was written is not what was meant.
     """
-    verify = chosen("verify", VerifyMode, verify)
+    mode = chosen("verify", VerifyMode, verify)
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
@@ -103,7 +104,7 @@ def run_export(
 
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
-        return execute.run_plan(plan, reader=reader, verify=verify, progress=progress)
+        return execute.run_plan(plan, reader=reader, verify=mode, progress=progress)
 
 
 def consolidate(
@@ -113,8 +114,9 @@ def consolidate(
     *,
     tag: str | None = None,
     follow_symlinks: bool = False,
-    verify: VerifyMode = VerifyMode.READBACK,
+    verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
+    **choices: Any,
 ) -> ExportReport:
     """Turn a ZeRO checkpoint into a Hugging Face model folder.
 
@@ -126,13 +128,15 @@ def consolidate(
         follow_symlinks: read what a link leads to, wherever that is.
         verify: how the result is read again before the folder gets its name.
         progress: told of every step.
+        **choices: fields of ``options`` by name, such as ``dtype="bf16"``.
 
     Raises:
+        TypeError: no option has such a name.
         ZexportError: one of its kinds; ``exit_code`` and ``kind`` tell which.
     """
     began = time.monotonic()
     opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_export(opened, out_dir, options)
+    plan = plan_export(opened, out_dir, replace(options or ExportOptions(), **choices))
     done = run_export(plan, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)
 
@@ -140,20 +144,22 @@ def consolidate(
 def reshard(
     checkpoint: Checkpoint,
     out_dir: Path | str,
-    options: ReshardOptions,
+    options: ReshardOptions | None = None,
     *,
     tag: str | None = None,
     follow_symlinks: bool = False,
-    verify: VerifyMode = VerifyMode.READBACK,
+    verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
+    **choices: Any,
 ) -> ExportReport:
     """Turn a ZeRO checkpoint into one that the same training goes on from on other ranks.
 
     ``out_dir`` is of the same arrangement as the checkpoint (a Trainer's ``checkpoint-N``, say);
-    ``options`` are number of ranks, stage and more. All else is as for ``consolidate``.
+    ``options`` are number of ranks, stage and more, of which each may be given by its name, such as
+    ``world_size=3``. All else is as for ``consolidate``.
     """
     began = time.monotonic()
     opened = open_checkpoint(checkpoint, tag=tag, follow_symlinks=follow_symlinks)
-    plan = plan_reshard(opened, out_dir, options)
+    plan = plan_reshard(opened, out_dir, replace(options or ReshardOptions(), **choices))
     done = run_export(plan, verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

@@ -28,7 +28,7 @@ from zexport.run.verify import VerifyReport
 from zexport.store.address import place
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
-from zexport.store.folders import exists, is_folder
+from zexport.store.folders import exists, is_file, is_folder
 from zexport.store.publish import unfinished_work
 
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
@@ -105,6 +105,13 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
         boundary.check(out_dir / MANIFEST_NAME)
         if exists(out_dir / MANIFEST_NAME):
             boundary.check_tree(out_dir)
+        elif is_file(out_dir / "latest"):  # a look into it may take long
+            raise VerificationError(
+                "is a checkpoint, and no export",
+                path=out_dir,
+                hint="Name the export first, as in: zexport verify model --against "
+                f"{shell_word(out_dir)}",
+            )
 
 
 def _open_source(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 from zexport.report.failure import Told
 from zexport.store.json import JsonObject, Natural, form_of
 
 
-class EventKind(Enum):
+class EventKind(StrEnum):
     """What has become of a checkpoint, or of its export."""
 
     EXPORTED = "exported"

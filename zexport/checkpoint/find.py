@@ -8,6 +8,7 @@ folder with the rank files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zexport.checkpoint.candidates import (
@@ -41,6 +42,8 @@ from zexport.errors import (
     UsageError,
 )
 from zexport.filenames import ADAPTER_FILE
+from zexport.printable import some
+from zexport.store.address import Address
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
@@ -48,7 +51,7 @@ from zexport.store.publish import is_unfinished
 
 _LATEST = ("latest", "latest_universal")
 _CHECK = "Check the path and its permissions"
-_GIVE_FOLDER = "Give the folder that holds `latest`"
+_GIVE_FOLDER = "Give a run's folder, checkpoint-N in it, or the folder that holds `latest`"
 _FINISHED = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -162,9 +165,21 @@ def _folder(path: Path) -> Path:
     if not is_folder(path):
         what = "is a file, not a checkpoint folder" if exists(path) else "does not exist"
         pruned = pruned_name(path)
-        hint = f"It was pruned: give {pruned}" if exists(pruned) else _GIVE_FOLDER
+        hint = f"It was pruned: give {pruned}" if exists(pruned) else _instead(path)
         raise NotACheckpointError(what, path=path, hint=hint)
     return run_folder(path)
+
+
+def _instead(path: Path) -> str:
+    """What to give in place of what is no folder: what lies beside it under a like name."""
+    import difflib  # noqa: PLC0415 - who names a folder that is there needs it not
+
+    names = list[str]()
+    if is_folder(path.parent) and not isinstance(path, Address):
+        with suppress(PermissionError):
+            names = sorted(child.name for child, _ in child_folders(path.parent))
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"Did you mean {path.parent / near[0]}? {_GIVE_FOLDER}" if near else _GIVE_FOLDER
 
 
 def run_folder(path: Path) -> Path:
@@ -274,7 +289,7 @@ def _example(candidates: Sequence[Candidate]) -> str:
     tied = newest.step is not None and any(
         one.step == newest.step and are_tied(one.root / one.tags[-1], folder) for one in others
     )
-    return "" if tied else f", for example --tag {newest.name}"
+    return "" if tied else f", for example --tag {newest.name} or --tag newest"
 
 
 def _check_any(path: Path, tag: str | None = None) -> None:
@@ -346,4 +361,4 @@ def _check_one_model(root: Path, tags: Sequence[str]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if names else "no tag folder"
+    return some(names) if names else "no tag folder"

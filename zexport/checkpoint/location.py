@@ -27,6 +27,11 @@ class Framework(Enum):
     ZEXPORT = "zexport train"
     DEEPSPEED = "DeepSpeed"
 
+    @property
+    def keeps_runs(self) -> bool:
+        """Whether the folder around a tag is a run's; others make one for each checkpoint."""
+        return self in (Framework.DEEPSPEED, Framework.ZEXPORT)
+
 
 class TagChoice(Enum):
     """How the tag was chosen."""
@@ -63,8 +68,7 @@ class Location(Struct, frozen=True):
 
         DeepSpeed's own is the tag's; others make one around it, whose tag may always be the same.
         """
-        is_run = self.framework in (Framework.DEEPSPEED, Framework.ZEXPORT)
-        folder = self.real_root / self.tag if is_run else self.real_root
+        folder = self.real_root / self.tag if self.framework.keeps_runs else self.real_root
         return "/".join(folder.parts[1:][-2:])
 
 
@@ -107,11 +111,12 @@ def check_child_name(tag: str, path: Path, error: type[UnsafeError] | type[Usage
 
 def location_of(root: Path, tag: str, chosen: TagChoice, boundary: Boundary) -> Location:
     """The tag folder ``tag`` in ``root``, with what lies around it."""
-    framework = _framework(root, tag)
+    framework = framework_of(root, tag)
     return Location(root, tag, chosen, framework, list_tags(root), boundary, real(root))
 
 
-def _framework(root: Path, tag: str) -> Framework:
+def framework_of(root: Path, tag: str) -> Framework:
+    """Who arranged the folders around a tag in ``root``."""
     if is_file(root / SOURCE_SIDECAR):
         return Framework.ZEXPORT
     if is_file(root / "trainer_state.json"):

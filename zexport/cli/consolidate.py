@@ -7,22 +7,20 @@ from typing import Any
 
 import click
 
-from zexport.cli.making import Making, making_options
+from zexport.cli.making import Making, making_options, output_option, split
 from zexport.cli.options import (
     PATH,
     export_options,
-    missing_path,
     options_of,
     tag_option,
     verify_option,
 )
 from zexport.printable import shell_word
-from zexport.store.folders import exists
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
-@click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, by name.")
+@output_option
 @tag_option
 @export_options
 @verify_option
@@ -38,21 +36,9 @@ def consolidate(
 
     Example: zexport consolidate run/checkpoint-100 model --dtype bf16
     """
-    ckpts, out = _split(paths, output)
+    first = shell_word(paths[0]) if paths else "run/checkpoint-100"
+    example = f"zexport consolidate {first} model"
+    ckpts, out = split(paths, output, example)
     given["verify"] = "none" if no_verify else verify
     making = Making.taken_from(given)
     making.make(ckpts, out, options_of(**given))
-
-
-def _split(paths: tuple[Path, ...], output: Path | None) -> tuple[tuple[Path, ...], Path]:
-    """The checkpoint's folders, and the one to make: the last, unless an option names it."""
-    if not paths or (output is None and len(paths) == 1):
-        first = "".join(map(shell_word, paths[:1]))
-        raise missing_path(paths, f"zexport consolidate {first} model")
-    if output is None:
-        return paths[:-1], paths[-1]
-    if len(paths) > 1 and not exists(paths[-1]):
-        raise click.UsageError(
-            f"OUT is given twice, as {str(paths[-1])!r} and with --output as {str(output)!r}."
-        )
-    return paths, output

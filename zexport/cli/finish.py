@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
-from zexport.cli.making import tell
-from zexport.cli.options import PATH, json_option, progress_options, storage_option
+from zexport.cli.making import quiet_option, tell
+from zexport.cli.options import PATH, json_option, progress_option, storage_option
 
 
 @click.command(short_help="Publish what several parts have written.")
 @click.argument("out", type=PATH)
 @storage_option
 @json_option
-@progress_options
+@progress_option
+@quiet_option
 def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
     """Complete OUT, all of whose parts are written (`consolidate --part`, `reshard --part`).
 

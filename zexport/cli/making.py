@@ -14,17 +14,22 @@ import click
 from msgspec import Struct
 
 from zexport.cli.options import (
+    PATH,
     F,
     json_option,
     links_option,
-    progress_options,
+    missing_path,
+    progress_option,
     storage_option,
     together,
 )
 from zexport.cli.part import part_option
 from zexport.cli.streams import put_out
+from zexport.errors import NotACheckpointError
 from zexport.options import ExportOptions, ReshardOptions
+from zexport.printable import shell_word
 from zexport.store.address import Address
+from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
@@ -32,6 +37,12 @@ if TYPE_CHECKING:
     from zexport.run.parts import PartReport
     from zexport.run.shares import Share
     from zexport.store.json import JsonObject
+
+
+output_option = click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, by name.")
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, help="No progress, no report and no notes; warnings stay."
+)
 
 
 def making_options(overwrite: str) -> Callable[[F], F]:
@@ -43,7 +54,8 @@ def making_options(overwrite: str) -> Callable[[F], F]:
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--overwrite", is_flag=True, help=overwrite),
         json_option,
-        progress_options,
+        progress_option,
+        quiet_option,
     )
 
 
@@ -73,6 +85,7 @@ class Making(Struct, frozen=True):
         from zexport.cli.progress import progress_printer
         from zexport.run.execute import VerifyMode
 
+        _check_order(ckpts, out)
         mode, follow = VerifyMode(self.verify), self.follow_symlinks
         if options.overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
             told = f"What {out} holds is removed before the new folder is written: "
@@ -125,6 +138,23 @@ class Making(Struct, frozen=True):
             put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
 
 
+def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:
+    """Refuse what is given the wrong way round."""
+    from zexport.checkpoint.candidates import is_tag_dir, list_tags
+
+    if (
+        len(ckpts) == 1
+        and not isinstance(ckpts[0], Address)
+        and not exists(ckpts[0])
+        and (is_tag_dir(out) or (exists(out) and list_tags(out)))
+    ):
+        raise NotACheckpointError(
+            "does not exist",
+            path=ckpts[0],
+            hint=f"The checkpoint comes first: {shell_word(out)} {shell_word(ckpts[0])}",
+        )
+
+
 def tell(
     done: ExportReport,
     form: Callable[[], JsonObject],
@@ -151,3 +181,18 @@ def _what(plan: ExportPlan) -> str:
     from zexport.resume.plan import recorded_settings
 
     return for_whom(recorded_settings(plan.provenance))
+
+
+def split(
+    paths: tuple[Path, ...], output: Path | None, example: str
+) -> tuple[tuple[Path, ...], Path]:
+    """The checkpoint's folders, and the one to make: the last, unless an option names it."""
+    if not paths or (output is None and len(paths) == 1):
+        raise missing_path(paths, example)
+    if output is None:
+        return paths[:-1], paths[-1]
+    if len(paths) > 1 and not exists(paths[-1]):
+        raise click.UsageError(
+            f"OUT is given twice, as {str(paths[-1])!r} and with --output as {str(output)!r}."
+        )
+    return paths, output

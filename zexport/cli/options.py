@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from zexport.errors import UsageError
+from zexport.errors import MissingExtraError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
 from zexport.report.text import plural, size
@@ -40,6 +40,8 @@ class GivenPath(click.Path):
         try:
             path = place(value)
             return path if isinstance(path, Address) else super().convert(path, param, ctx)
+        except MissingExtraError:
+            raise
         except UsageError as error:
             self.fail(error.statement(), param, ctx)
         except OSError as error:
@@ -96,11 +98,11 @@ class Rename(click.ParamType[tuple[str, str]]):
 
 
 class Named(click.Choice[str]):
-    """One of an enumeration's members, by its value."""
+    """One of an enumeration's members, by its value; ``listed`` are those worth telling of."""
 
-    def __init__(self, members: type[Enum]) -> None:
+    def __init__(self, members: type[Enum], listed: Iterable[Enum] = ()) -> None:
         self._members = members
-        super().__init__([member.value for member in members])
+        super().__init__([member.value for member in listed or members])
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -115,7 +117,8 @@ class Named(click.Choice[str]):
 def missing_path(paths: Sequence[Path], example: str) -> click.MissingParameter:
     """The refusal of a command line without CKPT, or of one without OUT, with an example."""
     hint = "'OUT'" if paths else "'CKPT'"
-    told = f"Name the folder to make, as in: {example}" if paths else None
+    what = "Name the folder to make" if paths else "Name a checkpoint, and the folder to make"
+    told = f"{what}, as in: {example}"
     return click.MissingParameter(told, param_hint=hint, param_type="argument")
 
 
@@ -187,8 +190,7 @@ jobs_option = click.option(
     type=click.IntRange(1, 256),
     metavar="N",
     default=_DEFAULTS.jobs,
-    show_default="one a core, up to 4",
-    help="Worker threads.",
+    help="Worker threads, at most 256.  [default: one a core, up to 4]",
 )
 verify_option = click.option(
     "--verify",
@@ -204,23 +206,23 @@ check_option = click.option(
     show_default=True,
     help="How much of the fp32 weights is compared with the checkpoint's 16-bit copy.",
 )
-_KINDS = ", ".join(kind.value for kind in FindingKind if kind.is_refused)
+_REFUSED = [kind for kind in FindingKind if kind.is_refused]
 allow_option = click.option(
     "--allow",
-    type=Named(FindingKind),
+    type=Named(FindingKind, _REFUSED),
     multiple=True,
     metavar="KIND",
-    help=f"Go on where this is found, and say so; repeatable. One of {_KINDS}.",
+    help=f"Go on where this is found, and say so; repeatable. One of {', '.join(_REFUSED)}.",
+)
+progress_option = click.option(
+    "--progress",
+    type=click.Choice(["auto", "json"]),
+    default="auto",
+    show_default=True,
+    help="Progress on stderr: a bar or plain lines, or JSON lines.",
 )
 progress_options = together(
-    click.option(
-        "--progress",
-        type=click.Choice(["auto", "json"]),
-        default="auto",
-        show_default=True,
-        help="Progress on stderr: a bar or plain lines, or JSON lines.",
-    ),
-    click.option("-q", "--quiet", is_flag=True, help="No progress and no notes; warnings stay."),
+    progress_option, click.option("-q", "--quiet", is_flag=True, help="No progress.")
 )
 adapter_config_option = click.option(
     "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
@@ -255,7 +257,8 @@ export_options = together(
         type=Named(ExportDType),
         default=_DEFAULTS.dtype.value,
         show_default=True,
-        help="Element type of the weights; auto: the one that the module trained in.",
+        help="Element type of the weights; auto: the one that the module trained in. Names of "
+        "torch's, such as bfloat16, do too.",
     ),
     click.option(
         "--base",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,10 +38,30 @@ def progress_printer(
     elif mode == "json":
         yield _JsonLines().tell
     elif _is_terminal():
-        with _new_bar() as bar:
+        with _new_bar() as bar, _told_of_waiting(bar.console.print):
             yield _on_bar(bar)
     else:
-        yield _PlainLines().tell
+        with _told_of_waiting(_print_line):
+            yield _PlainLines().tell
+
+
+@contextmanager
+def _told_of_waiting(tell: Callable[[str], None]) -> Iterator[None]:
+    """What the library says it waits for is told as it begins."""
+    log, handler = logging.getLogger("zexport"), logging.Handler()
+    handler.emit = lambda record: tell(f"{record.getMessage()} ...")  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
 
 
 def _is_terminal() -> bool:
@@ -120,7 +141,7 @@ class _PlainLines(_Lines):
             f"{_LABEL[progress.phase.value]}: {100 * done // max(total, 1)} % "
             f"({size(done)} of {size(total)}, {size(round(self._speed(progress, now)))}/s{rest})"
         )
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+        _print_line(line)
 
 
 def _new_bar() -> Bar:

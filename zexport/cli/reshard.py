@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
-from zexport.cli.making import Making, making_options
+from zexport.cli.making import Making, making_options, output_option, split
 from zexport.cli.options import (
     PATH,
     ByteSize,
     allow_option,
     check_option,
     jobs_option,
-    missing_path,
     tag_option,
     verify_option,
 )
@@ -25,17 +24,18 @@ from zexport.printable import shell_word
 
 @click.command(short_help="Turn a ZeRO checkpoint into one for another number of ranks or stage.")
 @click.argument("paths", type=PATH, nargs=-1, metavar="CKPT... OUT")
+@output_option
 @tag_option
 @click.option(
     "-n",
     "--world-size",
-    type=int,
+    type=click.IntRange(1),
     metavar="N",
     help="How many data-parallel ranks are to go on; needed for rank files.",
 )
 @click.option(
     "--stage",
-    type=int,
+    type=click.IntRange(1, 3),
     metavar="1..3",
     help="Their ZeRO stage.  [default: the checkpoint's]",
 )
@@ -71,30 +71,35 @@ from zexport.printable import shell_word
 @check_option
 @allow_option
 @making_options("Replace an older result at OUT, once the new one is complete.")
-def reshard(*, paths: tuple[Path, ...], world_size: int | None, **given: Any) -> None:
+def reshard(
+    *, paths: tuple[Path, ...], output: Path | None, world_size: int | None, **given: Any
+) -> None:
     """Turn the ZeRO checkpoint CKPT into OUT, from which the same training goes on with N ranks.
 
     Weights, optimizer states, schedule and the client's own state come along. OUT is loaded as any
     checkpoint is: by DeepSpeed's load_checkpoint, Trainer, Accelerate or Lightning. It appears
     complete or not at all.
 
-    Example: zexport reshard run/checkpoint-100 on-3 --world-size 3
+    Example: zexport reshard run/checkpoint-100 on-3 -n 3
     """
     is_bare = world_size is None and given["format"] == ResumeFormat.NATIVE.value
-    _check(paths, is_bare=is_bare)
+    ckpts, out = _checked(paths, output, is_bare=is_bare)
     making = Making.taken_from(given)
-    making.make(paths[:-1], paths[-1], _options(world_size=world_size, **given))
+    making.make(ckpts, out, _options(world_size=world_size, **given))
 
 
-def _check(paths: tuple[Path, ...], *, is_bare: bool) -> None:
-    """Refuse a command line that lacks OUT, or is bare of a number of ranks, with an example."""
-    source, out = (*map(shell_word, paths), "on-3")[:2] if paths else ("", "")
+def _checked(
+    paths: tuple[Path, ...], output: Path | None, *, is_bare: bool
+) -> tuple[tuple[Path, ...], Path]:
+    """CKPT and OUT; without OUT, or bare of a number of ranks, a refusal with an example."""
+    given = (*paths, output) if output is not None else paths
+    source, out = (*map(shell_word, given), "on-3")[:2] if given else ("run/checkpoint-100", "on-3")
     example = f"zexport reshard {source} {out} -n 3"
-    if len(paths) < 2:  # noqa: PLR2004 - the source and the folder to make
-        raise missing_path(paths, example)
+    ckpts, folder = split(paths, output, example)
     if is_bare:
         told = f"Say how many ranks are to go on, as in: {example}"
         raise click.MissingParameter(told, param_hint="'-n'", param_type="option")
+    return ckpts, folder
 
 
 def _options(

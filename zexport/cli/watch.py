@@ -19,6 +19,8 @@ from zexport.cli.options import (
     storage_option,
     verify_option,
 )
+from zexport.errors import NotACheckpointError
+from zexport.store.folders import exists
 
 
 @click.command(short_help="Export every checkpoint of a run while it trains.")
@@ -93,15 +95,29 @@ def watch(
         newest_only=newest_only,
         interval_s=interval,
     )
-    worst = 0
+    _begin(run, outs, once=once, quiet=quiet)
+    worst, told = 0, 0
     options = options_of(**chosen)
     events = beside.watch(run, outs, asked, options, follow_symlinks=follow_symlinks, verify=verify)
     with closing(events):  # an interrupt may come while one is told
         for event in events:
-            worst = max(worst, event.code)
+            worst, told = max(worst, event.code), told + 1
             if json:
                 click.echo(json_text.dumps(event.to_json(), allow_nan=False))
             elif event.code or event.warnings or not quiet:
                 print_event(PlainConsole(sys.stdout), event)
             sys.stdout.flush()
+    if once and not (told or quiet):
+        click.echo(f"Nothing new in {run}.", err=True)
     click.get_current_context().exit(worst)
+
+
+def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
+    """Say what is watched; a run that is not there is waited for, but by no single look."""
+    is_there = exists(run)
+    if once and not is_there:
+        hint = "Give the folder of the run's checkpoints; without --once it is waited for"
+        raise NotACheckpointError("does not exist", path=run, hint=hint)
+    if not (once or quiet):
+        absent = "" if is_there else ", which is not there yet"
+        click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)

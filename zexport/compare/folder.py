@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import is_tag_dir, list_tags
+from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
@@ -16,6 +16,7 @@ from zexport.model.fit import Fit
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.plan.plan import SourceFile
+from zexport.printable import shell_word
 from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.files import reading
@@ -146,8 +147,20 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
         return _weight_files(indexes[0])
     files = matching(path, _WEIGHTS_PATTERN)
     if not files:
-        raise CheckpointError(_lack(path), path=path, hint=_NO_WEIGHTS_HINT)
+        raise CheckpointError(_lack(path), path=path, hint=_instead(path))
     return {file: set() for file in files}
+
+
+def _instead(path: Path) -> str:
+    """What may be meant by a path without weights."""
+    if has_rank_files(path):
+        return (
+            "It is a checkpoint, which is compared with another one; zexport verify MODEL "
+            f"--against {shell_word(path)} compares an export with it"
+        )
+    if is_folder(path) and (runs := list_run_checkpoints(path)):
+        return f"Give one of its checkpoints, for example {shell_word(path / runs[-1])}"
+    return _NO_WEIGHTS_HINT
 
 
 def _lack(path: Path) -> str:

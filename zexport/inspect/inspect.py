@@ -16,6 +16,7 @@ from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
+from zexport.extras import lack_for_names, to_have_names
 from zexport.filenames import CONFIG
 from zexport.inspect.around import (
     TagSummary,
@@ -140,7 +141,15 @@ def inspect_checkpoint(
     paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     try:
         checkpoint = open_checkpoint(paths, tag=tag, follow_symlinks=follow_symlinks)
-    except AmbiguousTagError:
+    except AmbiguousTagError as cause:
+        if len(paths) > 1:
+            raise AmbiguousTagError(
+                f"{cause.problem}, and is one of {len(paths)} folders that were given",
+                path=cause.path,
+                found=cause.found,
+                hint="Give one run alone; several folders are parts of one checkpoint, which "
+                "--tag names",
+            ) from cause
         tags = summarize_choice(paths[0], follow_symlinks=follow_symlinks)
         if tag == NEWEST or not tags:  # without any, it holds whole runs, which the error names
             raise
@@ -234,21 +243,25 @@ def _verdict(
     if problems:
         return _refusal(problems)
     if any(adapter.method is not None for adapter in adapters):
-        base = "" if adapters[0].has_base else " --base DIR"
+        merge = "--adapter merge" if adapters[0].has_base else "--base MODEL"
         return Verdict(
             Outcome.EXPORTABLE,
             "exportable as an adapter, or merged into its base model",
-            f"{command} (or with --adapter merge{base})",
+            f"{command} (or merged: {command} {merge})",
         )
     if checkpoint.left_out or checkpoint.frozen_left_out:
         return Verdict(
             Outcome.NEEDS_BASE,
             "exportable with the base model, which has the frozen weights that were left out, or "
             "without them",
-            f"{command} --base DIR (or --exclude-frozen)",
+            f"{command} --base MODEL (or {command} --exclude-frozen)",
         )
     command += " --base MODEL" if CONFIG in missing_sidecars else ""
-    return Verdict(Outcome.EXPORTABLE, "exportable, as far as metadata tells", command)
+    sentence = "exportable, as far as metadata tells"
+    if lack := lack_for_names():
+        sentence += f"; here ({lack}) only if the model's names on the hub are known already"
+        command += f" (if they are not: {to_have_names()}; or add --layout memory)"
+    return Verdict(Outcome.EXPORTABLE, sentence, command)
 
 
 def _refusal(problems: Sequence[ZexportError]) -> Verdict:

@@ -67,6 +67,7 @@ def model_card(
     *,
     origin: Sequence[str] = (),
     trained_on: str = "",
+    is_adapter: bool = False,
 ) -> bytes:
     """The content of ``README.md``, with metadata as the hub takes them.
 
@@ -78,17 +79,19 @@ def model_card(
         apart: weights that the class does not know, by file.
         origin: what came from elsewhere, or was exported all the same, in paragraphs.
         trained_on: what an adapter calls its base; empty where nothing shows that it is the one.
+        is_adapter: whether this is the adapter, not a model.
     """
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)
     steps = checkpoint.global_steps
     step = "" if steps is None else f" after {steps - checkpoint.skipped_steps} steps"
+    title = "Adapter" if is_adapter else _inline(architecture or "Model")
     lines = [
         "---",
-        _metadata(sidecars, architecture, trained_on),
+        _metadata(sidecars, architecture, trained_on, is_adapter=is_adapter),
         "---",
         "",
-        f"# {_inline(architecture or 'Model')} from a DeepSpeed checkpoint",
+        f"# {title} from a DeepSpeed checkpoint",
         "",
         f"The weights are those of the {_of_layout(checkpoint)} {_inlined(checkpoint.location)},",
         f"written by {_writer(checkpoint)}{step} and",
@@ -158,7 +161,9 @@ def _inlined(location: Location) -> str:
     return name if location.name.endswith(location.tag) else f"{name} (tag {tag})"
 
 
-def _metadata(sidecars: Sidecars, architecture: str | None, trained_on: str) -> str:
+def _metadata(
+    sidecars: Sidecars, architecture: str | None, trained_on: str, *, is_adapter: bool
+) -> str:
     """What the hub reads of a card; a path of some machine is never part of it.
 
     The base model's name is that of the base folder in the hub's cache, else what a merged adapter
@@ -169,12 +174,13 @@ def _metadata(sidecars: Sidecars, architecture: str | None, trained_on: str) -> 
     card = sidecars.base_card
     license_id = _stated(card, "license", _LICENSE_ID)
     is_encoder = "modules.json" in sidecars.copied
+    library = "sentence-transformers" if is_encoder else "transformers"
     names = (name for name in _names(sidecars, card, trained_on) if is_hub_id(name))
     base_model = next(names, None)
     known = {
         "base_model": base_model,
-        "base_model_relation": base_model and "finetune",
-        "library_name": "sentence-transformers" if is_encoder else "transformers",
+        "base_model_relation": base_model and ("adapter" if is_adapter else "finetune"),
+        "library_name": "peft" if is_adapter else library,
         "license": license_id,
         "license_name": license_id and _stated(card, "license_name", _LICENSE_NAME),
         "license_link": license_id and _stated(card, "license_link", _LICENSE_LINK),

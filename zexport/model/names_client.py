@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
 from zexport.store.files import read_regular
 from zexport.store.folders import cache_folder, matching, replace_content
 from zexport.store.json import JsonObject
+
+_log = logging.getLogger(__name__)
 
 _SCHEMA = 6
 
@@ -83,6 +86,7 @@ class NamesClient:
         """See to it that there is a process, unless transformers cannot be imported."""
         if self._process is not None:
             return
+        _log.info("Asking transformers for the names of this model, once for each config")
         self._process = _NamesProcess()
         if not self._process.is_ready():
             self._lack = f"transformers {self._version}, but {self._process.last_words()}"

@@ -137,7 +137,11 @@ def find_sidecars(
     anything. A link leads to somewhere in the folder that it lies in, or within ``boundary``.
     """
     if base is not None and not is_folder(base):
-        raise NotACheckpointError("is no folder", path=base, hint="Give --base a model folder")
+        raise NotACheckpointError(
+            "is no folder",
+            path=base,
+            hint="Give --base a model folder, or the name of a model in the hub's cache",
+        )
     given = [] if base is None else [base]
     folders = [root, root.parent, *given]
     copied = _present(root, (README,))

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from zexport.plan.plan import WEIGHTS_ONLY
 from zexport.printable import some
 from zexport.report.text import (
     Console,
     duration,
+    near,
     plural,
     print_facts,
     print_findings,
     print_line,
     print_list,
     print_table,
+    print_text,
     size,
 )
 
 if TYPE_CHECKING:
-    from zexport.plan.plan import Form
+    from zexport.plan.plan import Form, Origin
     from zexport.plan.summary import PlanSummary
     from zexport.run.execute import ExportReport
     from zexport.run.parts import PartReport
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 _SHARDS_SHOWN = 20
 _SPEED_TOLD_NBYTES = 10**8
 _PROBLEMS_SHOWN = 20
+_NAMES_WIDTH = 66
+_NAMES_MAX = 8
 _VERIFIED = {
     "readback": "every file was read again and compared",
     "disk": "every file was read again from the disk and compared",
@@ -45,7 +51,7 @@ def print_plan(
     what: str = "",
 ) -> None:
     """The plan for people; nothing has been written. ``what`` is made is said by ``form`` else."""
-    _print_first(console, f"Plan for {plan.out_dir} (nothing is written)", plan, "bold")
+    _print_first(console, f"Plan for {near(plan.out_dir)} (nothing is written)", plan, "bold")
     reads = f"{size(plan.nbytes_to_read)} of {plural(len(plan.sources), 'file')}"
     seconds = duration(plan.seconds_at_1_gb_per_s)
     print_facts(
@@ -72,7 +78,8 @@ def _print_first(
 ) -> None:
     """The first line: what was made of which checkpoint, and whether nothing will load it."""
     only = f": {WEIGHTS_ONLY}" if result.form.weights_only else ""
-    print_line(console, f"{done} from {result.origin}{only}", "bold yellow" if only else style)
+    told = f"{done} from {_near(result.origin)}{only}"
+    print_text(console, told, "bold yellow" if only else style, indent=2)
 
 
 def _unit(form: Form) -> str:
@@ -111,12 +118,12 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
     speed = f" ({size(round(report.nbytes_written / max(report.seconds, 1e-9)))}/s)"
     if report.nbytes_written < _SPEED_TOLD_NBYTES:  # then it is mostly of other things than moving
         speed = ""
-    _print_first(console, f"{done} to {report.out_dir}", report, "bold green")
+    _print_first(console, f"{done} to {near(report.out_dir)}", report, "bold green")
     print_facts(
         console,
         (
             (_unit(report.form), f"{report.tensors:,}, {what or _form(report.form)}"),
-            ("Files", f"{len(report.files):,}: {some(report.files, 4)}"),
+            ("Files", _listed(report.files)),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
             ("Written", f"{size(report.nbytes_written)}"),
@@ -128,10 +135,24 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
     print_list(console, "Notes", report.notes)
 
 
+def _near(origin: Origin) -> Origin:
+    """A checkpoint with its folder as it is typed from here."""
+    return structs.replace(origin, folder=near(origin.folder))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """How many files there are, and as many of their names as fit on a line."""
+    told = [
+        f"{len(names):,}: {some(names, count)}"
+        for count in range(1, min(len(names), _NAMES_MAX) + 1)
+    ]
+    return next((one for one in reversed(told) if len(one) <= _NAMES_WIDTH), f"{len(names):,}")
+
+
 def print_part(console: Console, report: PartReport) -> None:
     """What one of several workers did."""
-    told = f"Part {report.part}/{report.parts} of {report.out_dir} is written from {report.origin}"
-    print_line(console, told, "bold green")
+    told = f"Part {report.part}/{report.parts} of {near(report.out_dir)} is written from "
+    print_text(console, f"{told}{_near(report.origin)}", "bold green", indent=2)
     missing = [f"{number}/{report.parts}" for number in report.missing]
     print_facts(
         console,
@@ -156,17 +177,15 @@ def print_warnings(console: Console, report: ExportReport | PartReport) -> None:
 
 def print_verify(console: Console, report: VerifyReport) -> None:
     """The report for people: one line of verdict, and a line for each problem."""
-    looked_at = f"{plural(report.files, 'file')}, {plural(report.tensors, 'tensor')}"
+    count = plural(report.tensors, "piece" if report.is_checkpoint else "tensor")
+    looked_at = f"{plural(report.files, 'file')}, {count} compared"
     against = " and made again from the checkpoint" if report.against_checkpoint else ""
-    of = "" if report.origin is None else f", of {report.origin}"
+    found = "whole" if report.ok else plural(len(report.problems), "problem")
+    told = f"{near(report.out_dir)}: {found} ({looked_at}{against}){_of(report)}"
+    print_text(console, told, "green" if report.ok else "bold red", indent=2)
     if report.ok:
-        verdict = f"{report.out_dir}: whole ({looked_at} compared{against}){of}"
-        print_line(console, verdict, "green")
         _print_compared(console, report)
         return
-    count = plural(len(report.problems), "problem")
-    verdict = f"{report.out_dir}: {count} ({looked_at} compared{against}){of}"
-    print_line(console, verdict, "bold red")
     print_table(
         console,
         ("File", "Tensor", "Problem"),
@@ -175,7 +194,18 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     if len(report.problems) > _PROBLEMS_SHOWN:
         more = len(report.problems) - _PROBLEMS_SHOWN
         print_line(console, f"  and {more:,} more; --json lists all of them")
+    print_line(console)
     _print_compared(console, report)
+
+
+def _of(report: VerifyReport) -> str:
+    """The checkpoint that it was made from, and the one at hand where that is likely another."""
+    origin, other = report.origin, report.compared_with
+    if origin is None:
+        return ""
+    if other is None or other == origin:
+        return f", of {_near(origin)}"
+    return f"; made from {origin}, compared with {_near(other)}"
 
 
 def _print_compared(console: Console, report: VerifyReport) -> None:

@@ -13,14 +13,15 @@ from zexport.ranges.dtypes import DType
 from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
     Console,
+    near,
     plural,
     print_facts,
     print_line,
     print_list,
     print_table,
+    print_text,
     size,
 )
-from zexport.store.folders import working_folder
 
 if TYPE_CHECKING:
     from zexport.inspect.around import TagSummary, WeightFile
@@ -30,6 +31,8 @@ __all__ = ["facts", "inspection_json", "print_inspection", "remarks"]
 
 _TAGS_SHOWN = 16
 _STYLES = {"bad": "bold red", "warning": "bold yellow", "plain": ""}
+_METHOD = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr"}
+"""How people write what peft calls its methods."""
 _COLOR = {
     Outcome.EXPORTABLE: "bold green",
     Outcome.NEEDS_BASE: "bold yellow",
@@ -65,7 +68,7 @@ def print_inspection(
     for title, items, mood in remarks(inspection):
         print_list(console, title, items, _STYLES[mood])
     print_line(console)
-    print_line(
+    print_text(
         console, f"Verdict: {inspection.verdict.sentence}.", _COLOR[inspection.verdict.outcome]
     )
     print_line(console, f"Next: {inspection.verdict.next_step}")
@@ -78,10 +81,7 @@ def facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[
     step = checkpoint.global_steps
     masters = checkpoint.master_dtype and f"{checkpoint.master_dtype.torch_name} masters"
     module = checkpoint.module_dtype and f"{checkpoint.module_dtype.torch_name} module"
-    here = working_folder()
-    root = location.root
-    shown = root.relative_to(here) if here and root.is_relative_to(here) else root
-    yield "Folder", f"{shown} ({location.framework.value})"
+    yield "Folder", f"{near(location.root)} ({location.framework.value})"
     yield "Tag", f"{location.tag} ({location.chosen.value})"
     yield "Step", "" if step is None else f"{step:,}"
     yield "Layout", checkpoint.layout
@@ -109,7 +109,7 @@ def _adapter(adapter: AdapterSummary) -> str:
         return f"{adapter.name}, no adapter_config.json, {base} the base model"
     rank = "" if adapter.rank is None else f" of rank {adapter.rank}"
     parts = [
-        f"{adapter.name}: {adapter.method}{rank}",
+        f"{adapter.name}: {_METHOD.get(adapter.method, adapter.method)}{rank}",
         f"on {some(adapter.targets, 8)}" if adapter.targets else "",
         f"{some(adapter.saved_modules, 8)} trained whole" if adapter.saved_modules else "",
         f"{base} the base model",
@@ -119,7 +119,7 @@ def _adapter(adapter: AdapterSummary) -> str:
 
 def _optimizer(checkpoint: ZeroCheckpoint) -> str:
     step = checkpoint.lr_step
-    parts = (checkpoint.optimizer, None if step is None else f"learning-rate step {step:,}")
+    parts = (checkpoint.optimizer, None if step is None else f"schedule at step {step:,}")
     return ", ".join(part for part in parts if part)
 
 

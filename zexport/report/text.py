@@ -5,12 +5,15 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 
 from zexport.printable import printable
+from zexport.store.folders import working_folder
 
 if TYPE_CHECKING:
     from rich.console import Console as StyledConsole
@@ -68,6 +71,32 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
     console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
+def near(path: Path | str) -> str:
+    """A path as it is typed from here, where it lies below the working folder."""
+    path, here = Path(path), working_folder()
+    is_below = here is not None and path.is_relative_to(here)
+    return str(path.relative_to(here)) if here is not None and is_below else str(path)
+
+
+def print_text(console: Console, text: str, style: str = "", *, indent: int = 0) -> None:
+    """Words, on a terminal folded to its width; ``indent`` blanks begin all lines but the first.
+
+    In a pipe or a file they stay on one line, where programs find them.
+    """
+    if isinstance(console, PlainConsole) or not console.is_terminal:
+        print_line(console, text, style)
+        return
+    lines = textwrap.wrap(
+        printable(text),
+        console.width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for line in lines or [""]:
+        print_line(console, line, style)
+
+
 def print_list(console: Console, title: str, items: Iterable[str], style: str = "") -> None:
     """A title and its items, one a line; nothing at all for no items."""
     items = tuple(items)
@@ -75,7 +104,7 @@ def print_list(console: Console, title: str, items: Iterable[str], style: str = 
         print_line(console)
         print_line(console, title, style or "bold")
     for item in items:
-        print_line(console, f"  - {item}")
+        print_text(console, f"  - {item}", indent=4)
 
 
 def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
@@ -93,7 +122,10 @@ def print_findings(console: Console, title: str, findings: Sequence[Finding]) ->
 
 def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Labels and values in two columns; rows without a value are left out."""
-    _print_columns(console, "<<", [row for row in rows if row[1]])
+    told = [(printable(label), value) for label, value in rows if value]
+    width = max((_width(label) for label, _ in told), default=0)
+    for label, value in told:
+        print_text(console, f"  {label}{' ' * (width - _width(label))}  {value}", indent=width + 4)
 
 
 def print_table(

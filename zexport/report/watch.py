@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zexport.report.text import Console, duration, print_line
+from zexport.report.text import Console, duration, near, print_line
 
 if TYPE_CHECKING:
     from zexport.beside.events import WatchEvent
@@ -25,7 +25,9 @@ _SAID = {
 def print_event(console: Console, event: WatchEvent) -> None:
     """One line, and one for each warning."""
     why = event.why if event.failure is None else event.failure.message
-    said = _SAID[event.event.value].format(out=event.out, time=duration(event.seconds), why=why)
+    said = _SAID[event.event.value].format(
+        out=near(event.out), time=duration(event.seconds), why=why
+    )
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
     print_line(console, f"{event.checkpoint}{step}: {said}", style)

@@ -175,8 +175,9 @@ def _under_zero12(cell: CellState) -> Iterator[str]:
     ranks, number = min(least, default=(_RANKS_MAX, 0))
     if ranks < _RANKS_MAX:
         yield (
-            "under ZeRO-1 and 2 DeepSpeed fails (IndexError) where a rank has no part of a "
-            f"parameter group: of group {number}, one of {ranks:,} has none"
+            f"under ZeRO-1 and 2, DeepSpeed loads it on fewer than {ranks:,} ranks alone: from "
+            f"there on a rank has no part of parameter group {number}, and loading fails "
+            "(IndexError)"
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.location import framework_of
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
@@ -186,13 +187,22 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
     """
     for folder, is_checkpoint in {(path.parent, path.suffix == ".pt") for path in sources}:
         place = real(folder)
-        if place.is_relative_to(target) or (is_checkpoint and target.is_relative_to(place)):
+        is_inside = is_checkpoint and _is_inside(target, place)
+        if place.is_relative_to(target) or is_inside:
             raise OutputError(
                 "would be mixed with the files that are read",
                 path=target,
                 found=f"sources in {folder}",
                 hint="Choose a folder outside the checkpoint",
             )
+
+
+def _is_inside(target: Path, tag_dir: Path) -> bool:
+    """Whether a folder lies in one that is a checkpoint's alone: its tag's, or that around it."""
+    root = tag_dir.parent
+    if not target.is_relative_to(root) or target.is_relative_to(tag_dir):
+        return target.is_relative_to(tag_dir)
+    return not (framework_of(root, tag_dir.name).keeps_runs or list_run_checkpoints(root))
 
 
 def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool = False) -> None:

@@ -60,6 +60,9 @@ class VerifyReport:
         against_checkpoint: whether every tensor was also made again from the checkpoint.
         origin: the checkpoint that it was made from, as its manifest or the checkpoint says; null
             where neither does.
+        compared_with: the checkpoint that it was held against; null without one.
+        is_checkpoint: whether training goes on from it: then ``tensors`` are the pieces of its
+            ranks.
         by_manifest_alone: files that were held against the manifest and nothing else, such as
             config and tokenizer.
         warnings: files that were added to the export and change what loads.
@@ -73,6 +76,8 @@ class VerifyReport:
     against_checkpoint: bool
     problems: tuple[Problem, ...]
     origin: Origin | None = None
+    compared_with: Origin | None = None
+    is_checkpoint: bool = False
     by_manifest_alone: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -124,23 +129,33 @@ def verify_export(
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
     problems += _index_problems(out_dir, headers)
-    unread = {*_holding_tensors(manifest)} - headers.keys()
     for name in manifest.files:
-        there, is_unread = headers.get(name), name in unread
-        problems += _byte_problems(out_dir, name, there, manifest, told.add, is_unread=is_unread)
+        found = _byte_problems(out_dir, name, headers.get(name), manifest, told.add)
+        problems += (one for one in found if one not in problems)
     if plan is not None:
         problems += source_problems(plan, manifest, told.add)
         problems += _frame_problems(out_dir, plan)
     return VerifyReport(
         out_dir=out_dir,
         files=len(manifest.files),
-        tensors=len(manifest.tensors),
+        tensors=sum(entry.shard in headers for entry in manifest.tensors.values()),
         against_checkpoint=plan is not None,
         problems=tuple(problems),
-        origin=plan.origin if plan else Origin.recorded(manifest.provenance.get("checkpoint")),
+        origin=_origin(manifest, plan, is_whole=not problems),
+        compared_with=plan.origin if plan else None,
+        is_checkpoint="settings" in manifest.provenance,
         by_manifest_alone=_by_manifest_alone(manifest, plan),
         warnings=tuple(added_files(out_dir, manifest.files)),
     )
+
+
+def _origin(manifest: Manifest, plan: ExportPlan | None, *, is_whole: bool) -> Origin | None:
+    """The checkpoint that it was made from: the one at hand, unless that is likely another."""
+    recorded = Origin.recorded(manifest.provenance.get("checkpoint"))
+    if plan is None:
+        return recorded
+    is_same = Origin.recorded(plan.provenance.get("checkpoint")) == recorded
+    return plan.origin if recorded is None or is_same or is_whole else recorded
 
 
 def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str, ...]:
@@ -263,13 +278,8 @@ def _byte_problems(
     there: WrittenFile | None,
     manifest: Manifest,
     on_bytes: Callable[[int], None],
-    *,
-    is_unread: bool,
 ) -> list[Problem]:
-    """Where a file's bytes, and its tensors' bytes, are not those that were written.
-
-    Of a file of tensors that cannot be read that is told already.
-    """
+    """Where a file's bytes, and its tensors' bytes, are not those that were written."""
     path, entry = out_dir / name, manifest.files[name]
     try:
         found = version(path).nbytes
@@ -278,7 +288,7 @@ def _byte_problems(
         if there is not None:
             return _tensor_problems(name, there, manifest, on_bytes)
         on_bytes(found)
-        is_whole = is_unread or digest_file(path) == entry.blake3
+        is_whole = digest_file(path) == entry.blake3
     except OSError as error:
         return [Problem(name, "", f"cannot be read: {error.strerror}")]
     return [] if is_whole else [Problem(name, "", _OTHER_BYTES)]

@@ -22,14 +22,19 @@ from zexport.collected import Collected
 from zexport.errors import UnsupportedError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG
+from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG, README
+from zexport.model.card import model_card
 from zexport.model.fit import NamesUnknown
 from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
+from zexport.store.files import read_range
 from zexport.weights.base import check_plain
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import PEFT_PREFIX, Weights
+
+_UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16
+"""What peft's card says where somebody is to write (peft 0.21, ``peft_model.py``)."""
 
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")
 
@@ -101,7 +106,7 @@ class PeftAdapters(Struct, frozen=True):
 
     def side_files(self, selection: Selection, files: Sequence[FilePlan]) -> Iterator[SideFile]:
         """The adapters' configurations, and what is not the model's own."""
-        del selection, files  # every adapter has the same
+        del selection  # every adapter has the same
         for adapter in self.collected.adapters:
             name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
             if config.switch("inference_mode"):
@@ -110,8 +115,23 @@ class PeftAdapters(Struct, frozen=True):
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
                 yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
         for name, path in sorted(self.collected.sidecars.copied.items()):
-            if name != GENERATION_CONFIG and path.suffix != ".py":
+            is_blank = name == README and _UNFILLED in read_range(path, 0, _CARD_NBYTES)
+            if name != GENERATION_CONFIG and path.suffix != ".py" and not is_blank:
                 yield SideFile(name, origin=path)
+            elif is_blank:
+                yield SideFile(name, content=self._card(files))
+
+    def _card(self, files: Sequence[FilePlan]) -> bytes:
+        """A card in place of peft's, which leaves everything to be filled in."""
+        found = self.collected
+        bases = {one.config.text("base_model_name_or_path") for one in found.adapters}
+        return model_card(
+            found.checkpoint,
+            files[0].tensors[0].dtype,
+            found.sidecars,
+            trained_on=bases.pop() if len(bases) == 1 else "",
+            is_adapter=True,
+        )
 
     def _kept(self, adapter: Adapter) -> dict[str, StoredTensor]:
         """What peft saves of an adapter, by the names it has in the file."""
