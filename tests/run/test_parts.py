@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from errno import ENOLCK
 from os import utime
 from pathlib import Path
 
@@ -14,7 +17,13 @@ from msgspec import structs
 from tests.support.plans import save
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
 from zexport import consolidate_part, verify_export
-from zexport.errors import DamagedCheckpointError, OutputError, UsageError, VerificationError
+from zexport.errors import (
+    DamagedCheckpointError,
+    OutputError,
+    UsageError,
+    VerificationError,
+    ZexportError,
+)
 from zexport.options import Engine, ExportOptions
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
@@ -30,6 +39,7 @@ from zexport.run.shares import Share, divide, whole
 from zexport.store.publish import locked_part
 from zexport.weights.proof import WeightReader
 
+_NOW = time.time()
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 
 
@@ -164,7 +174,7 @@ def test_a_set_whose_last_worker_died_before_publishing_is_finished_by_hand(
     assert files(plan.out_dir) == expected
 
 
-def _interrupted(*_: object) -> ExportReport:
+def _interrupted(*_: object, **__: object) -> ExportReport:
     raise KeyboardInterrupt
 
 
@@ -211,6 +221,37 @@ def test_two_workers_of_one_number_do_not_meet(plan: ExportPlan, tmp_path: Path)
         _parts(tmp_path, 2, 1)
 
 
+def test_a_worker_that_was_started_again_publishes_in_the_place_of_the_one_before_it(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    """While it is at work, nobody takes the folder away from under it."""
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    with locked_part(plan.out_dir, 1):
+        (report,) = _parts(tmp_path, 2, 2)
+        assert isinstance(report, PartReport)
+        assert report.missing == (1,)
+        with pytest.raises(OutputError, match=r"still written to .*\(found parts 1\)\. Wait"):
+            finish_parts(plan)
+    assert isinstance(_parts(tmp_path, 2, 1)[0], ExportReport)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_worker_that_died_before_the_last_step_leaves_it_to_the_next(
+    plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receipts are gone, and the folder has all but its name; the manifest vouches for it."""
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("zexport.run.parts.publish", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _parts(tmp_path, 2, 2)
+    (report,) = _parts(tmp_path, 2, 2)
+    assert report.nbytes_read
+    assert files(plan.out_dir) == expected
+
+
 def test_one_process_alone_does_not_disturb_parts_at_work(plan: ExportPlan, tmp_path: Path) -> None:
     expected = files_of(plan)
     _parts(tmp_path, 2, 1)
@@ -239,6 +280,7 @@ def test_a_part_that_was_changed_since_is_written_again(plan: ExportPlan, tmp_pa
     _parts(tmp_path, 2, 1)
     shard = tmp_path / "out.partial" / SHARDS[0]
     _flip(shard, 900)
+    (tmp_path / "out.partial" / "config.json").unlink()
     _parts(tmp_path, 2, 1, 2)
     assert files(plan.out_dir) == expected
 
@@ -251,6 +293,78 @@ def test_a_receipt_that_was_cut_short_counts_for_nothing(plan: ExportPlan, tmp_p
     with pytest.raises(OutputError, match=f"has no receipt for {SHARDS[0]}"):
         _parts(tmp_path, 2, 2)
     _parts(tmp_path, 2, 1)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_shard_that_was_changed_after_its_part_ended_is_found_before_it_is_published(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    """One whose times changed alone is read again, and is as good as before."""
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    shard = tmp_path / "out.partial" / SHARDS[0]
+    utime(shard, ns=(1, 1))
+    before = shard.read_bytes()
+    _flip(shard, 900)
+    with pytest.raises(OutputError, match="was changed since it was written"):
+        _parts(tmp_path, 2, 2)
+    assert not plan.out_dir.exists()
+    shard.write_bytes(before)
+    _parts(tmp_path, 2, 2)
+    assert files(plan.out_dir) == expected
+
+
+def test_a_receipt_of_another_plan_counts_for_nothing(plan: ExportPlan, tmp_path: Path) -> None:
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    other = four_shards(tmp_path / "ckpt", tmp_path / "other", DType.BF16)
+    run_part(other, Share(1, 2))
+    for name in (f"{SHARDS[0]}.json", "part 1.json"):
+        receipt = Path(RECEIPTS_NAME) / name
+        shutil.copy(tmp_path / "other.partial" / receipt, tmp_path / "out.partial" / receipt)
+    with pytest.raises(OutputError, match="lacks parts"):
+        finish_parts(plan)
+    _parts(tmp_path, 2, 2, 1)
+    assert files(plan.out_dir) == expected
+
+
+def test_where_locks_do_nothing_workers_end_right_or_with_a_sentence(
+    plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS without a lock server: all begin the folder, and all come to its end, at once."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(ENOLCK, "No locks available")
+
+    expected = files_of(plan)
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+    def run(number: int) -> str:
+        try:
+            _parts(tmp_path, 4, number)
+        except ZexportError as error:
+            return error.sentence()
+        return ""
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as workers:
+            told = [*workers.map(run, range(1, 5))]
+        if not plan.out_dir.exists():  # one was in the way of another: it is said, and tried again
+            assert any(told)
+            for number in range(1, 5):
+                run(number)
+        assert files(plan.out_dir) == expected
+        shutil.rmtree(plan.out_dir)
+
+
+def test_clocks_that_are_apart_do_not_matter(
+    plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = files_of(plan)
+    for number, off in ((2, -86_400.0), (3, 86_400.0), (1, 0.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda off=off: _NOW + off)
+            _parts(tmp_path, 3, number)
     assert files(plan.out_dir) == expected
 
 

@@ -18,6 +18,7 @@ from tests.support.stopping import SHARDS, files, files_of, four_shards
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.faults import Calls, watched
 from tests.torture.kills import count_calls, killed_at
+from tests.torture.parts import killed_workers
 from tests.torture.refusals import ALWAYS, FAULTS, Fault, every_fault
 from tests.torture.small_disk import every_size
 from zexport.errors import DamagedCheckpointError, OutputError
@@ -42,6 +43,10 @@ def test_a_process_killed_between_any_two_calls_leaves_all_or_nothing(plan: Expo
     count = count_calls(plan)
     taken_over = [killed_at(plan, at, whole) for at in range(1, count + 1, count // 7)]
     assert max(taken_over) > 0
+
+
+def test_workers_killed_anywhere_leave_all_or_nothing(plan: ExportPlan) -> None:
+    assert killed_workers(plan, 3, 4, seed=1, whole=files_of(plan))["kills"] >= 4
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -22,6 +22,7 @@ from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
+from tests.torture.parts import killed_workers
 from tests.torture.prunings import count_calls as count_prunings_calls
 from tests.torture.prunings import killed_at as pruning_killed_at
 from tests.torture.refusals import FAULTS, every_fault
@@ -45,6 +46,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
         folder = Path(scratch)
         _told("killed before every call of the system", lambda: _every_kill(folder / "kills"))
+        _told(
+            "workers of one folder killed anywhere",
+            lambda: _worker_kills(folder / "parts", options.kills, options.seed),
+        )
         _told("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
         _told("disks of every size", lambda: every_size(folder / "disk"))
         _told(
@@ -73,6 +78,12 @@ def _every_kill(folder: Path) -> str:
     resumed = [killed_at(plan, at, whole) for at in range(1, count + 1)]
     shards = ", ".join(f"{resumed.count(n)} with {n}" for n in range(len(SHARDS) + 1))
     return f"{count} kills; reruns that took finished shards over: {shards}"
+
+
+def _worker_kills(folder: Path, times: int, seed: int) -> str:
+    plan = four_shards(folder / "ckpt", folder / "out")
+    found = killed_workers(plan, 3, times, seed, files_of(plan))
+    return f"{found['kills']} kills of 3 workers; {found['folders']} folders, all whole"
 
 
 def _every_fault(folder: Path) -> str:

@@ -27,6 +27,7 @@ from zexport.store.files import (
     version,
     writing,
 )
+from zexport.store.folders import is_file
 from zexport.store.json import JsonObject
 from zexport.store.retries import steadily
 
@@ -102,6 +103,8 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
             expected=parts,
             hint="Give every worker the same n in --part i/n, or remove the folder to begin anew",
         )
+    there = [side for side in work.plan.side_files if side.filename in begun.side_files]
+    write_sides(work, [side for side in there if not is_file(work.folder / side.filename)])
 
 
 def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: JsonObject) -> None:

@@ -10,6 +10,7 @@ from isal.isal_zlib import crc32_combine
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.errors import OutputError
 from zexport.findings import Finding, FindingKind
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
@@ -29,7 +30,8 @@ from zexport.run.pieces import TensorReader
 from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch, shares_of, whole
 from zexport.store.address import Address
-from zexport.store.files import open_output, writing
+from zexport.store.files import changed_ns, open_output, writing
+from zexport.store.folders import is_file, remove
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
@@ -83,6 +85,8 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
         _check_sides(work, {name: files[name] for name in sides})
         for stretch in stretches:
             work.receipts.of(stretch)  # nobody has put another object in its place
+    elif is_file(folder / MANIFEST_NAME):  # of one who was killed as it wrote that, or just after
+        remove(folder / MANIFEST_NAME)
     files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
     _check_sides(work, {name: files[name] for name in (*sides, MANIFEST_NAME)})
     return Finished(files, findings)
@@ -103,6 +107,7 @@ def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan
     """
     file = stretches[0].file
     receipts = [work.receipts.of(stretch) for stretch in stretches]
+    _check_unchanged(work, stretches, receipts)
     if stretches[0].is_whole:
         return file, receipts[0]
     path = work.folder / file.filename
@@ -117,6 +122,25 @@ def _whole_file(work: Workplace, stretches: Sequence[Stretch]) -> tuple[FilePlan
         checks.add_frame(whole(file), joined)
         checks.wait()
     return file, joined
+
+
+def _check_unchanged(
+    work: Workplace, stretches: Sequence[Stretch], receipts: Sequence[Receipt]
+) -> None:
+    """Read a file again that was changed after the last of its receipts; refuse another content."""
+    path = work.folder / stretches[0].file.filename
+    noted = {receipt.changed_ns for receipt in receipts}
+    if isinstance(path, Address) or changed_ns(path) in noted - {None}:  # objects do not change
+        return
+    with work.checks() as checks:
+        if all(map(checks.holds, stretches, receipts)):
+            return
+    raise OutputError(
+        "was changed since it was written",
+        path=path,
+        hint="Run the same command again, with --part each of the parts: what differs is written "
+        "again",
+    )
 
 
 def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Path) -> Receipt:

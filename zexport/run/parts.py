@@ -33,11 +33,20 @@ from zexport.run.readback import VerifyMode
 from zexport.run.receipts import RECEIPTS_NAME, Compared, drop_receipts, read_request
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
+from zexport.run.verify import verify_export
 from zexport.store.address import Address
 from zexport.store.files import writing
 from zexport.store.folders import exists, is_file, is_folder, make_folder
 from zexport.store.json import JsonObject, Natural, form_of
-from zexport.store.publish import locked, locked_part, parents, publish, restore, workplaces
+from zexport.store.publish import (
+    locked,
+    locked_part,
+    parents,
+    parts_at_work,
+    publish,
+    restore,
+    workplaces,
+)
 from zexport.weights.proof import WeightReader
 
 _TURN_SECONDS = 3600.0
@@ -101,19 +110,21 @@ def run_part(
     began = time.monotonic()
     target = real_path(plan.out_dir)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
-    with parents(target.parent), locked_part(target, share.number):
-        with _alone(target):
-            work = None
-            if not _is_made(plan, target):
-                work = _workplace(plan, target, verify, meter)
-                begin_together(work, share.count, request or {})
-        if work is None:
-            nbytes_read = _compared(plan, share, target, meter)
-            return _report(plan, share, began, (), (nbytes_read, 0, ()))
-        done = _write(work, share)
+    with parents(target.parent):
+        with locked_part(target, share.number):
+            with _alone(target):
+                work = None
+                if not _is_made(plan, target):
+                    work = _workplace(plan, target, verify, meter)
+                    begin_together(work, share.count, request or {})
+            if work is None:
+                nbytes_read = _compared(plan, share, target, meter)
+                return _report(plan, share, began, (), (nbytes_read, 0, ()))
+            done = _write(work, share)
         with locked(target, seconds=_TURN_SECONDS):
             is_published = _is_published(work)  # by another, who came to the end of it first
-            missing = () if is_published else _missing(work, share.count)
+            # Who is still at work was started again, and will come here, too.
+            missing = () if is_published else _missing(work, share.count) or parts_at_work(target)
             if not (missing or is_published):
                 _check_content(plan, target)
                 try:
@@ -127,11 +138,28 @@ def run_part(
 def _is_made(plan: ExportPlan, target: Path) -> bool:
     """Whether the folder is complete; in object storage no part replaces one that is."""
     if not isinstance(target, Address):
-        return not plan.overwrite and looks_made(plan, target)
+        return _publish_left(plan, target) or (not plan.overwrite and looks_made(plan, target))
     if is_made := looks_made(plan, target):
         with writing(target):
             drop_receipts(target)  # who published it may have had no time for that
     return is_made
+
+
+def _publish_left(plan: ExportPlan, target: Path) -> bool:
+    """Whether there was a folder of the plan that lacked nothing but its name, which it has now.
+
+    Its last worker died just before it would have given it. Every byte is read again.
+    """
+    partial, _ = workplaces(target)
+    if read_request(partial) is not None or not looks_made(plan, partial):
+        return False
+    with writing(partial):
+        drop_receipts(partial)
+        if not verify_export(partial).ok:
+            return False
+        _check_content(plan, target)
+        publish(partial, target, overwrite=plan.overwrite, warn=lambda _: None)
+    return True
 
 
 def _is_published(work: Workplace) -> bool:
@@ -180,6 +208,13 @@ def finish_parts(
     if not is_folder(partial / RECEIPTS_NAME):
         raise _no_parts(target)
     with _alone(target):
+        if at_work := parts_at_work(target):
+            raise OutputError(
+                "is still written to by other processes",
+                path=target,
+                found=f"parts {some([*map(str, at_work)])}",
+                hint="Wait for them: the last one publishes it",
+            )
         _check_content(plan, target)
         work = Workplace.of(plan, partial, verify, meter)
         parts = work.receipts.need_begun().parts

@@ -52,7 +52,8 @@ class Receipt(Struct, frozen=True):
 
     The digests of its tensors end to end in file order, their CRC-32, what was remarkable of them,
     and what was read for them. The CRC-32 of each range is part of the proof that the whole record
-    is what was saved. ``blake3`` is the file's, where that is whole.
+    is what was saved. ``blake3`` is the file's, where that is whole; ``changed_ns`` is when it last
+    changed in any way before this was noted.
     """
 
     digests: bytes
@@ -60,6 +61,7 @@ class Receipt(Struct, frozen=True):
     remarkable: Mapping[str, Statistics]
     ranges: Mapping[Path, list[Range]]
     blake3: str = ""
+    changed_ns: int | None = None
 
     def tensor_digests(self) -> Iterator[str]:
         """The digests of the tensors, in file order."""
@@ -140,6 +142,7 @@ class Receipts:
             "plan": self._digest.of_file(stretch.file),
             "unproven": self._unproven,
             "blake3": receipt.blake3,
+            "changed_ns": changed_ns(self._folder.parent / stretch.file.filename),
             "digests": receipt.digests.hex(),
             "crc32s": receipt.crc32s,
             "remarkable": {name: astuple(seen) for name, seen in receipt.remarkable.items()},
@@ -175,6 +178,7 @@ class Receipts:
             {name: Statistics(*seen) for name, seen in table["remarkable"].items()},
             self._found(table["ranges"]),
             table["blake3"],
+            table["changed_ns"],
         )
 
     def add_part(self, number: int, compared: Compared) -> None:
@@ -293,6 +297,13 @@ def _clear(folder: Path, is_kept: Callable[[str], bool]) -> None:
 
 
 def drop_receipts(folder: Path) -> None:
-    """Remove the receipts from a folder that is complete."""
-    if is_folder(folder / RECEIPTS_NAME):
-        remove(folder / RECEIPTS_NAME)
+    """Remove the receipts from a folder that is complete.
+
+    What the folder was begun for goes first: without it, all that is left of others is of no use,
+    and a manifest says that nothing was lacking.
+    """
+    receipts = folder / RECEIPTS_NAME
+    if is_folder(receipts):
+        if is_file(receipts / _PLAN):
+            remove(receipts / _PLAN)
+        remove(receipts)

@@ -16,6 +16,7 @@ from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import FilePlan, qualified, qualified_by_file
 from zexport.ranges.extents import Extent
 from zexport.store.address import Address
+from zexport.store.files import reading
 
 _SAFETENSORS, _TORCH = ".safetensors", ".pt"
 
@@ -102,7 +103,7 @@ def _names_by_library(path: Path, filename: str) -> set[str]:
     try:
         if isinstance(path, Address):
             return set(read_written(path, filename).tensors)
-        with safe_open(path, framework="np") as opened:
+        with reading(path, VerificationError), safe_open(path, framework="np") as opened:
             return {qualified(filename, name) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as cause:
         raise VerificationError(

@@ -145,6 +145,23 @@ def check_no_parts(target: Path) -> None:
         _release(lock)
 
 
+def parts_at_work(target: Path) -> tuple[int, ...]:
+    """The numbers of the workers that write parts of ``target`` now; none where no locks are."""
+    if isinstance(target, Address):
+        return ()
+    found = []
+    for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "*.lock"):
+        try:
+            lock = _taken(path, target, "held", seconds=0)
+        except OutputError:
+            found.append(int(path.name.rpartition("-")[2].removesuffix(".lock")))
+            continue
+        with suppress(OSError):
+            path.unlink()
+        _release(lock)
+    return tuple(sorted(found))
+
+
 def _is_made(path: Path) -> bool:
     """Whether the file was not there and is now; only one process is told so."""
     with writing(path):
