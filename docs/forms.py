@@ -70,7 +70,7 @@ ENVIRONMENT = {
     "type": "object",
     "additionalProperties": {"type": "string"},
 }
-_SOMETIMES = ("nbytes_compared", "environment")
+_SOMETIMES = ("nbytes_compared", "environment", "base")
 """Keys that stand only where there is something to tell."""
 
 _ENTRY = re.compile(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", re.M)
@@ -85,8 +85,9 @@ def schemas() -> dict[str, dict[str, Any]]:
         del manifest["provenance"]  # the keys of which stand beside the others
     for name in ("diff", "export", "finish", "part", "plan", "reshard", "reshard_plan", "verify"):
         made[name]["properties"]["environment"] = ENVIRONMENT
-    for schema in made.values():
-        schema["required"] = [key for key in schema["properties"] if key not in _SOMETIMES]
+    for name, schema in made.items():
+        sometimes = (*_SOMETIMES, *(["warnings"] if "manifest" in name else []))
+        schema["required"] = [key for key in schema["properties"] if key not in sometimes]
     return made
 
 
@@ -94,7 +95,8 @@ def _schema(title: str, number: int, types: Iterable[type]) -> dict[str, Any]:
     roots, known = msgspec.json.schema_components(types, schema_hook=lambda _: {"type": "string"})
     properties: dict[str, Any] = {"schema": {"description": _NUMBER, "const": number}}
     for root in roots:
-        properties |= _whole(root, known)["properties"]
+        own = _whole(root, known)["properties"]
+        properties |= {key: one for key, one in own.items() if key not in properties}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,

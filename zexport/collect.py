@@ -20,7 +20,6 @@ from zexport.adapters.saved_beside import adapter_copies, saved_beside
 from zexport.adapters.stated import (
     adapter_statements,
     base_form_statements,
-    base_statements,
     class_statements,
 )
 from zexport.adapters.updates import BaseModel
@@ -31,10 +30,10 @@ from zexport.errors import raise_all
 from zexport.facts.statements import judge
 from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
-from zexport.model.agreement import file_facts, model_facts
+from zexport.model.agreement import file_facts, model_facts, named_bases
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
-from zexport.model.hub_cache import hub_id_of, model_folder
+from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import find_sidecars, spoilt_files
@@ -72,7 +71,8 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
     findings = raise_problems(checkpoint, options.allow)
     share_memory(options)
     location = checkpoint.location
-    sidecars = find_sidecars(location.root, options.base, location.boundary)
+    parts = ((one.root, one.boundary) for one in checkpoint.parts)
+    sidecars = find_sidecars(location.root, options.base, location.boundary, parts)
     with NamesClient(are_needed=options.layout is NameLayout.HUB) as transformers:
         learner = Learner(sidecars.source, transformers)
         spoilt = spoilt_files(sidecars.copied)
@@ -127,19 +127,15 @@ def _stated_by_files(found: Collected) -> Collected:
         f"{one.folder}{ADAPTER_CONFIG}": one.config.text("base_model_name_or_path")
         for one in found.adapters
     }
-    bases = base_statements(named, sidecars) if named else ()
+    named |= named_bases(sidecars, is_adapter=bool(found.adapters))
     not_written = {AdapterMode.KEEP: GENERATION_CONFIG, AdapterMode.MERGE: README, None: ""}
     left = not_written.get(found.mode)
     copied = {name: path for name, path in sidecars.copied.items() if name != left}
     sidecars = structs.replace(sidecars, copied=copied)
     if found.mode is AdapterMode.KEEP:  # whose folder has nothing of the model itself
         sidecars = structs.replace(sidecars, config=None)
-    else:
-        content = {} if sidecars.config is None else sidecars.config.content
-        named[CONFIG] = str(content.get("_name_or_path") or "")
-        named["--base"] = (sidecars.base and hub_id_of(sidecars.base)) or ""
     stated = file_facts(sidecars, named)
-    return structs.replace(found, statements=(*found.statements, *bases, *stated))
+    return structs.replace(found, statements=(*found.statements, *stated))
 
 
 def _stated_by_configs(found: Collected) -> Collected:

@@ -12,7 +12,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.facts.statements import Statement
 from zexport.findings import Finding
 from zexport.model.fit import Fit, NamesUnknown
-from zexport.model.sidecars import Sidecars
+from zexport.model.sidecars import CONFIG, Sidecars
 from zexport.model.tokens import TokenNumber
 from zexport.options import AdapterMode, ExportOptions
 from zexport.plan.plan import SourceFile
@@ -52,6 +52,13 @@ class Collected(Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
+
+    @property
+    def files_of_base(self) -> list[str]:
+        """Names of the files that the base gives."""
+        config, base = self.sidecars.config, self.options.base
+        files = {**self.sidecars.copied, **({} if config is None else {CONFIG: config.path})}
+        return [] if base is None else sorted(n for n in files if files[n].is_relative_to(base))
 
     def __repr__(self) -> str:
         """What it is about; whole, it would be as long as the checkpoint."""

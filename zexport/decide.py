@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collected import Collected
@@ -18,9 +18,11 @@ from zexport.facts.statements import Judgement, judge
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
 from zexport.model.fit import Fit
-from zexport.options import AdapterMode, Engine, NameLayout, RecordedOptions
+from zexport.model.hub_cache import GivenBase
+from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
+from zexport.printable import placeless, some
 from zexport.ranges.extents import paths_of
 from zexport.store.address import place
 from zexport.store.json import JsonObject, Natural, values_of
@@ -49,8 +51,10 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     jobs, chunk_nbytes = share_memory(options, files)
     reference = Reference(location.root, location.tag, checkpoint.tensors)
     findings = (*found.findings, *judged.findings, *selection.findings)
-    sides = tuple(target.side_files(structs.replace(selection, findings=findings), files))
     warned = (checkpoint.newer, checkpoint.warnings, found.warnings, selection.warnings)
+    lasting = (*judged.warnings, *found.warnings, *selection.warnings)
+    told = structs.replace(selection, findings=findings, warnings=lasting)
+    sides = tuple(target.side_files(told, files))
     noted = (checkpoint.notes, found.notes, selection.notes, judged.notes)
     return ExportPlan(
         out_dir=place(out_dir),
@@ -64,16 +68,22 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         check=options.check,
         allow=options.allow,
         findings=findings,
-        provenance=_provenance(found, selection),
+        provenance=_provenance(found, told),
         warnings=(*judged.warnings, *chain(*warned)),
-        notes=(*chain(*noted), *_unused_base(found, selection)),
+        notes=(*chain(*noted), *_of_base(found, selection), *_without_effect(found)),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
         nbytes_compared=found.nbytes_compared,
         pruned=checkpoint.pruned_files,
+        base=_base(found),
         reference=reference if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _base(found: Collected) -> GivenBase | None:
+    """The model that was given, by names that tell it wherever it lies."""
+    return None if found.sidecars.base is None else GivenBase.of(found.sidecars.base)
 
 
 def _form(found: Collected, files: Iterable[FilePlan], sides: Iterable[SideFile]) -> Form:
@@ -109,17 +119,26 @@ def _judge(found: Collected, selection: Selection) -> Judgement:
     return judged
 
 
-def _unused_base(found: Collected, selection: Selection) -> Iterator[str]:
-    """Tells of a base that was given for nothing."""
-    base, sidecars = found.options.base, found.sidecars
-    if base is None or found.mode is AdapterMode.MERGE or selection.from_base:
+def _of_base(found: Collected, selection: Selection) -> Iterator[str]:
+    """Tells which files a base gives, or that it was given for nothing."""
+    if found.options.base is None:
         return
-    used = [*sidecars.copied.values(), *([sidecars.config.path] if sidecars.config else [])]
-    if not any(path.is_relative_to(base) for path in used):
+    if files := found.files_of_base:
+        yield f"from --base: {some(files)}"
+    elif found.mode is not AdapterMode.MERGE and not selection.from_base:
         is_left = found.options.exclude_frozen and found.checkpoint.may_lack_weights
         why = "--exclude-frozen leaves out what it would give, and the checkpoint has all files"
         has_all = "the checkpoint has all weights and files of its own"
         yield f"nothing of --base was needed: {why if is_left else has_all}"
+
+
+def _without_effect(found: Collected) -> Iterator[str]:
+    """Tells of options that change nothing here."""
+    options = found.options
+    if options.base_dtype is not ExportDType.AUTO and found.mode is not AdapterMode.MERGE:
+        yield "--base-dtype changes nothing: no adapter is merged into a base"
+    if options.adapter_config is not None and found.mode is None:
+        yield "--adapter-config changes nothing: no adapter is exported"
 
 
 def _sources(found: Collected, written: Iterable[StoredTensor]) -> tuple[SourceFile, ...]:
@@ -146,8 +165,15 @@ def _provenance(found: Collected, selection: Selection) -> JsonObject:
             heads=tuple(selection.heads),
             mended=tuple(config.mended) if config is not None else (),
             accounting=account(checkpoint, selection.written),
+            base=_base(found) or UNSET,
+            warnings=recorded_warnings(selection.warnings),
         )
     )
+
+
+def recorded_warnings(told: Iterable[str]) -> tuple[str, ...] | UnsetType:
+    """What a manifest keeps of warnings: nothing of a place, and no key for none."""
+    return tuple(map(placeless, told)) or UNSET
 
 
 class CheckpointRecord(Struct, frozen=True):
@@ -216,6 +242,9 @@ class Provenance(Struct, frozen=True):
             words.
         accounting: where every element of the flat partitions went, and of trained weights that
             lie elsewhere; an export whose sum is not exact is refused.
+        base: the model that was given for what the checkpoint lacks; only where one was.
+        warnings: what was told when it was made, beside the checkpoint's own; only where there was
+            anything.
     """
 
     checkpoint: CheckpointRecord
@@ -226,6 +255,8 @@ class Provenance(Struct, frozen=True):
     heads: tuple[str, ...]
     mended: tuple[str, ...]
     accounting: Accounting
+    base: GivenBase | UnsetType = UNSET
+    warnings: tuple[str, ...] | UnsetType = UNSET
 
 
 class Target(Protocol):

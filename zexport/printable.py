@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -14,6 +15,11 @@ _END = 400
 """Characters of one fact in a message; a name in a hostile file may have ten million. The end is
 kept as well: a sentence says there what is wrong with the name before it."""
 
+
+_PLACE = re.compile(
+    r"(?<![\w.~/])(?:[a-z][a-z0-9+.-]+:/|~/|\.{1,2}/|/)[^\s'\",;()]*", re.IGNORECASE
+)
+"""A path from a root or a working directory, or an address."""
 
 _EMPTY: tuple[object, ...] = ((), {}, frozenset())
 _ITEMS_SHOWN = 3
@@ -38,6 +44,19 @@ def shown(value: object) -> str:
         return printable(text)
     begin, end = text[: _SHOWN_MAX - _END], text[-_END:]
     return f"{printable(begin)}... ({len(text)} characters) ...{printable(end)}"
+
+
+def placeless(text: str) -> str:
+    """``text`` with the last two names of each path and address in it alone.
+
+    So it says the same wherever its files lie, and nothing of a machine.
+    """
+    return _PLACE.sub(_last_names, text)
+
+
+def _last_names(place: re.Match[str]) -> str:
+    names = [one for one in place[0].split("/") if one.strip(".~") and not one.endswith(":")]
+    return "/".join(names[-2:])
 
 
 def some(names: Sequence[str], shown: int = 12) -> str:

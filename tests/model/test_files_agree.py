@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, Unigram
 
 from zexport.facts.statements import Judgement, judge
-from zexport.model.agreement import file_facts
+from zexport.model.agreement import file_facts, named_bases
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import find_sidecars
 from zexport.model.special_tokens import (
@@ -23,6 +23,7 @@ from zexport.model.special_tokens import (
 from zexport.model.tokenizer import Tokenizer as Rules
 from zexport.model.tokenizer import older_tokens
 from zexport.model.tokens import token_numbers
+from zexport.store.boundary import Boundary
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 WORDS = {"a": 0, "b": 1, "c": 2, "<s>": 3, "</s>": 4, "<unk>": 5}
@@ -59,8 +60,9 @@ def tokenizer(folder: Path, words: dict[str, int], *added: str, merges: object =
     return folder
 
 
-def judged(root: Path, base: Path | None = None, **named: str) -> Judgement:
-    return judge(file_facts(find_sidecars(root, base), named), root)
+def judged(root: Path, base: Path | None = None, *parts: Path, **named: str) -> Judgement:
+    found = find_sidecars(root, base, parts=[(part, Boundary.of(part)) for part in parts])
+    return judge(file_facts(found, named | named_bases(found, is_adapter=bool(named))), root)
 
 
 def warned(root: Path, base: Path | None = None, **named: str) -> list[str]:
@@ -260,6 +262,45 @@ def test_a_card_that_names_another_base_is_told(root: Path) -> None:
     assert "acme/small in the checkpoint's README.md; acme/large in adapter_config" in warning
     for same in ("acme/Small", "acme/small-bnb-4bit", "/models/large", ""):
         assert not warned(root, **{"adapter_config.json": same})
+
+
+def test_all_who_name_the_base_are_held_against_each_other(root: Path) -> None:
+    put(root, config={**CONFIG, "_name_or_path": "acme/small"})
+    put(root.parent, config={**CONFIG, "_name_or_path": "acme/large"})
+    hub = root.parents[1] / "models--acme--small-instruct" / "snapshots" / "a"
+    base = put(hub, config={**CONFIG, "_name_or_path": "acme/older"})
+    (warning,) = warned(root, base)
+    assert "acme/small in config.json; acme/large in the folder above's config.json" in warning
+    assert "acme/small-instruct in --base" in warning
+    assert "acme/older" not in warning
+    (warning,) = warned(root, base, **{"adapter_config.json": "acme/small"})
+    assert "--base" not in warning
+
+
+def test_what_other_nodes_have_beside_their_parts_is_held_against_the_first(root: Path) -> None:
+    node = put(root.parents[1] / "node", config={**CONFIG, "hidden_size": 65})
+    put(root, tokenizer_config={"padding_side": "left"})
+    put(node, tokenizer_config={"padding_side": "right"})
+    write(tokenizer(root, WORDS), chat_template_jinja="a")
+    write(tokenizer(node, SHIFTED), chat_template_jinja="b")
+    for folder in (root, node):
+        (folder / "chat.template.jinja").rename(folder / "chat_template.jinja")
+    told = judged(root, None, node).warnings
+    for found in ("hidden_size", "padding_side", "2 of 6 tokens", "chat template"):
+        (warning,) = (one for one in told if found in one)
+        assert "folder 2 of the checkpoint" in warning
+
+
+def test_code_of_the_models_own_is_held_against_that_of_other_folders(root: Path) -> None:
+    named = {**CONFIG, "auto_map": {"AutoModel": "modeling_mine.Mine"}}
+    base = put(root.parents[1] / "base", config=named)
+    for folder, text in ((put(root, config=named), "1"), (root.parent, "1"), (base, "2")):
+        (folder / "modeling_mine.py").write_text(text)
+    assert "modeling_mine.py: code (" in judged(root, base).notes[0]
+    assert not warned(root, base)
+    (root.parent / "modeling_mine.py").write_text("3")
+    (warning,) = warned(root, base)
+    assert "in the folder above's" in warning
 
 
 def test_licences_that_differ_are_told(root: Path) -> None:

@@ -320,6 +320,32 @@ def test_the_revision_that_the_adapter_names_is_the_base_and_no_other(
     assert not any("base is" in warning for warning in told)
 
 
+def test_an_export_says_for_ever_of_which_base_it_is_and_what_it_was_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, commit = train(tmp_path), "a" * 40
+    names_its_base(trained, "/home/she/models/other")
+    cached(trained, tmp_path / "hub", {commit: trained.base / "model.safetensors"})
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    of_hub = f"acme/llama-small at commit {commit}"
+    for given, told in (("acme/llama-small", of_hub), (trained.base, "run/base")):
+        out = tmp_path / f"merged {told[0]}"
+        report = merge(trained, Path(given), out)
+        assert str(report.base) == told
+        manifest = (out / "zexport_manifest.json").read_text()
+        card = " ".join((out / "README.md").read_text().split())
+        assert f"is merged into its base model ({told})" in card
+        assert f"These files are the base model's ({told}): config.json" in card
+        assert str(tmp_path) not in manifest + card
+        assert "/home/she" not in manifest + card
+        found = verify_export(out)
+        assert str(found.base) == told
+        (warned,) = (one for one in found.notes if "nothing shows that the base is" in one)
+        assert warned.startswith("when it was made: ")
+        assert "models/other in adapter_config.json" in warned
+        assert warned.removeprefix("when it was made: ") in card
+
+
 def test_a_config_that_is_not_the_adapters_bases_is_told_of_also_where_it_is_not_written(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from huggingface_hub import ModelCard
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.forked import typed
 from zexport import consolidate, verify_export
-from zexport.options import ExportOptions
+from zexport.options import ExportDType, ExportOptions
 from zexport.store.json import decoded
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
@@ -167,3 +168,26 @@ def test_cards_without_a_known_base_name_none(tmp_path: Path) -> None:
     consolidate(FIXTURE, tmp_path / "out")
     data = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
     assert not {"base_model", "base_model_relation"} & data.keys()
+
+
+def test_a_base_that_only_gives_files_is_named_and_not_taken_for_the_one_that_was_trained(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(FIXTURE, root)
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(config | {"_name_or_path": "acme/small"}))
+    base = tmp_path / "models--acme--instruct" / "snapshots" / ("c" * 40)
+    base.mkdir(parents=True)
+    for path in root.glob("tok*"):
+        path.rename(base / path.name)
+    out = tmp_path / "out"
+    options = ExportOptions(base=base, base_dtype=ExportDType.BF16)
+    report = consolidate(root, out, options)
+    assert any("acme/small in config.json; acme/instruct in --base" in w for w in report.warnings)
+    assert any(one.startswith("from --base: tokenizer") for one in report.notes)
+    assert any(one.startswith("--base-dtype changes nothing") for one in report.notes)
+    card = ModelCard.load(out / "README.md")
+    assert not {"base_model", "base_model_relation"} & card.data.to_dict().keys()
+    told = f"the base model's (acme/instruct at commit {'c' * 40}): tokenizer"
+    assert told in " ".join(card.text.split())

@@ -19,8 +19,6 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.model.config import ConfigFile
-from zexport.model.hub_cache import is_hub_id, plain_name
-from zexport.model.sidecars import Sidecars
 from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.named import Weights
 
@@ -113,15 +111,6 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
     if name.startswith(("/", "~")):
         yield Statement(Fact.KEPT_BASE, name, by)
         yield Statement(Fact.KEPT_BASE, "a hub id", "a file for others")
-
-
-def base_statements(named: Mapping[str, str], sidecars: Sidecars) -> Iterator[Statement]:
-    """What adapters' files call their base, and the config that lies with the checkpoint."""
-    own, base = sidecars.config, sidecars.base_config
-    if own is None or (base is not None and own.path == base.path):
-        return
-    for by, name in {**named, CONFIG: str(own.content.get("_name_or_path"))}.items():
-        yield Statement(Fact.ADAPTER_BASE, plain_name(name) if is_hub_id(name) else None, by)
 
 
 def base_form_statements(

@@ -258,6 +258,7 @@ class ZeroCheckpoint:
         findings: those warnings that have a kind.
         cells: what the files of each model-parallel index say.
         structure: how the model was split.
+        parts: further folders in which nodes kept parts of it.
     """
 
     location: Location
@@ -291,6 +292,7 @@ class ZeroCheckpoint:
     skipped_steps: int = 0
     cells: Mapping[int, RankStates] = field(default_factory=dict)
     structure: Structure = Structure.DATA
+    parts: tuple[Location, ...] = ()
 
     __repr__ = brief
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import list_tags, models_of_accelerate
 from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
 from zexport.filenames import SOURCE_SIDECAR
+from zexport.store.address import last_names
 from zexport.store.boundary import Boundary
 from zexport.store.files import read_regular
 from zexport.store.folders import is_file, real
@@ -69,7 +70,7 @@ class Location(Struct, frozen=True):
         DeepSpeed's own is the tag's; others make one around it, whose tag may always be the same.
         """
         folder = self.real_root / self.tag if self.framework.keeps_runs else self.real_root
-        return "/".join(folder.parts[1:][-2:])
+        return last_names(folder)
 
 
 def read_latest(root: Path, name: str = "latest") -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 from zexport.checkpoint.contents import (
@@ -23,21 +23,20 @@ from zexport.checkpoint.layouts.structure import (
     parallelism_of,
     recognise,
 )
-from zexport.checkpoint.location import Location, TagChoice
+from zexport.checkpoint.location import Location
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.problems import finding_of, unless_unfinished
 from zexport.checkpoint.pruned import NOTE, read_note
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
+from zexport.checkpoint.trainer_state import stated_beside
 from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError
-from zexport.facts.statements import Statement, judge
-from zexport.facts.table import Fact
+from zexport.facts.statements import judge
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.ranges.extents import paths_of
 from zexport.store.files import version
-from zexport.store.folders import is_file, is_folder
-from zexport.store.json import read_json_object
+from zexport.store.folders import is_folder
 
 
 def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
@@ -65,7 +64,13 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     problems += _missing_frozen(location.tag_dir, cells, inventory)
     problems += _being_removed(locations)
     told = tuple(unless_unfinished(problems, files))
-    return _describe(location, files, cells, structure, inventory, told)
+    found = _describe(locations, files, cells, structure, inventory, told)
+    beside = judge(stated_beside(found), None)
+    return replace(
+        found,
+        warnings=(*beside.warnings, *found.warnings),
+        notes=(*found.notes, *beside.notes),
+    )
 
 
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
@@ -95,15 +100,11 @@ def _no_files(tag_dir: Path) -> ZexportError:
     )
 
 
-_TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)
-_FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
-"""The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
-
 _READ_BY_RANK = (RankFileKind.OPTIMIZER, RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
 
 def _describe(  # noqa: PLR0917 - what opening has found, all of it
-    location: Location,
+    locations: Sequence[Location],
     files: Sequence[RankFile],
     cells: Mapping[int, RankStates],
     structure: Structure,
@@ -119,7 +120,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
     told = (found for p in problems if (found := finding_of(p)) and not found.kind.is_refused)
     torch_files = (*(file for one in cells.values() for file in one.files), *inventory.files)
     return ZeroCheckpoint(
-        location=location,
+        location=locations[0],
         layout=_layout(cells, structure, parallelism, stage),
         parallelism=parallelism,
         stage=stage,
@@ -144,12 +145,13 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         replicas=inventory.replicas,
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
-        warnings=(*_steps(location, model), *_without_checksums(torch_files), *inventory.warnings),
+        warnings=(*_steps(model), *_without_checksums(torch_files), *inventory.warnings),
         notes=(*_not_here(cells), *_pruned(cells), *inventory.notes),
         newer=(),
         findings=tuple(told),
         cells=cells,
         structure=structure,
+        parts=tuple(locations[1:]),
     )
 
 
@@ -230,8 +232,8 @@ def _optimizer_name(model: ModelStates | None) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
-    """What is to be known of the steps of a checkpoint: none taken, or others than beside it."""
+def _steps(model: ModelStates | None) -> Iterator[str]:
+    """What is to be known of the steps of a checkpoint where none was taken."""
     if model is None or model.global_steps is None:
         return
     if 0 < model.global_steps <= model.skipped_steps:
@@ -239,26 +241,6 @@ def _steps(location: Location, model: ModelStates | None) -> Iterator[str]:
             f"no step was taken: all {model.global_steps:,} were skipped for an overflow, so these "
             "are the weights that training began from"
         )
-    yield from judge(_stated_steps(location, model.global_steps), None).warnings
-
-
-def _stated_steps(location: Location, recorded: int) -> Iterator[Statement]:
-    """What files and names say of the step; a tag's own name and the Trainer's folder have it."""
-    yield Statement(Fact.RUN_STEP, recorded, "the files of the tag")
-    if found := _TAG_STEP.fullmatch(location.tag):
-        yield Statement(Fact.RUN_STEP, int(found[1]), "its name")
-    if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
-        return
-    state = location.root / "trainer_state.json"
-    try:
-        is_there = is_file(state) and location.boundary.holds(state)
-        step = read_json_object(state).get("global_step") if is_there else None
-    except ZexportError:
-        return
-    if isinstance(step, int):
-        yield Statement(Fact.RUN_STEP, step, state.name)
-        if found := _FOLDER_STEP.fullmatch(location.root.name):
-            yield Statement(Fact.RUN_STEP, int(found[1]), "the folder's name")
 
 
 def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:

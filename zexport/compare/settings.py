@@ -52,7 +52,7 @@ def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
 
 
 def _of_configs(a: ConfigFile, b: ConfigFile) -> Iterator[Setting]:
-    for found in disagreements(run_statements(a, b)):
+    for found in disagreements(run_statements(a, b, "B")):
         for about, (one, other, *_) in found.statements.items():
             yield Setting(f"{CONFIG}: {about}", str(one.value), str(other.value))
 

@@ -118,6 +118,24 @@ class Fact(Enum):
         "step of the run",
         "names or files beside the tag tell of another step",
     )
+    RUN_BATCH = _warned(
+        "rows of a micro-batch",
+        "files beside the tag tell of another batch, and may be of another run",
+    )
+    RUN_RANKS = _warned(
+        "random states of ranks",
+        "files beside the tag have the random states of more ranks, and may be of another run",
+        agreement=Agreement.BELOW,
+    )
+    RUN_PAST = _warned(
+        "what was logged at one step",
+        "the checkpoint before this one tells of another past: they may be of different runs in "
+        "one folder",
+    )
+    RUN_BEST = _noted(
+        "the best checkpoint of a run",
+        "another checkpoint is the one that the run calls its best",
+    )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
@@ -160,11 +178,6 @@ class Fact(Enum):
     BASE_QUANTIZED = _noted(
         "form of the base that an adapter was trained on",
         "the adapter was trained on a quantized form of the base that it is merged into",
-    )
-    ADAPTER_BASE = _warned(
-        "name of the base model, in an adapter's configuration",
-        "adapter_config.json and config.json name different base models: take care which one the "
-        "adapter was trained on",
     )
     BASE_UNTRACED = _warned(
         "name of the base model, where nothing compares the weights",
@@ -362,9 +375,9 @@ class Fact(Enum):
         "what the model is, in the model card",
         "the model card tells of another kind of model: mend README.md",
     )
-    CARD_BASE = _warned(
-        "name of the base model, in the model card",
-        "the model card names another base model: mend README.md, or take care which one it was",
+    NAMED_BASE = _warned(
+        "name of the base model, in all files that name it",
+        "different base models are named: take care which one training began from",
     )
     LICENSE = _warned(
         "licence",

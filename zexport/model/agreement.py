@@ -24,7 +24,8 @@ from zexport.model.config_facts import (
     type_statements,
 )
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.sidecars import Sidecars
+from zexport.model.hub_cache import hub_id_of
+from zexport.model.sidecars import CONFIG, Sidecars
 from zexport.model.special_tokens import (
     added_statements,
     end_statements,
@@ -57,8 +58,23 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from card_statements(sidecars, named_bases)
     yield from dtype_statements(sidecars.config)
     yield from rope_statements(sidecars.config)
-    if sidecars.config is not None and sidecars.run_config is not None:
-        yield from run_statements(sidecars.config, sidecars.run_config)
+    for by, other in sidecars.run_configs.items():
+        if sidecars.config is not None:
+            yield from run_statements(sidecars.config, other, by)
+
+
+def named_bases(sidecars: Sidecars, *, is_adapter: bool) -> dict[str, str]:
+    """What configs of the run call the model that training began from, and what was given for it.
+
+    The base's own config names what that was made of; an adapter's base has rows of its own.
+    """
+    own, base = sidecars.config, sidecars.base_config
+    configs = {f"{by}'s {CONFIG}": one for by, one in sidecars.run_configs.items()}
+    if own is not None and (base is None or own.path != base.path):
+        configs = {CONFIG: own} | configs
+    named = {by: str(one.content.get("_name_or_path") or "") for by, one in configs.items()}
+    given = None if is_adapter or sidecars.base is None else hub_id_of(sidecars.base)
+    return {**named, "--base": given or ""}
 
 
 def model_facts(

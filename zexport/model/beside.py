@@ -21,7 +21,7 @@ from zexport.filenames import (
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import modules_named
 from zexport.model.sidecars import BASE, MODULES, PROCESSOR, SENTENCE_CONFIGS, Files, Sidecars
-from zexport.model.tokenizer import read_tokenizer, table_of
+from zexport.model.tokenizer import content_of, read_tokenizer, table_of
 from zexport.store.json import Json, read_json_list
 
 _TOKENIZER_KEYS = re.compile(
@@ -71,6 +71,18 @@ def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
             for key in sorted(own.keys() & other.keys()):
                 yield Statement(fact, own[key], "the export's", f"{name}, {key}:")
                 yield Statement(fact, other[key], f"{where}'s", f"{name}, {key}:")
+    for name in sidecars.copied if sidecars.config is not None else ():
+        yield from _code_of_all(sidecars, name) if name.endswith(".py") else ()
+
+
+def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
+    """What a module holds that is copied, and those of its name in other folders."""
+    for where, files in {"": sidecars.copied, **sidecars.folders}.items():
+        content = content_of(files, name)
+        told = None if content is None else f"code ({zlib.crc32(content):08x})"
+        facts = (Fact.BASE_FILE,) if where == BASE else (Fact.RUN_FILE,)
+        for fact in facts if where else (Fact.RUN_FILE, Fact.BASE_FILE):
+            yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
 
 
 def code_statements(sidecars: Sidecars) -> Iterator[Statement]:

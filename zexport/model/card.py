@@ -66,7 +66,7 @@ def model_card(
     apart: Mapping[str, Sequence[str]] | None = None,
     *,
     origin: Sequence[str] = (),
-    trained_on: str = "",
+    trained_on: str | None = "",
     is_adapter: bool = False,
 ) -> bytes:
     """The content of ``README.md``, with metadata as the hub takes them.
@@ -78,7 +78,8 @@ def model_card(
         architecture: the class, where the config has none.
         apart: weights that the class does not know, by file.
         origin: what came from elsewhere, or was exported all the same, in paragraphs.
-        trained_on: what an adapter calls its base; empty where nothing shows that it is the one.
+        trained_on: what an adapter calls its base; empty where nothing shows that it is the one,
+            ``None`` where files differ in which base it was.
         is_adapter: whether this is the adapter, not a model.
     """
     named = sidecars.config.architectures if sidecars.config is not None else ()
@@ -121,8 +122,8 @@ def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[St
     path, readme = sidecars.copied.get("README.md"), "the checkpoint's README.md"
     card = read_card(path.parent) if path is not None else ""
     base = base_named(card)
-    for by, name in {readme: base, **named}.items() if is_hub_id(base) else ():
-        yield Statement(Fact.CARD_BASE, plain_name(name) if is_hub_id(name) else None, by)
+    for by, name in {readme: base, **named}.items():
+        yield Statement(Fact.NAMED_BASE, plain_name(name) if is_hub_id(name) else None, by)
     for named_class in sidecars.config.architectures if sidecars.config is not None else ():
         yield Statement(Fact.CARD_TASK, _value(card, "pipeline_tag") or None, readme)
         yield Statement(Fact.CARD_TASK, _task(named_class), f"config.json, {named_class}")
@@ -162,7 +163,7 @@ def _inlined(location: Location) -> str:
 
 
 def _metadata(
-    sidecars: Sidecars, architecture: str | None, trained_on: str, *, is_adapter: bool
+    sidecars: Sidecars, architecture: str | None, trained_on: str | None, *, is_adapter: bool
 ) -> str:
     """What the hub reads of a card; a path of some machine is never part of it.
 
@@ -210,7 +211,9 @@ def _stated(card: str, key: str, pattern: re.Pattern[str]) -> str | None:
     return value if pattern.fullmatch(value) else None
 
 
-def _names(sidecars: Sidecars, card: str, trained_on: str) -> Iterator[str]:
+def _names(sidecars: Sidecars, card: str, trained_on: str | None) -> Iterator[str]:
+    if trained_on is None:
+        return
     if sidecars.base is not None and (cached := hub_id_of(sidecars.base)):
         yield cached
     yield trained_on

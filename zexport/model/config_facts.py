@@ -53,11 +53,12 @@ def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
             yield Statement(fact, value, by, about)
 
 
-def run_statements(own: ConfigFile, above: ConfigFile) -> Iterator[Statement]:
-    """What the config beside a checkpoint and that of the run's folder both state."""
-    yield from _labels_of_both(Fact.RUN_CONFIG, own, above, "the folder above's")
-    for _, about, values in _both(own, above):
-        for by, value in zip(("the checkpoint's", "the folder above's"), values, strict=True):
+def run_statements(own: ConfigFile, other: ConfigFile, where: str) -> Iterator[Statement]:
+    """What the config beside a checkpoint and that of another folder of the run both state."""
+    sides = ("the checkpoint's", f"{where}'s")
+    yield from _labels_of_both(Fact.RUN_CONFIG, own, other, sides[1])
+    for _, about, values in _both(own, other):
+        for by, value in zip(sides, values, strict=True):
             yield Statement(Fact.RUN_CONFIG, value, by, about)
 
 

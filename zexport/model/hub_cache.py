@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
 from zexport.errors import NotACheckpointError, ZexportError
+from zexport.store.address import last_names
 from zexport.store.files import read_regular, reading
-from zexport.store.folders import exists, hub_cache_folder, is_folder
+from zexport.store.folders import exists, hub_cache_folder, is_folder, real
 from zexport.store.json import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -26,6 +31,44 @@ _QUANTIZED = re.compile(
     re.IGNORECASE,
 )
 """How names end that quantized forms of a model are given."""
+
+
+_COMMIT, _REF_NBYTES_MAX = re.compile(r"[0-9a-f]{40}"), 40
+_BRANCH = re.compile(r"\w[\w.-]{0,95}")
+_SNAPSHOTS = "snapshots"
+
+
+class GivenBase(Struct, frozen=True):
+    """The model that was given for what a checkpoint lacks.
+
+    Attributes:
+        name: the hub's name for it, or the last names of its folder.
+        commit: the hub's commit of it, where it lies in the hub's cache; null elsewhere.
+    """
+
+    name: str
+    commit: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> GivenBase:
+        """The model in a folder."""
+        here = real(folder)
+        if (hub_id := hub_id_of(here)) is None:
+            return cls(last_names(here))
+        commits = (below for name, below in pairwise(here.parts) if name == _SNAPSHOTS)
+        return cls(hub_id, next(filter(_COMMIT.fullmatch, commits), None))
+
+    @classmethod
+    def recorded(cls, record: object) -> GivenBase | None:
+        """What a manifest says of it; ``None`` where that is nothing."""
+        try:
+            return msgspec.convert(record, cls)
+        except msgspec.ValidationError:
+            return None
+
+    def __str__(self) -> str:
+        """The name, and the commit where it is known."""
+        return f"{self.name} at commit {self.commit}" if self.commit else self.name
 
 
 def is_hub_id(name: str) -> bool:
@@ -59,10 +102,6 @@ def model_folder(given: Path) -> Path:
     )
 
 
-_COMMIT, _REF_NBYTES_MAX = re.compile(r"[0-9a-f]{40}"), 40
-_BRANCH = re.compile(r"\w[\w.-]{0,95}")
-
-
 def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
     """The folder of a model in the hub's cache here, of a commit or of a branch as last fetched.
 
@@ -79,7 +118,7 @@ def cached_snapshot(hub_id: str, revision: str = "main") -> Path | None:
             commit = (found or b"").decode("ascii")
     except (OSError, RuntimeError, ValueError):  # nothing is there, nor a home to look in
         return None
-    snapshot = model / "snapshots" / commit
+    snapshot = model / _SNAPSHOTS / commit
     is_here = _COMMIT.fullmatch(commit) and is_folder(snapshot)
     return snapshot if is_here and _is_whole(snapshot, model / "trees" / f"{commit}.json") else None
 

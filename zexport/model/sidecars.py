@@ -122,12 +122,15 @@ class Sidecars(Struct, frozen=True):
     base: Path | None
     base_card: str = ""
     base_config: ConfigFile | None = None
-    run_config: ConfigFile | None = None
+    run_configs: Mapping[str, ConfigFile] = field(default_factory=dict)
     folders: Mapping[str, Files] = field(default_factory=dict)
 
 
 def find_sidecars(
-    root: Path, base: Path | None = None, boundary: Boundary = _OWN_FOLDERS
+    root: Path,
+    base: Path | None = None,
+    boundary: Boundary = _OWN_FOLDERS,
+    parts: Iterable[tuple[Path, Boundary]] = (),
 ) -> Sidecars:
     """The files that belong to the checkpoint in ``root``.
 
@@ -135,6 +138,8 @@ def find_sidecars(
     Trainer's ``output_dir``), ``base``. A model card is kept where it lies in ``root`` itself, and
     licences are those of ``root``, else of ``base``: what lies above a checkpoint may be about
     anything. A link leads to somewhere in the folder that it lies in, or within ``boundary``.
+    ``parts`` are further folders, with their own boundaries, in which nodes kept parts of the
+    checkpoint: what they have is compared, and nothing of it taken.
     """
     if base is not None and not is_folder(base):
         raise NotACheckpointError(
@@ -155,7 +160,14 @@ def find_sidecars(
         copied |= _first_of(code_files(folder, config.content) for folder in around)
     copied |= _kind(_first_with(folders, PROCESSOR), PROCESSOR) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
-    above = _stating(root.parent, boundary.including(root.parent))
+    code = [name for name in copied if name.endswith(".py")]
+    folders_of_run = {ABOVE: (root.parent, boundary.including(root.parent))}
+    folders_of_run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
+    stating = {by: _stating(*one, code) for by, one in folders_of_run.items()}
+    configs = {
+        by: _find_config(root, [folder] if CONFIG in stating[by] else [], within)
+        for by, (folder, within) in folders_of_run.items()
+    }
     source = root / SOURCE_SIDECAR
     boundary.including(root).check(source)
     return Sidecars(
@@ -166,11 +178,11 @@ def find_sidecars(
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
-        run_config=_find_config(root, [root.parent] if CONFIG in above else [], boundary),
+        run_configs={by: one for by, one in configs.items() if one is not None},
         folders={
-            THE_CHECKPOINT: _stating(root, boundary.including(root)),
-            ABOVE: above,
-            BASE: {} if base is None else _stating(base, boundary.including(base)),
+            THE_CHECKPOINT: _stating(root, boundary.including(root), code),
+            **stating,
+            BASE: {} if base is None else _stating(base, boundary.including(base), code),
         },
     )
 
@@ -188,9 +200,9 @@ def _missing(
         yield "a processor"
 
 
-def _stating(folder: Path, within: Boundary) -> Files:
+def _stating(folder: Path, within: Boundary, code: Iterable[str]) -> Files:
     """The files that state facts in a folder; links that lead elsewhere state nothing."""
-    found = _present(folder, _STATING)
+    found = _present(folder, (*_STATING, *code))
     return {name: path for name, path in found.items() if within.holds(path)}
 
 

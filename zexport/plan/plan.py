@@ -14,6 +14,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
 from zexport.formats.torch_writer import lay_out
+from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode, ExportDType
 from zexport.printable import brief
 from zexport.ranges.copies import CastReplica, Replica
@@ -219,6 +220,7 @@ class ExportPlan:
         findings: what was found while planning.
         provenance: what the manifest says of the checkpoint and the options, as JSON values.
         warnings: what the user should know before using the result, in sentences.
+        base: the model that was given for what the checkpoint lacks, if one was.
         notes: what the user may want to know.
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
@@ -251,6 +253,7 @@ class ExportPlan:
     notes: tuple[str, ...] = ()
     nbytes_compared: int = 0
     pruned: frozenset[Path] = frozenset()
+    base: GivenBase | None = None
 
     __repr__ = brief
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from zexport.errors import MemoryLimitError
 from zexport.findings import Finding
+from zexport.model.hub_cache import GivenBase
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin
 from zexport.ranges.calculator import held_nbytes
@@ -95,6 +96,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     Attributes:
         out_dir: the folder that would be made.
         origin: the checkpoint that it would be made from.
+        base: the model that was given for what the checkpoint lacks; null without one.
         form: what it would be made as.
         files: the safetensors files.
         side_files: the other files, but for the manifest.
@@ -116,6 +118,7 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
 
     out_dir: Path
     origin: Origin
+    base: GivenBase | None
     form: Form
     files: tuple[PlannedFile, ...]
     side_files: tuple[str, ...]
@@ -140,6 +143,7 @@ def summarize(plan: ExportPlan) -> PlanSummary:
     return PlanSummary(
         out_dir=plan.out_dir,
         origin=plan.origin,
+        base=plan.base,
         form=plan.form,
         files=tuple(PlannedFile(f.filename, f.nbytes, len(f.tensors)) for f in plan.shards),
         side_files=tuple(file.filename for file in plan.side_files),

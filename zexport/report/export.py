@@ -58,6 +58,7 @@ def print_plan(
         console,
         (
             (_unit(plan.form), f"{plan.tensors:,}, {what or _form(plan.form)}"),
+            ("Base", str(plan.base or "")),
             ("Reads", reads),
             ("Compared", _compared(plan)),
             ("Writes", size(plan.nbytes_to_write)),
@@ -123,6 +124,7 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
         console,
         (
             (_unit(report.form), f"{report.tensors:,}, {what or _form(report.form)}"),
+            ("Base", str(report.base or "")),
             ("Files", _listed(report.files)),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
@@ -216,5 +218,7 @@ def _print_compared(console: Console, report: VerifyReport) -> None:
         if report.against_checkpoint
         else (("Compared", "with the manifest alone; --against CKPT makes the weights again"),)
     )
-    print_facts(console, compared if report.files else ())
+    base = (("Base", str(report.base or "")),)
+    print_facts(console, (*compared, *base) if report.files else ())
     print_list(console, "Warnings", report.warnings, "bold yellow")
+    print_list(console, "Notes", report.notes)

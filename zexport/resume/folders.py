@@ -111,7 +111,7 @@ def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path],
     new = {
         "rng_state.pth" if ranks.after == 1 else f"rng_state_{rank}.pth": kept[name]
         for rank, name in states.items()
-        if rank < ranks.after
+        if rank < min(ranks.before, ranks.after)  # others are of another run
     }
     rest = {name: path for name, path in kept.items() if name not in states.values()}
     lacking = ranks.after - len(new)

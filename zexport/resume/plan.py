@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.ranks import models_of
-from zexport.decide import CheckpointRecord
+from zexport.decide import CheckpointRecord, recorded_warnings
 from zexport.errors import UnsafeError, UsageError
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
@@ -51,6 +51,8 @@ class ReshardProvenance(Struct, frozen=True):
         ds_config: the configuration that was given for it with ``--ds-config``; null without.
         dropped: keys of the client's state that were left out.
         accounting: where every element of the flat partitions went.
+        warnings: what was told when it was made, beside the checkpoint's own; only where there was
+            anything.
     """
 
     checkpoint: CheckpointRecord
@@ -59,6 +61,7 @@ class ReshardProvenance(Struct, frozen=True):
     ds_config: Mapping[str, object] | None
     dropped: tuple[str, ...]
     accounting: Accounting
+    warnings: tuple[str, ...] | UnsetType = UNSET
 
 
 class Recorded(Struct, frozen=True):
@@ -90,6 +93,7 @@ def plan_reshard(
     state, files = _planned(checkpoint, state, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
     around = _around(checkpoint, settings, options, given)
+    warned = (*told, *_told(state, settings, dropped), *around.warnings)
     return ExportPlan(
         out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
@@ -101,14 +105,8 @@ def plan_reshard(
         check=options.check,
         allow=options.allow,
         findings=findings,
-        provenance=_provenance(checkpoint, settings, given, dropped),
-        warnings=(
-            *checkpoint.newer,
-            *checkpoint.warnings,
-            *told,
-            *_told(state, settings, dropped),
-            *around.warnings,
-        ),
+        provenance=_provenance(checkpoint, settings, given, dropped, warned),
+        warnings=(*checkpoint.newer, *checkpoint.warnings, *warned),
         notes=(*checkpoint.notes, *around.notes),
         overwrite=options.overwrite,
         jobs=jobs,
@@ -239,6 +237,7 @@ def _provenance(
     settings: Settings,
     given: Mapping[str, object] | None,
     dropped: tuple[str, ...],
+    warned: tuple[str, ...],
 ) -> JsonObject:
     return values_of(
         ReshardProvenance(
@@ -248,6 +247,7 @@ def _provenance(
             ds_config=given,
             dropped=dropped,
             accounting=account(checkpoint, checkpoint.tensors),
+            warnings=recorded_warnings(warned),
         )
     )
 

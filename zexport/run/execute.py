@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from zexport.findings import Finding
+from zexport.model.hub_cache import GivenBase
 from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.printable import brief
 from zexport.run.begin import Workplace, begin
@@ -53,6 +54,7 @@ class ExportReport:
         notes: what may be of interest.
         verified: how the folder was read again before it got its name.
         resumed: the shards that a stopped export had finished, read again and taken over.
+        base: the model that was given for what the checkpoint lacks; null without one.
     """
 
     out_dir: Path
@@ -68,6 +70,7 @@ class ExportReport:
     notes: tuple[str, ...]
     verified: VerifyMode
     resumed: tuple[str, ...] = ()
+    base: GivenBase | None = None
 
     __repr__ = brief
 
@@ -98,6 +101,7 @@ class ExportReport:
             notes=plan.notes,
             verified=work.verify,
             resumed=resumed,
+            base=plan.base,
         )
 
     def to_json(self) -> JsonObject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import VerificationError, ZexportError
+from zexport.model.hub_cache import GivenBase
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
@@ -67,6 +69,8 @@ class VerifyReport:
             config and tokenizer.
         warnings: files that were added to the export and change what loads.
         problems: everything that is wrong.
+        base: the model that the export was given for what the checkpoint lacks; null without one.
+        notes: what was warned of when it was made, and what of this command changed nothing.
     """
 
     out_dir: Path
@@ -80,6 +84,8 @@ class VerifyReport:
     is_checkpoint: bool = False
     by_manifest_alone: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    base: GivenBase | None = None
+    notes: tuple[str, ...] = ()
 
     __repr__ = brief
 
@@ -146,6 +152,8 @@ def verify_export(
         is_checkpoint="settings" in manifest.provenance,
         by_manifest_alone=_by_manifest_alone(manifest, plan),
         warnings=tuple(added_files(out_dir, manifest.files)),
+        base=GivenBase.recorded(manifest.provenance.get("base")),
+        notes=tuple(_told_then(manifest)),
     )
 
 
@@ -156,6 +164,18 @@ def _origin(manifest: Manifest, plan: ExportPlan | None, *, is_whole: bool) -> O
         return recorded
     is_same = Origin.recorded(plan.provenance.get("checkpoint")) == recorded
     return plan.origin if recorded is None or is_same or is_whole else recorded
+
+
+class _Told(Struct, frozen=True):
+    warnings: tuple[str, ...] = ()
+
+
+def _told_then(manifest: Manifest) -> Iterator[str]:
+    """What was warned of when the folder was made: of the checkpoint, and of all around it."""
+    for record in (manifest.provenance.get("checkpoint"), manifest.provenance):
+        with suppress(msgspec.ValidationError):
+            for warning in msgspec.convert(record, _Told).warnings:
+                yield f"when it was made: {warning}"
 
 
 def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str, ...]:

@@ -75,6 +75,12 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     return path
 
 
+def last_names(folder: Path) -> str:
+    """The last two names of a folder, which tell it wherever it lies: no root, and no bucket."""
+    parts = folder.parts[2 if isinstance(folder, Address) else 1 :]
+    return "/".join(parts[-2:]) or folder.name
+
+
 def _address(given: str, text: str, scheme: str) -> Address:
     """The address; one slash of the two is left in ``text``, as in every path."""
     if scheme.lower() not in SCHEMES:

@@ -44,10 +44,14 @@ def plain_of(value: object) -> object:
 
 
 def form_of(*results: object) -> JsonObject:
-    """What a command prints of results: the form's number, and their fields beside each other."""
+    """What a command prints of results: the form's number, and their fields beside each other.
+
+    Of a key that several have, the first one's value counts.
+    """
     form: JsonObject = {"schema": SCHEMA}
     for result in results:
-        form |= dict(result) if isinstance(result, Mapping) else values_of(result)
+        values = dict(result) if isinstance(result, Mapping) else values_of(result)
+        form |= {key: value for key, value in values.items() if key not in form}
     return form
 
 

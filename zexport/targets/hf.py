@@ -16,6 +16,7 @@ from zexport.filenames import CONFIG, README
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
+from zexport.model.hub_cache import GivenBase
 from zexport.model.tokens import (
     ADDED_TOKENS,
     config_numbers,
@@ -33,7 +34,7 @@ from zexport.plan.plan import (
     SideFile,
     plan_file,
 )
-from zexport.printable import some
+from zexport.printable import placeless, some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import Selection, check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
@@ -152,10 +153,12 @@ class HubModel(Struct, frozen=True):
         return DTYPES[options.dtype]
 
     @property
-    def _trained_on(self) -> str:
+    def _trained_on(self) -> str | None:
         """What the merged adapter calls its base, unless something says that it is another."""
         found = self.collected
         differing = {one.fact for one in disagreements(found.statements)}
+        if Fact.NAMED_BASE in differing:
+            return None
         if found.mode is not AdapterMode.MERGE or differing & OF_BASE:
             return ""
         told = (one.config.text("base_model_name_or_path") for one in found.adapters)
@@ -164,18 +167,22 @@ class HubModel(Struct, frozen=True):
     def _origin(self, selection: Selection) -> Iterator[str]:
         """What the card says of what is not from training, and of what was allowed."""
         found, every = self.collected, selection.written
+        base = found.sidecars.base
+        of = "" if base is None else f" ({GivenBase.of(base)})"
         if found.mode is AdapterMode.MERGE:
             names = " and ".join(one.name for one in found.adapters)
             count = sum(tensor.role is Role.FROZEN for tensor in every)
             yield (
-                f"The adapter {names} is merged into its base model: of {len(every)} tensors, "
+                f"The adapter {names} is merged into its base model{of}: of {len(every)} tensors, "
                 f"{count} are the base model's, as training had them."
             )
         elif selection.from_base:
             yield (
-                f"Of {len(every)} tensors, {len(selection.from_base)} come from the base model: "
-                "they were not trained, and not in the checkpoint."
+                f"Of {len(every)} tensors, {len(selection.from_base)} come from the base "
+                f"model{of}: they were not trained, and not in the checkpoint."
             )
+        if files := found.files_of_base:
+            yield f"These files are the base model's{of}: {', '.join(files)}."
         for one in selection.findings:
             if one.accepted:
                 yield f"Exported although {one.kind} was found: {one.detail or one.tensor}."
@@ -184,6 +191,9 @@ class HubModel(Struct, frozen=True):
                 f"Allowed was also {', '.join(sorted(later))}: findings in zexport_manifest.json "
                 "tell whether there was any."
             )
+        if told := (*found.checkpoint.warnings, *selection.warnings):
+            yield "zexport warned of this when it made the export:"
+            yield from (f"- {placeless(one)}." for one in told)
 
     def _warnings(self) -> Iterator[str]:
         """What is missing beside the weights, will not be read, or stands apart."""

@@ -1,0 +1,84 @@
+"""What the Trainer wrote beside a tag, held against the tag's own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import Run, edit, save, small_model
+from zexport import open_checkpoint
+from zexport.resume.folders import Ranks, beside
+
+TAG = "global_step2"
+PAST = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": float("nan")}]
+STATE: dict[str, Any] = {"global_step": 2, "train_batch_size": 4, "log_history": PAST}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A Trainer's checkpoint of two ranks and micro-batches of four rows, after an older one."""
+    folder = save(small_model(), Run(stage=2), tmp_path / "run" / "checkpoint-2", TAG)
+    for path in (folder / TAG).glob("*model_states.pt"):
+        edit(path, lambda states: states["ds_config"].update(train_micro_batch_size_per_gpu=4))
+    older = tmp_path / "run" / "checkpoint-1"
+    older.mkdir()
+    _write(older, global_step=1, log_history=PAST[:1])
+    for rank in range(2):
+        (folder / f"rng_state_{rank}.pth").touch()
+    _write(folder)
+    return folder
+
+
+def _write(folder: Path, **changed: object) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps(STATE | changed))
+
+
+def _add_random_states(root: Path) -> None:
+    (root / "rng_state_3.pth").touch()
+
+
+def _change_past(root: Path) -> None:
+    _write(root.parent / "checkpoint-1", log_history=[{"step": 1, "loss": 9.5}])
+
+
+def test_a_run_that_agrees_with_itself_is_told_nothing_of(root: Path) -> None:
+    found = open_checkpoint(root)
+    assert not found.warnings
+    assert not found.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda root: _write(root, train_batch_size=64), "4 in the files of the tag; 64 in"),
+        (_add_random_states, "expected below 2, the number of ranks"),
+        (_change_past, "step 1: loss 4.0 in trainer_state.json; loss 9.5 in that of checkpoint-1"),
+    ],
+)
+def test_files_of_another_run_are_told(
+    root: Path, change: Callable[[Path], None], told: str
+) -> None:
+    change(root)
+    (warning,) = open_checkpoint(root).warnings
+    assert told in warning
+
+
+def test_the_best_checkpoint_of_a_run_is_noted_where_it_is_another(root: Path) -> None:
+    _write(root, best_model_checkpoint="/there/run/checkpoint-1")
+    (note,) = open_checkpoint(root).notes
+    assert "checkpoint-1 in trainer_state.json" in note
+    assert "/there" not in note
+
+
+def test_random_states_of_another_run_are_handed_to_no_rank(root: Path) -> None:
+    _add_random_states(root)
+    found = beside(open_checkpoint(root).location, Ranks(2, 4), 2, 2)
+    assert [one.filename for one in found.files if "rng" in one.filename] == [
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    ]
+    assert any("2 of 4 ranks begin with the random state of their seed" in n for n in found.notes)

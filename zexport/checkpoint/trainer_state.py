@@ -1,0 +1,119 @@
+"""What files beside a tag say of it: of its step, and the Trainer's of batch, ranks and past.
+
+Source: transformers 5.23, ``trainer.py`` (``_save_checkpoint``, ``_save_rng_state``) and
+``trainer_callback.py`` (``TrainerState``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.location import Location, TagChoice
+from zexport.checkpoint.ranks import models_of
+from zexport.errors import ZexportError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
+from zexport.store.boundary import Boundary
+from zexport.store.folders import children, is_file
+from zexport.store.json import Json, JsonObject, read_json_object
+
+_STATE = "trainer_state.json"
+_TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)
+_FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
+"""The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
+
+_RANDOM_STATE = re.compile(r"rng_state_(\d{1,9})\.pth", re.ASCII)
+_SHOWN_MAX = 80
+
+
+def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
+    """What names and files beside a tag say of it, and what its own files do."""
+    location = checkpoint.location
+    if checkpoint.global_steps is None:
+        return
+    yield Statement(Fact.RUN_STEP, checkpoint.global_steps, "the files of the tag")
+    if found := _TAG_STEP.fullmatch(location.tag):
+        yield Statement(Fact.RUN_STEP, int(found[1]), "its name")
+    if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
+        return
+    for number, one in enumerate((location, *checkpoint.parts), start=1):
+        by = _STATE if number == 1 else f"{_STATE} of folder {number}"
+        state = _read(one.root, one.boundary)
+        yield from _of_state(state, by, one, checkpoint)
+        yield from _of_random_states(one.root, checkpoint.ranks)
+        yield from _of_past(state, by, one)
+
+
+def _of_state(
+    state: JsonObject, by: str, location: Location, checkpoint: ZeroCheckpoint
+) -> Iterator[Statement]:
+    """Step, rows of a micro-batch, and the checkpoint that the run calls its best."""
+    step, named = state.get("global_step"), _FOLDER_STEP.fullmatch(location.real_root.name)
+    if isinstance(step, int):
+        yield Statement(Fact.RUN_STEP, step, by)
+        if named:
+            yield Statement(Fact.RUN_STEP, int(named[1]), "the folder's name")
+    model = next(iter(models_of(checkpoint.cells).values()), None)
+    micro = None if model is None else model.ds_config.get("train_micro_batch_size_per_gpu")
+    rows = state.get("train_batch_size")
+    if isinstance(micro, int) and isinstance(rows, int):
+        yield Statement(Fact.RUN_BATCH, micro, "the files of the tag")
+        yield Statement(Fact.RUN_BATCH, rows, by)
+    best = state.get("best_model_checkpoint")
+    if named and isinstance(best, str):
+        yield Statement(Fact.RUN_BEST, named[0], "the folder's name")
+        yield Statement(Fact.RUN_BEST, Path(best).name, f"{by}, best_model_checkpoint")
+
+
+def _of_random_states(root: Path, ranks: int | None) -> Iterator[Statement]:
+    """The number of ranks, and the highest that has a random state."""
+    found = (_RANDOM_STATE.fullmatch(path.name) for path in children(root))
+    highest = max((int(one[1]) for one in found if one), default=None)
+    if ranks is not None and highest is not None:
+        yield Statement(Fact.RUN_RANKS, ranks, "the number of ranks")
+        yield Statement(Fact.RUN_RANKS, highest, f"rng_state_{highest}.pth")
+
+
+def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Statement]:
+    """Where the checkpoint before this one has logged something else of the steps of both."""
+    step, runs = state.get("global_step"), location.real_root.parent
+    older: dict[int, Path] = {}
+    with suppress(OSError):  # it may be another user's
+        found = ((_FOLDER_STEP.fullmatch(path.name), path) for path in children(runs))
+        older = {int(name[1]): path for name, path in found if name}
+    before = max((n for n in older if isinstance(step, int) and n < step), default=None)
+    if before is None:
+        return
+    other = _read(older[before], location.boundary.including(runs))
+    own, logged = state.get("log_history"), other.get("log_history")
+    both = (
+        zip(own, logged, strict=False) if isinstance(own, list) and isinstance(logged, list) else ()
+    )
+    one, another = next(((a, b) for a, b in both if _text(a) != _text(b)), (None, None))
+    if isinstance(one, dict) and isinstance(another, dict):
+        about = f"step {one.get('step')}:"
+        yield Statement(Fact.RUN_PAST, _told(one), by, about)
+        yield Statement(Fact.RUN_PAST, _told(another), f"that of {older[before].name}", about)
+
+
+def _read(folder: Path, within: Boundary) -> JsonObject:
+    """The Trainer's state in a folder; empty where there is none, or none that can be read."""
+    path = folder / _STATE
+    with suppress(ZexportError, OSError):
+        return read_json_object(path) if is_file(path) and within.holds(path) else {}
+    return {}
+
+
+def _told(entry: Mapping[str, Json]) -> str:
+    """What was logged at a step, in a line."""
+    words = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "step")
+    return words if len(words) <= _SHOWN_MAX else f"{words[:_SHOWN_MAX]}..."
+
+
+def _text(entry: Json) -> str:
+    return json.dumps(entry, sort_keys=True)  # NaN is like NaN
