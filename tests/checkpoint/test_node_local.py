@@ -105,7 +105,7 @@ def dealt_out(name: str, root: Path) -> list[Path]:
 def test_configs_of_nodes_that_differ_are_told(tmp_path: Path) -> None:
     parts = [location.root for location in nodes(tmp_path, Run(stage=3))]
     for part, eps in zip(parts, (1e-5, 1e-6), strict=True):
-        content = {"model_type": "llama", "rms_norm_eps": eps}
+        content = {"model_type": "mine", "rms_norm_eps": eps}
         (part / "config.json").write_text(json.dumps(content))
     told = zexport.consolidate(parts, tmp_path / "out", MEMORY).warnings
     assert any("rms_norm_eps" in one and "folder 2 of the checkpoint" in one for one in told)

@@ -14,7 +14,7 @@ from zexport import open_checkpoint
 from zexport.resume.folders import Ranks, beside
 
 TAG = "global_step2"
-PAST = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": float("nan")}]
+PAST = [{"grad_norm": 1.1, "step": 1, "loss": 4.0}, {"step": 2, "loss": float("nan")}]
 STATE: dict[str, Any] = {"global_step": 2, "train_batch_size": 4, "log_history": PAST}
 
 
@@ -42,7 +42,7 @@ def _add_random_states(root: Path) -> None:
 
 
 def _change_past(root: Path) -> None:
-    _write(root.parent / "checkpoint-1", log_history=[{"step": 1, "loss": 9.5}])
+    _write(root.parent / "checkpoint-1", log_history=[PAST[0] | {"loss": 9.5}])
 
 
 def test_a_run_that_agrees_with_itself_is_told_nothing_of(root: Path) -> None:

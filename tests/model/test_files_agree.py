@@ -303,6 +303,13 @@ def test_code_of_the_models_own_is_held_against_that_of_other_folders(root: Path
     assert "in the folder above's" in warning
 
 
+def test_a_key_that_stands_twice_in_a_file_is_told(root: Path) -> None:
+    text = '{"model_type": "llama", "rms_norm_eps": 1e-06, "a": 1, "rms_norm_eps": 0.01, "a": 1}'
+    (root / "config.json").write_text(text)
+    (warning,) = warned(root)
+    assert "rms_norm_eps 1e-06 in config.json, 1.; 0.01 in config.json, 2." in warning
+
+
 def test_licences_that_differ_are_told(root: Path) -> None:
     write(root, README_md="---\nlicense: mit\n---\n", LICENSE="\n   Apache License\n Version 2.0")
     base = write(root.parents[1] / "base", README_md="---\nlicense: gemma\n---\n")

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from tests.support.plans import save
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
-from zexport import consolidate_part, verify_export
+from zexport import consolidate_part, finish_export, verify_export
 from zexport.errors import (
     DamagedCheckpointError,
     OutputError,
@@ -205,6 +205,18 @@ def test_parts_of_two_plans_do_not_meet(tmp_path: Path) -> None:
     other = four_shards(tmp_path / "ckpt", tmp_path / "out", DType.BF16)
     with pytest.raises(OutputError, match="was begun for another plan"):
         run_part(other, Share(2, 2))
+
+
+def test_files_beside_the_weights_do_not_change_between_parts(tmp_path: Path) -> None:
+    root, out = tmp_path / "ckpt", tmp_path / "out"
+    shutil.copytree(FIXTURE, root)
+    consolidate_part(root, out, Share(1, 2))
+    (root / "tokenizer_config.json").write_text("{}")
+    for again in (lambda: consolidate_part(root, out, Share(2, 2)), lambda: finish_export(out)):
+        with pytest.raises(OutputError, match="other files beside the weights"):
+            again()
+    shutil.copy(FIXTURE / "tokenizer_config.json", root)
+    assert isinstance(consolidate_part(root, out, Share(2, 2)), ExportReport)
 
 
 def test_workers_that_count_differently_do_not_meet(tmp_path: Path) -> None:

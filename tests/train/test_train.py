@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,15 @@ from zexport.train.model import freeze
 from zexport.train.options import (
     TrainOptions,
     TrainSummary,
+    config_digest,
     read_ds_config,
     resumed,
     settled,
+    without_effect,
 )
 from zexport.train.rank_run import ds_config
 from zexport.train.sidecar import describe_source
-from zexport.train.text import Corpus
+from zexport.train.text import Corpus, check_same
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -362,6 +365,41 @@ class TestDeepSpeedConfiguration:
         options = TrainOptions(out=tmp_path, stage=2, ds_config=theirs)
         with pytest.raises(UsageError, match=r"contradicts --stage \(found 1, expected 2\)"):
             settled(options, {"stage"})
+
+
+def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    theirs = {"optimizer": {"params": {"lr": 1e-4}}, "zero_optimisation": {}}
+    typed = {"hidden_size", "layers", "vocab_size", "seq_len"}
+    options = TrainOptions(out=tmp_path, model=tmp_path, seq_len=200, ds_config=theirs)
+    told = " ".join(without_effect(options, typed))
+    for word in ("--hidden-size", "--layers", "--vocab-size", "--seq-len 200 is more", "the lr of"):
+        assert word in told
+    assert "did you mean zero_optimization?" in told
+    assert not list(without_effect(TrainOptions(out=tmp_path), typed))
+    with pytest.raises(UsageError, match="contradicts --batch-size"):
+        settled(replace(options, ds_config={"train_micro_batch_size_per_gpu": 2}), {"batch_size"})
+
+
+def test_a_run_goes_on_with_the_config_that_it_began_with(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"rms_norm_eps": 1e-6}')
+    options = TrainOptions(out=tmp_path, model=tmp_path)
+    began = config_digest(options)
+    config.write_text('{ "rms_norm_eps" : 1e-6 }')
+    assert config_digest(options) == began
+    config.write_text('{"rms_norm_eps": 0.5}')
+    tokenizer, corpus = _Words(), Corpus(torch.zeros(1, 2), 2, 0)
+    with pytest.raises(UsageError, match="the model's config is another than the run began with"):
+        check_same(replace(options, digests={"model's config": began}), tokenizer, "", corpus)  # type: ignore[arg-type]
+
+
+class _Words:
+    """A tokenizer of no word."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
 
 
 class TestText:

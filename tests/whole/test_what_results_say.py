@@ -191,3 +191,25 @@ def test_a_base_that_only_gives_files_is_named_and_not_taken_for_the_one_that_wa
     assert not {"base_model", "base_model_relation"} & card.data.to_dict().keys()
     told = f"the base model's (acme/instruct at commit {'c' * 40}): tokenizer"
     assert told in " ".join(card.text.split())
+
+
+def test_a_variable_that_sets_nothing_is_told_with_the_one_that_was_meant() -> None:
+    meant = "ZEXPORT_INSPECT_FILES"
+    for wrong in ("ZEXPORT_INSPECT_FIELS", "ZEXPORT_FILES"):
+        told = f"Warning: {wrong} sets nothing; did you mean {meant}?"
+        assert told in run("inspect", FIXTURE, **{wrong: "1"})[1]
+    others = {"ZEXPORT_VERIFY_CHECK": "full", "ZEXPORT_ELSEWHERE": "1", meant: "1"}
+    assert run("inspect", FIXTURE, **others)[1] == ""
+
+
+def test_what_an_export_would_warn_of_and_what_changes_nothing_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(FIXTURE, root)
+    (root / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
+    assert "<none>" not in run("inspect", root)[0]
+    assert "<none>" in run("inspect", root, "--fail")[1]
+    consolidate(FIXTURE, tmp_path / "out")
+    told = run("verify", tmp_path / "out", "--check", "full", "--base", FIXTURE)[0]
+    assert "--base changes nothing without --against" in told
+    assert "--check changes nothing without --against" in told
+    assert "the same files" in run("diff", tmp_path / "out", tmp_path / "out")[0]

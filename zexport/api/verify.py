@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,10 @@ def verify_export(
     base = place(base) if base is not None else None
     _check_folder(out_dir, follow_symlinks=follow_symlinks)
     if against is None:
-        return verify.verify_export(out_dir, progress=progress)
+        found = verify.verify_export(out_dir, progress=progress)
+        is_full = check is not CheckMode.SAMPLED
+        named = {"--base": base, "--adapter-config": adapter_config, "--check": is_full or None}
+        return replace(found, notes=(*found.notes, *_without_effect(named)))
     manifest = read_manifest(out_dir)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
@@ -80,6 +83,13 @@ def verify_export(
     if base is None:
         _check_names(plan, manifest)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
+
+
+def _without_effect(named: Mapping[str, object]) -> Iterator[str]:
+    """Tells of options that are for making an export again, where it is not made again."""
+    for name, value in named.items():
+        if value is not None:
+            yield f"{name} changes nothing without --against"
 
 
 def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:

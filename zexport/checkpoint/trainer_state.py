@@ -18,6 +18,7 @@ from zexport.checkpoint.ranks import models_of
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
+from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.store.folders import children, is_file
 from zexport.store.json import Json, JsonObject, read_json_object
@@ -28,7 +29,7 @@ _FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 """The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
 
 _RANDOM_STATE = re.compile(r"rng_state_(\d{1,9})\.pth", re.ASCII)
-_SHOWN_MAX = 80
+_KEYS_SHOWN = 4
 
 
 def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
@@ -97,8 +98,8 @@ def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Stateme
     one, another = next(((a, b) for a, b in both if _text(a) != _text(b)), (None, None))
     if isinstance(one, dict) and isinstance(another, dict):
         about = f"step {one.get('step')}:"
-        yield Statement(Fact.RUN_PAST, _told(one), by, about)
-        yield Statement(Fact.RUN_PAST, _told(another), f"that of {older[before].name}", about)
+        yield Statement(Fact.RUN_PAST, _told(one, another), by, about)
+        yield Statement(Fact.RUN_PAST, _told(another, one), f"that of {older[before].name}", about)
 
 
 def _read(folder: Path, within: Boundary) -> JsonObject:
@@ -109,10 +110,11 @@ def _read(folder: Path, within: Boundary) -> JsonObject:
     return {}
 
 
-def _told(entry: Mapping[str, Json]) -> str:
-    """What was logged at a step, in a line."""
-    words = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "step")
-    return words if len(words) <= _SHOWN_MAX else f"{words[:_SHOWN_MAX]}..."
+def _told(entry: Mapping[str, Json], other: Mapping[str, Json]) -> str:
+    """What was logged at a step, and otherwise by another."""
+    differing = {**entry, **other}.keys()
+    told = (f"{k} {entry.get(k)}" for k in differing if _text(entry.get(k)) != _text(other.get(k)))
+    return some([*told], _KEYS_SHOWN)
 
 
 def _text(entry: Json) -> str:

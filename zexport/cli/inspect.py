@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,14 +98,18 @@ def inspect(
 def _exit_code(found: Inspection) -> int:
     """What an export that is asked for with nothing but the checkpoint would end with."""
     from zexport.api.export import plan_export
+    from zexport.report.text import PlainConsole, print_list
 
     if found.checkpoint is None:
         return AmbiguousTagError.exit_code
     try:
-        plan_export(found.checkpoint, "model")
+        plan = plan_export(found.checkpoint, "model")
     except ZexportError as error:
         click.echo(f"Error: {error.sentence()}", err=True)
         return error.exit_code
+    told = {*found.checkpoint.newer, *found.checkpoint.warnings}
+    warnings = [one for one in plan.warnings if one not in told]
+    print_list(PlainConsole(sys.stderr), "Warnings of an export", warnings)
     return max((problem.exit_code for problem in found.problems), default=0)
 
 

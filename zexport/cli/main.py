@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from zexport import __version__
+from zexport.cli.environment import told_of_unknown
 from zexport.cli.streams import prepare_streams
 from zexport.errors import OutputError, UsageError, ZexportError
 
@@ -62,7 +63,11 @@ class _Commands(click.Group):
         word = args[0]
         if word not in _COMMANDS and (meant := _meant(word.lower())):
             raise click.UsageError(f"No such command {word!r}. Did you mean {meant!r}?", ctx)
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            for told in told_of_unknown(command, {*_COMMANDS} - {name}):
+                click.echo(f"Warning: {told}", err=True)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> object:
         """What the command returns; an interrupt ends in one line (Click 8 begins another)."""

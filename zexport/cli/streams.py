@@ -6,14 +6,14 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
+from zexport.cli.environment import options_set
 from zexport.errors import OutputError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def put_out(
 ) -> None:
     """A result, once as JSON for programs or once as text for people."""
     if as_json:
-        environment = dict(_environment())
+        environment = dict(options_set())
         told = form() | ({"environment": environment} if environment else {})
         click.echo(json.dumps(told, indent=2, allow_nan=False))
         return
@@ -52,19 +52,8 @@ def put_out(
 
     console = _console()
     describe(console)
-    told_of = (f"{option} from {variable}" for option, variable in _environment())
+    told_of = (f"{option} from {variable}" for option, variable in options_set())
     print_list(console, "Options from the environment", told_of)
-
-
-def _environment() -> Iterator[tuple[str, str]]:
-    """Options of the command that were set by environment variables, and by which."""
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return
-    for option in context.command.params:
-        name = option.name or ""
-        if context.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
-            yield max(option.opts, key=len), f"{context.auto_envvar_prefix}_{name.upper()}"
 
 
 def _console() -> Console:

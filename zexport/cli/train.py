@@ -111,7 +111,7 @@ def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **va
     Example: zexport train run --world-size 2 --stage 3 --steps 60
     """
     from zexport.train.launch import train as run_training
-    from zexport.train.options import TrainOptions, read_ds_config, resumed
+    from zexport.train.options import TrainOptions, read_ds_config, resumed, without_effect
 
     overrides = read_ds_config(ds_config) if ds_config else {}
     options = TrainOptions(ds_config=overrides, **values)
@@ -120,6 +120,8 @@ def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **va
     explicit |= {"ds_config"} if ds_config else set()
     if options.resume:
         options = resumed(options, explicit)
+    for told in without_effect(options, explicit):
+        click.echo(f"Warning: {told}.", err=True)
     summary = run_training(options, explicit, progress=lambda line: click.echo(line, err=True))
     if summary is not None:
         click.echo(summary.to_json() if json else summary.to_text())

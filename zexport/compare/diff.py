@@ -25,6 +25,7 @@ from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
 from zexport.run.progress import Phase, Progress
+from zexport.store.folders import real
 from zexport.store.json import Natural
 
 
@@ -150,6 +151,8 @@ def diff_tensors(
 def _compared(a: ModelWeights, b: ModelWeights) -> str:
     """Which files, and which lie beside them and were not read."""
     files = a.words if a.words == b.words else f"{a.words} of A, {b.words} of B"
+    if {real(one.path) for one in a.files} == {real(one.path) for one in b.files}:
+        files += " (A and B are the same files: nothing was compared with anything else)"
     if has_rank_files(a.path) or has_rank_files(b.path):
         return f"{files}; --states compares the rank files beside it"
     return files

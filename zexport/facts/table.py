@@ -136,6 +136,22 @@ class Fact(Enum):
         "the best checkpoint of a run",
         "another checkpoint is the one that the run calls its best",
     )
+    NEXT_OPTIMIZER = _warned(
+        "optimizer of a resharded training",
+        "--ds-config names another optimizer than the one whose states the files hold: DeepSpeed "
+        "loads these into it all the same",
+    )
+    NEXT_SCHEDULER = _warned(
+        "scheduler of a resharded training",
+        "--ds-config names another scheduler than the one whose state the files hold",
+    )
+    NEXT_SETTINGS = Row(
+        "settings of a resharded training's optimizer",
+        "the optimizer goes on with what the checkpoint holds, which loading puts in the place of "
+        "what --ds-config says",
+        severity=Severity.NOTED,
+        agreement=Agreement.SHARED,
+    )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
@@ -328,6 +344,10 @@ class Fact(Enum):
         "keys of the config, in files of one run",
         "files differ in what config.json says, and the export goes by the first of these: take "
         "care that it is the one that was trained with",
+    )
+    REPEATED_KEY = _warned(
+        "keys that a file has twice",
+        "a file has a key twice, and programs go by the last: leave the one that was trained with",
     )
     RUN_FILE = _warned(
         "what other files of one run say",

@@ -257,7 +257,7 @@ def _verdict(
             f"{command} --base MODEL (or {command} --exclude-frozen)",
         )
     command += " --base MODEL" if CONFIG in missing_sidecars else ""
-    sentence = "exportable, as far as metadata tells"
+    sentence = "exportable, as far as the rank files tell"
     if lack := lack_for_names():
         sentence += f"; here ({lack}) only if the model's names on the hub are known already"
         command += f" (if they are not: {to_have_names()}; or add --layout memory)"

@@ -10,6 +10,7 @@ from zexport.model.beside import (
     file_statements,
     length_statements,
     processor_statements,
+    repeated_statements,
     rule_statements,
     sentence_statements,
 )
@@ -52,6 +53,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from file_statements(sidecars)
     yield from length_statements(sidecars)
     yield from rule_statements(sidecars.copied)
+    yield from repeated_statements(sidecars)
     yield from code_statements(sidecars)
     yield from processor_statements(sidecars)
     yield from sentence_statements(sidecars)

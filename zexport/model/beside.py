@@ -22,7 +22,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.custom_code import modules_named
 from zexport.model.sidecars import BASE, MODULES, PROCESSOR, SENTENCE_CONFIGS, Files, Sidecars
 from zexport.model.tokenizer import content_of, read_tokenizer, table_of
-from zexport.store.json import Json, read_json_list
+from zexport.store.json import Json, read_json_list, repeated_keys
 
 _TOKENIZER_KEYS = re.compile(
     r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy|tokenizer_class"
@@ -56,6 +56,7 @@ _NORMALIZING = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+_BY_HAND = re.compile(r"(?:.*/)?[\w-]*config\w*\.json|special_tokens_map\.json")
 _LONG, _NO_LENGTH = 60, 10**9
 
 
@@ -83,6 +84,15 @@ def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
         facts = (Fact.BASE_FILE,) if where == BASE else (Fact.RUN_FILE,)
         for fact in facts if where else (Fact.RUN_FILE, Fact.BASE_FILE):
             yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
+
+
+def repeated_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """The values of keys that one file has twice."""
+    config = {} if sidecars.config is None else {CONFIG: sidecars.config.path}
+    for name, path in {**sidecars.copied, **config}.items():
+        for key, values in repeated_keys(path).items() if _BY_HAND.fullmatch(name) else ():
+            for number, value in enumerate(values, start=1):
+                yield Statement(Fact.REPEATED_KEY, _plain(value), f"{name}, {number}.", key)
 
 
 def code_statements(sidecars: Sidecars) -> Iterator[Statement]:

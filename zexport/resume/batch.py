@@ -47,6 +47,21 @@ def _count(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
+def contradiction(config: Mapping[str, object], ranks: int) -> Iterator[str]:
+    """Tells of numbers with which DeepSpeed does not start: all three are given, and do not fit.
+
+    Source: DeepSpeed 0.19.8, ``runtime/config.py`` (``_batch_assertion``).
+    """
+    whole = _count(config.get("train_batch_size"))
+    micro = _count(config.get("train_micro_batch_size_per_gpu"))
+    if whole is None or micro is None:
+        return
+    accumulation = _count(config.get("gradient_accumulation_steps"))
+    batch = Batch(ranks, micro, accumulation or max(1, whole // (ranks * micro)))
+    if batch.rows != whole:
+        yield f"--ds-config does not start: train_batch_size is {whole:,}, and {batch}"
+
+
 def told_of_batch(
     source: Batch | None, ranks: int, target: Batch | None
 ) -> Iterator[tuple[bool, str]]:

@@ -20,6 +20,7 @@ from zexport.plan.summary import share_memory
 from zexport.ranges.extents import ByteSource, paths_of
 from zexport.resume.batch import batch_of, told_of_batch
 from zexport.resume.folders import Beside, Ranks, beside, told_of_resuming
+from zexport.resume.given import told_of_given
 from zexport.resume.loaders import check_loadable, lost_in_loading, told_of_loading
 from zexport.resume.native import native_files
 from zexport.resume.read import read_state
@@ -92,7 +93,7 @@ def plan_reshard(
     dropped = _dropped(state, options)
     state, files = _planned(checkpoint, state, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
-    around = _around(checkpoint, settings, options, given)
+    around = _around(checkpoint, settings, options, given, state)
     warned = (*told, *_told(state, settings, dropped), *around.warnings)
     return ExportPlan(
         out_dir=place(out_dir),
@@ -169,22 +170,25 @@ def _around(
     settings: Settings,
     options: ReshardOptions,
     given: Mapping[str, object] | None,
+    state: TrainingState,
 ) -> Beside:
     """What completes the folder, and what other ranks mean for the run."""
     location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
     typed: Mapping[str, object] | None = given
+    config, groups = source_config(checkpoint), state.cells[0].groups
+    new = settings.world_size if isinstance(settings, TargetSettings) else None
+    told = () if given is None else tuple(told_of_given(given, config, groups, new))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
-        told = tuple((False, text) for text in told_of_loading(options, settings))
+        told += tuple((False, text) for text in told_of_loading(options, settings))
     else:
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"
-        config = source_config(checkpoint)
         typed = None if given is None else settings.typed(given, config)
         source = batch_of(config, before)
         target = batch_of(given or {}, settings.world_size)
-        told = tuple(told_of_batch(source, settings.world_size, target))
+        told += tuple(told_of_batch(source, settings.world_size, target))
     found = beside(location, ranks, stage, checkpoint.global_steps, typed)
     return Beside(
         files=(*found.files, SideFile(latest, location.tag.encode())),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from zexport.errors import OutputError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
+from zexport.printable import some
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
@@ -103,8 +104,31 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
             expected=parts,
             hint="Give every worker the same n in --part i/n, or remove the folder to begin anew",
         )
+    check_copied(work, begun.side_files)
     there = [side for side in work.plan.side_files if side.filename in begun.side_files]
     write_sides(work, [side for side in there if not is_file(work.folder / side.filename)])
+
+
+def check_copied(work: Workplace, begun: Mapping[str, FileEntry]) -> None:
+    """Refuse files beside the weights that are no longer what the folder was begun with."""
+    copied = (side for side in work.plan.side_files if side.origin is not None)
+    changed = [side for side in copied if begun.get(side.filename) != entry_of(side)]
+    if changed:
+        raise OutputError(
+            "was begun with other files beside the weights",
+            path=work.folder,
+            found=some([f"another {side.filename}" for side in changed], 4),
+            hint="Put them back as they were, or remove the folder to begin anew",
+        )
+
+
+def entry_of(side: SideFile) -> FileEntry:
+    """What a manifest says of a small file."""
+    digest, nbytes = blake3(), 0
+    for data in side_content(side):
+        digest.update(data)
+        nbytes += len(data)
+    return FileEntry(nbytes, digest.hexdigest())
 
 
 def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: JsonObject) -> None:

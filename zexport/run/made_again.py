@@ -12,10 +12,10 @@ from blake3 import blake3
 
 from zexport import __version__
 from zexport.errors import VerificationError
-from zexport.plan.plan import ExportPlan, SideFile, TensorPlan
+from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.ledger import Ledger
-from zexport.run.begin import side_content
+from zexport.run.begin import entry_of
 from zexport.run.finish import source_entries
 from zexport.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_as_written, read_manifest
 from zexport.run.pieces import Buffers, TensorReader, convert, pieces
@@ -107,22 +107,13 @@ def _planned(plan: ExportPlan) -> tuple[object, ...]:
         __version__,
         values_of(plan.provenance),
         {(one.path, one.nbytes, one.mtime_ns) for one in source_entries(plan, {})},
-        files | {side.filename: _entry(side) for side in plan.side_files},
+        files | {side.filename: entry_of(side) for side in plan.side_files},
         {
             tensor.name: (tensor.dtype, tensor.shape, file.filename)
             for file in plan.shards
             for tensor in file.tensors
         },
     )
-
-
-def _entry(side: SideFile) -> FileEntry:
-    """What a manifest says of a small file."""
-    digest, nbytes = blake3(), 0
-    for data in side_content(side):
-        digest.update(data)
-        nbytes += len(data)
-    return FileEntry(nbytes, digest.hexdigest())
 
 
 def _is_there(path: Path, entry: FileEntry) -> bool:

@@ -21,7 +21,7 @@ from zexport.errors import OutputError
 from zexport.findings import Finding
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief, some
-from zexport.run.begin import Workplace, begin_together, without_written
+from zexport.run.begin import Workplace, begin_together, check_copied, without_written
 from zexport.run.execute import ExportReport, compare_copies
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
@@ -217,7 +217,9 @@ def finish_parts(
             )
         _check_content(plan, target)
         work = Workplace.of(plan, partial, verify, meter)
-        parts = work.receipts.need_begun().parts
+        begun = work.receipts.need_begun()
+        check_copied(work, begun.side_files)
+        parts = begun.parts
         if missing := _missing(work, parts):
             raise OutputError(
                 "lacks parts",

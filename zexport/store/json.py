@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
@@ -26,6 +28,9 @@ _NBYTES_MAX = 64 << 20
 _MEMORY_NBYTES_MAX = 128 << 20
 """What the values of one file may take, as ``_parsed`` estimates it; an index of 100,000
 weights takes a third. Sixty million bytes of empty lists would take more than a gigabyte."""
+
+_REPEATED_NBYTES_MAX = 1 << 20
+"""What people write or mend by hand is shorter."""
 
 _MEND = "Mend or remove the file"
 
@@ -74,6 +79,21 @@ def read_json_list(path: Path) -> list[Json]:
     if not isinstance(value, list):
         raise _is_not(path, "list", f"a {type(value).__name__}")
     return value
+
+
+def repeated_keys(path: Path) -> dict[str, list[Json]]:
+    """Keys that a JSON object has twice, at any depth, with all values; readers keep the last."""
+    repeated: dict[str, list[Json]] = {}
+
+    def note(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        counted = Counter(key for key, _ in pairs)
+        for key in (key for key, count in counted.items() if count > 1):
+            repeated[key] = [value for name, value in pairs if name == key]
+        return dict(pairs)
+
+    with suppress(OSError, ValueError, RecursionError):
+        json.loads(read_regular(path, _REPEATED_NBYTES_MAX) or b"{}", object_pairs_hook=note)
+    return repeated
 
 
 def _read(path: Path, kind: str) -> Json:

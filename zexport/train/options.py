@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from blake3 import blake3
+
 from zexport.errors import OutputError, UsageError
-from zexport.store.json import SCHEMA, Natural, decoded, form_of
+from zexport.store.json import SCHEMA, JsonObject, Natural, decoded, form_of, read_json_object
+from zexport.train.ds_keys import told_of_keys
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 SaveKind: TypeAlias = Literal["partitioned", "gathered", "both"]
@@ -153,9 +156,11 @@ def _stored_options(out: Path) -> TrainOptions:
 
 
 def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
-    """The options with ``stage`` and ``dtype`` as ``--ds-config`` has them."""
+    """The options that ``--ds-config`` has as well, as it has them."""
     theirs = options.ds_config
     says: dict[str, object] = {}
+    rows = theirs.get("train_micro_batch_size_per_gpu")
+    says |= {} if rows is None else {"batch_size": rows}
     if "stage" in _section(theirs, "zero_optimization"):
         says["stage"] = _section(theirs, "zero_optimization")["stage"]
     for dtype in ("bf16", "fp16"):
@@ -165,12 +170,42 @@ def settled(options: TrainOptions, explicit: Collection[str]) -> TrainOptions:
         asked = getattr(options, name)
         if name in explicit and asked != value:
             raise UsageError(
-                f"--ds-config contradicts --{name}",
+                f"--ds-config contradicts --{name.replace('_', '-')}",
                 found=value,
                 expected=asked,
                 hint="Change one of the two",
             )
     return replace(options, **says)  # type: ignore[arg-type]
+
+
+def without_effect(options: TrainOptions, explicit: Collection[str]) -> Iterator[str]:
+    """Tells of options that change nothing, or not what they say."""
+    for name in ("hidden_size", "layers") if options.model else ():
+        if name in explicit:
+            yield f"--{name.replace('_', '-')} changes nothing: the model is that of --model"
+    if (options.model or options.tokenizer) and "vocab_size" in explicit:
+        yield "--vocab-size changes nothing: the tokenizer is one that was given"
+    positions = _config_of(options.model).get("max_position_embeddings") if options.model else None
+    if isinstance(positions, int) and options.seq_len > positions:
+        yield f"--seq-len {options.seq_len} is more than the model's {positions} positions"
+    theirs = options.ds_config
+    rate = _section(_section(theirs, "optimizer"), "params").get("lr")
+    if rate not in (None, options.lr) and "scheduler" not in theirs:
+        yield f"the lr of --ds-config changes nothing: its schedule goes to --lr {options.lr}"
+    yield from told_of_keys(theirs)
+
+
+def _config_of(model: Path) -> JsonObject:
+    """The config of a model's folder; empty where it has none, which loading it tells."""
+    path = model / "config.json"
+    return read_json_object(path) if path.is_file() else {}
+
+
+def config_digest(options: TrainOptions) -> str:
+    """What the config of the model says that a run began with; empty where that is built in."""
+    if options.model is None:
+        return ""
+    return blake3(json.dumps(_config_of(options.model), sort_keys=True).encode()).hexdigest()
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

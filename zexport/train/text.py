@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 
 from zexport.errors import UsageError
-from zexport.train.options import TrainOptions
+from zexport.train.options import TrainOptions, config_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,11 +101,12 @@ def _learned_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerBase:
 def check_same(
     options: TrainOptions, tokenizer: PreTrainedTokenizerBase, text: str, corpus: Corpus
 ) -> dict[str, str]:
-    """The digests of text and tokenizer: those that a run noted when it began, if it goes on."""
+    """The digests of text, tokenizer and config: those of when a run began, if it goes on."""
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
     tokenized = vocabulary + corpus.windows.numpy().tobytes()
     now = {"text": text.encode(), "tokenizer": tokenized}
     digests = {what: blake3(content).hexdigest() for what, content in now.items()}
+    digests["model's config"] = config_digest(options)
     for what, digest in digests.items():
         if options.digests.get(what, digest) != digest:
             raise UsageError(

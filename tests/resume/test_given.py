@@ -1,0 +1,60 @@
+"""What is said of a configuration that a resharded training is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.real_cases import FIXTURES
+from zexport import open_checkpoint
+from zexport.options import ReshardOptions
+from zexport.resume.plan import plan_reshard
+
+_OWN = open_checkpoint(FIXTURES / "z3_w2_bf16" / "ckpt")
+
+
+def _told(tmp_path: Path, **given: Any) -> tuple[str, str]:
+    """Warnings and notes of a plan for three ranks."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}} | given))
+    plan = plan_reshard(_OWN, tmp_path / "out", ReshardOptions(world_size=3, ds_config=path))
+    return "; ".join(plan.warnings), "; ".join(plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"optimizer": {"type": "SGD"}}, "sgd in --ds-config"),
+        ({"scheduler": {"type": "OneCycle"}}, "onecycle in --ds-config"),
+        ({"gradient_cliping": 1.0}, "'gradient_cliping', which DeepSpeed does not know and passes "
+                                    "over; did you mean gradient_clipping?"),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1,
+          "gradient_accumulation_steps": 2}, "train_batch_size is 8, and 3 ranks x micro-batch 1 x "
+                                             "accumulation 2 = 6 rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_warned_of(
+    tmp_path: Path, given: dict[str, Any], told: str
+) -> None:
+    assert told in _told(tmp_path, **given)[0]
+
+
+def test_settings_that_loading_replaces_are_noted(tmp_path: Path) -> None:
+    source = json.loads(json.dumps(_source()))
+    warnings, notes = _told(tmp_path, **source)
+    assert "--ds-config" not in warnings
+    assert "goes on with" not in notes
+    optimizer = {"type": source["optimizer"]["type"], "params": {"lr": 0.5, "weight_decay": "auto"}}
+    notes = _told(tmp_path, optimizer=optimizer)[1]
+    assert "0.5 in --ds-config" in notes
+    assert "weight_decay" not in notes
+
+
+def _source() -> dict[str, Any]:
+    (model, *_) = (one.first_model for one in _OWN.cells.values())
+    assert model is not None
+    return {key: model.ds_config[key] for key in ("optimizer", "scheduler", "gradient_clipping")
+            if key in model.ds_config}  # fmt: skip

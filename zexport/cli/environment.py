@@ -1,0 +1,45 @@
+"""Environment variables that set options: which have done so, and which mean none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import click
+from click.core import ParameterSource
+
+_OURS = "ZEXPORT_"
+_ALIKE = 0.8
+
+
+def options_set() -> Iterator[tuple[str, str]]:
+    """Options of the command that were set by environment variables, and by which."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    for option in context.command.params:
+        name = option.name or ""
+        if context.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
+            yield max(option.opts, key=len), f"{context.auto_envvar_prefix}_{name.upper()}"
+
+
+def told_of_unknown(command: click.Command, others: Iterable[str]) -> Iterator[str]:
+    """Tells of variables that look like an option of a command, and are none.
+
+    Those of the ``others`` are told of when these run; any other name may be somebody else's.
+    """
+    import difflib
+
+    own = f"{_OURS}{str(command.name).upper()}_"
+    known = [option.name.upper() for option in command.params if option.name]
+    elsewhere = tuple(f"{_OURS}{name.upper()}_" for name in others)
+    for variable in sorted(one for one in os.environ if one.startswith(_OURS)):
+        name = variable.removeprefix(own)
+        if name in known or (name == variable and variable.startswith(elsewhere)):
+            continue
+        cutoff = _ALIKE if name == variable else 0.6
+        near = difflib.get_close_matches(name.removeprefix(_OURS), known, 1, cutoff)
+        if near:
+            yield f"{variable} sets nothing; did you mean {own}{near[0]}?"
+        elif name != variable:
+            yield f"{variable} sets nothing: no option is called so"
