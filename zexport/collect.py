@@ -31,6 +31,7 @@ from zexport.facts.statements import judge
 from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
 from zexport.model.agreement import file_facts, model_facts, named_bases
+from zexport.model.beside import repeated_statements
 from zexport.model.config_facts import config_statements
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
@@ -134,7 +135,8 @@ def _stated_by_files(found: Collected) -> Collected:
     sidecars = structs.replace(sidecars, copied=copied)
     if found.mode is AdapterMode.KEEP:  # whose folder has nothing of the model itself
         sidecars = structs.replace(sidecars, config=None)
-    stated = file_facts(sidecars, named)
+    adapters = {f"{one.folder}{ADAPTER_CONFIG}": one.config.path for one in found.adapters}
+    stated = (*file_facts(sidecars, named), *repeated_statements(adapters))
     return structs.replace(found, statements=(*found.statements, *stated))
 
 

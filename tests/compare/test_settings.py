@@ -54,6 +54,13 @@ def test_adapters_of_another_scale_are_different(tmp_path: Path) -> None:
     b = _folder(tmp_path / "b", *files, ADAPTER | {"lora_alpha": 600})
     assert _told(a, same) == []
     assert _told(a, b) == [("adapter_config.json: lora_alpha", "6", "600")]
+    key = "base_model_name_or_path"
+    one, moved, other = (
+        _folder(tmp_path / name, *files, ADAPTER | {key: f"{name}/base{name == 'other'}"})
+        for name in ("one", "moved", "other")
+    )
+    assert _told(one, moved) == []
+    assert _told(one, other) == [(f"adapter_config.json: {key}", "one/baseFalse", "other/baseTrue")]
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w2_bf16"])

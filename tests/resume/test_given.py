@@ -11,6 +11,7 @@ import pytest
 from tests.support.real_cases import FIXTURES
 from zexport import open_checkpoint
 from zexport.options import ReshardOptions
+from zexport.resume.given import told_of_given
 from zexport.resume.plan import plan_reshard
 
 _OWN = open_checkpoint(FIXTURES / "z3_w2_bf16" / "ckpt")
@@ -40,6 +41,18 @@ def test_what_cannot_be_meant_is_warned_of(
     tmp_path: Path, given: dict[str, Any], told: str
 ) -> None:
     assert told in _told(tmp_path, **given)[0]
+
+
+def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
+    for given, is_whole, count in (({}, True, 3), ({}, False, 0), (_source(), True, 0)):
+        told = [*told_of_given(given, _source(), (), 3, is_whole=is_whole)]
+        assert sum("nothing in --ds-config" in text for warns, text in told if warns) == count
+
+
+def test_a_resharding_to_the_same_ranks_is_called_a_copy(tmp_path: Path) -> None:
+    for ranks, count in ((2, 1), (3, 0)):
+        notes = plan_reshard(_OWN, tmp_path / "out", ReshardOptions(world_size=ranks)).notes
+        assert sum("ZeRO-3 on 2 ranks already" in one for one in notes) == count
 
 
 def test_settings_that_loading_replaces_are_noted(tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ from zexport.filenames import ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import run_statements
+from zexport.model.hub_cache import plain_name
 from zexport.resume.state import CellState
 from zexport.store.folders import exists, is_file
 from zexport.store.json import JsonObject, read_json_object
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_OF_BASE = ("base_model_name_or_path", "revision", "task_type")
+"""What an adapter is loaded onto; paths count by their last name, wherever a base lies."""
+
 _OF_RUN = ("global_steps", "skipped_steps", "lr_scheduler", "loss_scaler")
 _APART = frozenset({"params", "step"})
 
@@ -61,6 +65,10 @@ def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:
     for key in SCALING:
         if a.get(key) != b.get(key):
             yield Setting(f"{_ADAPTER_CONFIG}: {key}", str(a.get(key)), str(b.get(key)))
+    for key in _OF_BASE:
+        one, other = str(a.get(key) or ""), str(b.get(key) or "")
+        if one and other and plain_name(Path(one).name) != plain_name(Path(other).name):
+            yield Setting(f"{_ADAPTER_CONFIG}: {key}", one, other)
 
 
 def of_trainings(a: CellState, b: CellState) -> Iterator[Setting]:

@@ -138,12 +138,16 @@ class Fact(Enum):
     )
     NEXT_OPTIMIZER = _warned(
         "optimizer of a resharded training",
-        "--ds-config names another optimizer than the one whose states the files hold: DeepSpeed "
-        "loads these into it all the same",
+        "--ds-config does not name the optimizer whose states the files hold: DeepSpeed loads "
+        "these into whichever there is",
     )
     NEXT_SCHEDULER = _warned(
         "scheduler of a resharded training",
-        "--ds-config names another scheduler than the one whose state the files hold",
+        "--ds-config does not name the scheduler whose state the files hold",
+    )
+    NEXT_UPDATES = _warned(
+        "what changes the updates of a resharded training",
+        "updates change with --ds-config: take care that this is meant",
     )
     NEXT_SETTINGS = Row(
         "settings of a resharded training's optimizer",

@@ -53,7 +53,9 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from file_statements(sidecars)
     yield from length_statements(sidecars)
     yield from rule_statements(sidecars.copied)
-    yield from repeated_statements(sidecars)
+    yield from repeated_statements(sidecars.copied)
+    if sidecars.config is not None:
+        yield from repeated_statements({CONFIG: sidecars.config.path})
     yield from code_statements(sidecars)
     yield from processor_statements(sidecars)
     yield from sentence_statements(sidecars)

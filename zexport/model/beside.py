@@ -12,7 +12,6 @@ from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import (
-    CONFIG,
     GENERATION_CONFIG,
     PROCESSOR_CONFIG,
     TOKENIZER,
@@ -86,10 +85,9 @@ def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
             yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
 
 
-def repeated_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def repeated_statements(files: Files) -> Iterator[Statement]:
     """The values of keys that one file has twice."""
-    config = {} if sidecars.config is None else {CONFIG: sidecars.config.path}
-    for name, path in {**sidecars.copied, **config}.items():
+    for name, path in files.items():
         for key, values in repeated_keys(path).items() if _BY_HAND.fullmatch(name) else ():
             for number, value in enumerate(values, start=1):
                 yield Statement(Fact.REPEATED_KEY, _plain(value), f"{name}, {number}.", key)

@@ -161,13 +161,9 @@ def find_sidecars(
     copied |= _kind(_first_with(folders, PROCESSOR), PROCESSOR) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
     code = [name for name in copied if name.endswith(".py")]
-    folders_of_run = {ABOVE: (root.parent, boundary.including(root.parent))}
-    folders_of_run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
-    stating = {by: _stating(*one, code) for by, one in folders_of_run.items()}
-    configs = {
-        by: _find_config(root, [folder] if CONFIG in stating[by] else [], within)
-        for by, (folder, within) in folders_of_run.items()
-    }
+    run = {ABOVE: (root.parent, boundary.including(root.parent))}
+    run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
+    stating = {by: _stating(*one, code) for by, one in run.items()}
     source = root / SOURCE_SIDECAR
     boundary.including(root).check(source)
     return Sidecars(
@@ -178,13 +174,23 @@ def find_sidecars(
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
-        run_configs={by: one for by, one in configs.items() if one is not None},
+        run_configs=dict(_configs(root, run, stating)),
         folders={
             THE_CHECKPOINT: _stating(root, boundary.including(root), code),
             **stating,
             BASE: {} if base is None else _stating(base, boundary.including(base), code),
         },
     )
+
+
+def _configs(
+    root: Path, run: Mapping[str, tuple[Path, Boundary]], stating: Mapping[str, Files]
+) -> Iterator[tuple[str, ConfigFile]]:
+    """The configs in the other folders of a run."""
+    for by, (folder, within) in run.items():
+        config = _find_config(root, [folder] if CONFIG in stating[by] else [], within)
+        if config is not None:
+            yield by, config
 
 
 def _missing(

@@ -19,6 +19,10 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _FIRST = {"lr": "initial_lr"}
 """What a group has of a setting beside its present value."""
 
+_CHANGING = ("gradient_clipping", "prescale_gradients", "gradient_predivide_factor")
+"""What changes an update, and is read from the configuration alone."""
+
+_AUTO, _NOTHING = "auto", "nothing"
 _GIVEN, _TRAINED = "--ds-config", "the checkpoint"
 
 
@@ -26,7 +30,12 @@ _Config = Mapping[str, object]
 
 
 def told_of_given(
-    given: _Config, source: _Config, groups: Iterable[Group], ranks: int | None
+    given: _Config,
+    source: _Config,
+    groups: Iterable[Group],
+    ranks: int | None,
+    *,
+    is_whole: bool,
 ) -> Iterator[tuple[bool, str]]:
     """What to know of a given configuration, in sentences, each with whether it is a warning.
 
@@ -35,21 +44,32 @@ def told_of_given(
         source: the checkpoint's own.
         groups: the optimizer's groups, as the checkpoint holds them.
         ranks: how many are to load it, where that is one number.
+        is_whole: whether nobody adds to it what it leaves out, as frameworks do.
     """
     recorded = [one.settings.values for one in groups if one.settings is not None]
-    judged = judge(_statements(given, source, recorded), None)
+    lacking = _NOTHING if is_whole else None
+    judged = judge(_statements(given, source, recorded, lacking), None)
     yield from ((True, text) for text in (*judged.warnings, *told_of_keys(given, source)))
     yield from ((True, text) for text in (contradiction(given, ranks) if ranks else ()))
     yield from ((False, text) for text in judged.notes)
 
 
 def _statements(
-    given: _Config, source: _Config, groups: Sequence[Mapping[Any, object]]
+    given: _Config, source: _Config, groups: Sequence[Mapping[Any, object]], lacking: str | None
 ) -> Iterator[Statement]:
+    """What both say of optimizer and schedule; ``lacking`` is what leaving something out says."""
     for fact, section in ((Fact.NEXT_OPTIMIZER, "optimizer"), (Fact.NEXT_SCHEDULER, "scheduler")):
-        for by, config in ((_TRAINED, source), (_GIVEN, given)):
-            named = _section(config, section).get("type")
-            yield Statement(fact, named.lower() if isinstance(named, str) else None, by)
+        trained = _section(source, section).get("type")
+        named = _section(given, section).get("type", given.get(section, lacking))
+        for by, value in ((_TRAINED, trained), (_GIVEN, named)) if trained else ():
+            is_told = isinstance(value, str) and value != _AUTO
+            yield Statement(fact, str(value).lower() if is_told else None, by)
+    for key in (key for key in _CHANGING if source.get(key)):
+        yield Statement(Fact.NEXT_UPDATES, _plain(source.get(key)), _TRAINED, key)
+        value = given.get(key, lacking)
+        yield Statement(
+            Fact.NEXT_UPDATES, value if value == lacking else _plain(value), _GIVEN, key
+        )
     asked = _section(_section(given, "optimizer"), "params")
     recorded = _section(_section(source, "optimizer"), "params")
     for key in _SETTINGS:

@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.location import Framework
 from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.ranks import models_of
 from zexport.decide import CheckpointRecord, recorded_warnings
@@ -178,7 +179,10 @@ def _around(
     typed: Mapping[str, object] | None = given
     config, groups = source_config(checkpoint), state.cells[0].groups
     new = settings.world_size if isinstance(settings, TargetSettings) else None
-    told = () if given is None else tuple(told_of_given(given, config, groups, new))
+    is_whole = location.framework is Framework.DEEPSPEED
+    told: tuple[tuple[bool, str], ...] = ()
+    if given is not None:
+        told = tuple(told_of_given(given, config, groups, new, is_whole=is_whole))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
         told += tuple((False, text) for text in told_of_loading(options, settings))
@@ -188,6 +192,9 @@ def _around(
         typed = None if given is None else settings.typed(given, config)
         source = batch_of(config, before)
         target = batch_of(given or {}, settings.world_size)
+        if (before, checkpoint.stage) == (settings.world_size, settings.stage) and given is None:
+            same = f"ZeRO-{settings.stage} on {before:,} rank{'s' * (before != 1)}"
+            told += ((False, f"the checkpoint is of {same} already: this is a copy of it"),)
         told += tuple(told_of_batch(source, settings.world_size, target))
     found = beside(location, ranks, stage, checkpoint.global_steps, typed)
     return Beside(

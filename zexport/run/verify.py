@@ -125,9 +125,8 @@ def verify_export(
     try:
         manifest = read_manifest(out_dir)
     except VerificationError as error:
-        return VerifyReport(
-            out_dir, 0, 0, plan is not None, (Problem(MANIFEST_NAME, "", error.problem),)
-        )
+        unread = (Problem(MANIFEST_NAME, "", error.problem),)
+        return VerifyReport(out_dir, 0, 0, plan is not None, unread)
     told = _Teller(progress, _nbytes_to_read(manifest, plan))
     headers, problems = _written(out_dir, manifest)
     if not is_as_written(out_dir):
