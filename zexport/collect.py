@@ -22,6 +22,7 @@ from zexport.adapters.stated import (
     base_form_statements,
     class_statements,
 )
+from zexport.adapters.untrained import effect_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.problems import raise_problems
@@ -174,7 +175,9 @@ def _with_adapters(found: Collected, part: Weights) -> Collected:
     is_merged = mode is AdapterMode.MERGE
     named = part.without_inner_wrappers()[0] if is_merged else found.weights
     base = found.base.tensors
-    stated = (s for adapter in adapters for s in adapter_statements(adapter, named, base))
+    stated = [s for adapter in adapters for s in adapter_statements(adapter, named, base)]
+    for one in adapters:
+        stated += effect_statements(one.name, found.weights, found.files)
     chosen = {adapter.name for adapter in adapters}
     rest = [repr(name) for name in adapters_in(found.weights) if name not in chosen]
     left = (f"other adapters of the checkpoint are left out: {', '.join(rest)}",) if rest else ()

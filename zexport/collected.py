@@ -10,9 +10,10 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.facts.statements import Statement
+from zexport.filenames import CONFIG
 from zexport.findings import Finding
 from zexport.model.fit import Fit, NamesUnknown
-from zexport.model.sidecars import CONFIG, Sidecars
+from zexport.model.sidecars import Sidecars
 from zexport.model.tokens import TokenNumber
 from zexport.options import AdapterMode, ExportOptions
 from zexport.plan.plan import SourceFile

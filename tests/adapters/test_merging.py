@@ -57,6 +57,19 @@ def test_a_weight_of_another_shape_is_no_base(tmp_path: Path) -> None:
         consolidate(root, tmp_path / "out", MERGE)
 
 
+@pytest.mark.parametrize("mode", [AdapterMode.MERGE, AdapterMode.KEEP])
+def test_an_adapter_that_changes_nothing_is_told(tmp_path: Path, mode: AdapterMode) -> None:
+    base = {"x.base_layer.weight": values((6, 4), 3)}
+    trained = factors("x", inputs=4, outputs=6)
+    for number, told in enumerate((0, 1)):
+        if told:
+            trained[f"{PREFIX}.x.lora_B.default.weight"] = torch.zeros(6, 2)
+        root = made_up(tmp_path / str(number), trained, base, target_modules=["x"])
+        out = tmp_path / f"out {number}"
+        warnings = consolidate(root, out, ExportOptions(adapter=mode)).warnings
+        assert sum("the adapter changes nothing" in one for one in warnings) == told
+
+
 def test_a_quantized_weight_is_not_added_to(tmp_path: Path) -> None:
     base = {"x.base_layer.weight": torch.zeros((6, 4), dtype=torch.uint8)}
     root = made_up(tmp_path, factors("x", inputs=4, outputs=6), base)

@@ -47,6 +47,14 @@ def test_configs_that_compute_something_else_are_a_difference(tmp_path: Path) ->
     assert _told(a, same) == [("adapter_model.safetensors beside the model", "False", "True")]
 
 
+def test_models_of_two_types_are_called_so_and_no_conversion_error(tmp_path: Path) -> None:
+    files = ("model.safetensors", "config.json")
+    a = _folder(tmp_path / "a", *files, CONFIG)
+    b = _folder(tmp_path / "b", *files, CONFIG | {"model_type": "qwen3"})
+    save_file({"layer.weight": torch.zeros(3, 2)}, b / "model.safetensors")
+    assert diff_models(a, b).verdict.sentence.endswith("models of two types, llama and qwen3")
+
+
 def test_adapters_of_another_scale_are_different(tmp_path: Path) -> None:
     files = ("adapter_model.safetensors", "adapter_config.json")
     a = _folder(tmp_path / "a", *files, ADAPTER)

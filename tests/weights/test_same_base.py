@@ -114,6 +114,18 @@ def test_the_sibling_of_a_base_is_told_by_the_weights_of_the_base_that_the_adapt
     assert "weights differ" in str(error)
 
 
+def test_a_base_of_equal_weights_that_is_built_otherwise_is_told_by_the_config_of_the_one_named(
+    tmp_path: Path,
+) -> None:
+    trained = train(tmp_path)
+    names_its_base(trained, str(trained.base))
+    other = with_config(copied(trained, tmp_path / "other"), model_type="qwen3", rms_norm_eps=1e-5)
+    told = str(refusal(trained, other, tmp_path / "out"))
+    assert "model_type llama" in told
+    assert "qwen3 in the base's" in told
+    assert "rms_norm_eps" in told
+
+
 def test_the_base_that_the_adapter_names_is_looked_for_in_the_cache_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +336,7 @@ def test_an_export_says_for_ever_of_which_base_it_is_and_what_it_was_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained, commit = train(tmp_path), "a" * 40
-    names_its_base(trained, "/home/she/models/other")
+    names_its_base(trained, "/there/she/models/other")
     cached(trained, tmp_path / "hub", {commit: trained.base / "model.safetensors"})
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     of_hub = f"acme/llama-small at commit {commit}"
@@ -337,7 +349,7 @@ def test_an_export_says_for_ever_of_which_base_it_is_and_what_it_was_warned_of(
         assert f"is merged into its base model ({told})" in card
         assert f"These files are the base model's ({told}): config.json" in card
         assert str(tmp_path) not in manifest + card
-        assert "/home/she" not in manifest + card
+        assert "/there/she" not in manifest + card
         found = verify_export(out)
         assert str(found.base) == told
         (warned,) = (one for one in found.notes if "nothing shows that the base is" in one)

@@ -102,6 +102,10 @@ def with_settings(report: DiffReport, settings: tuple[Setting, ...]) -> DiffRepo
         return report
     told = f"{report.verdict.sentence}; what is set beside the tensors differs"
     verdict = structs.replace(report.verdict, sentence=told)
+    kinds = [(one.a, one.b) for one in settings if one.about.endswith(" model_type")]
+    if kinds and verdict.cause is not Cause.NONE:
+        told = f"Cannot tell: A and B are models of two types, {' and '.join(kinds[0])}"
+        verdict = Verdict(Cause.UNKNOWN, told)
     if verdict.cause is Cause.NONE:
         verdict = Verdict(Cause.UNKNOWN, "Every tensor is equal; what is set beside them differs")
     return replace(report, settings=settings, verdict=verdict)

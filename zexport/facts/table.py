@@ -212,6 +212,10 @@ class Fact(Enum):
     ADAPTER_PROMPT = _of_one_adapter("size of the prompt")
     ADAPTER_FEEDFORWARD = _of_one_adapter("choice of feedforward_modules")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
+    ADAPTER_EFFECT = _warned(
+        "what an adapter changes",
+        "the adapter changes nothing, as one before its first step",
+    )
     ADAPTER_UNHELD = _warned(
         "parts that an adapter's configuration names",
         "adapter_config.json names parts that the adapter has no tensors for: take care that it is "

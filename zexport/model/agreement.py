@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from zexport.facts.statements import Statement
+from zexport.filenames import CONFIG
 from zexport.model.beside import (
     code_statements,
     file_statements,
@@ -26,7 +27,7 @@ from zexport.model.config_facts import (
 )
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of
-from zexport.model.sidecars import CONFIG, Sidecars
+from zexport.model.sidecars import Sidecars
 from zexport.model.special_tokens import (
     added_statements,
     end_statements,

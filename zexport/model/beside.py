@@ -12,6 +12,7 @@ from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import (
+    CONFIG,
     GENERATION_CONFIG,
     PROCESSOR_CONFIG,
     TOKENIZER,

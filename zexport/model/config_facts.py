@@ -44,10 +44,12 @@ _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 """Sizes of what is put in, which may be others from run to run."""
 
 
-def config_statements(own: ConfigFile, base: ConfigFile) -> Iterator[Statement]:
-    """What the config beside a checkpoint and that of its base both state."""
+def config_statements(
+    own: ConfigFile, base: ConfigFile, whose: str = "the checkpoint's config.json"
+) -> Iterator[Statement]:
+    """What the config beside a checkpoint, or another one, and that of its base both state."""
     yield from _labels_of_both(Fact.BASE_LABELS, own, base, "the base's")
-    sides = ((own, "the checkpoint's config.json"), (base, "the base's"))
+    sides = ((own, whose), (base, "the base's"))
     for fact, about, values in _both(own, base):
         for (_, by), value in zip(sides, values, strict=True):
             yield Statement(fact, value, by, about)

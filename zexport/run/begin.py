@@ -111,8 +111,8 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
 
 def check_copied(work: Workplace, begun: Mapping[str, FileEntry]) -> None:
     """Refuse files beside the weights that are no longer what the folder was begun with."""
-    copied = (side for side in work.plan.side_files if side.origin is not None)
-    changed = [side for side in copied if begun.get(side.filename) != entry_of(side)]
+    copied = [side for side in work.plan.side_files if side.origin and side.filename in begun]
+    changed = [side for side in copied if begun[side.filename] != entry_of(side)]
     if changed:
         raise OutputError(
             "was begun with other files beside the weights",

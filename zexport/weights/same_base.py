@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from msgspec import Struct
@@ -16,11 +17,13 @@ from msgspec.structs import replace
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.location import Location
 from zexport.errors import ZexportError
-from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
-from zexport.filenames import ADAPTER_CONFIG
+from zexport.facts.statements import Statement, disagreements
+from zexport.facts.table import OF_BASE, Fact
+from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.card import base_named
+from zexport.model.config import ConfigFile
+from zexport.model.config_facts import config_statements
 from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain_name
 from zexport.model.sidecars import read_card
 from zexport.options import AdapterMode
@@ -111,11 +114,12 @@ def _same_weights(
     folder = _on_this_machine(named, location)
     if folder is not None and real(folder) == real(base.path):
         return replace(found, agrees=not found.statements)
+    by = f"{named.name}, which {named.by} names"
+    found = replace(found, statements=(*found.statements, *_built(folder, base.path, by)))
     if folder is not None and (
         headers := _headers(folder, follow_symlinks=location.boundary.follow)
     ):
         other = base_of(folder, headers)
-        by = f"{folder}, which {named.by} names"
         more = _compared(other.tensors, base, (*files, *headers), by)
         found = SameBase(
             (*found.statements, *more.statements),
@@ -125,6 +129,24 @@ def _same_weights(
     if not found.statements and not found.agrees:
         return replace(found, statements=tuple(_names(named, base.path)))
     return found
+
+
+def _built(named: Path | None, given: Path, by: str) -> Iterator[Statement]:
+    """Where the configs of two models contradict each other in how these are built."""
+    one, other = (_config(folder) for folder in (named, given))
+    if one is not None and other is not None:
+        stated = config_statements(one, other, f"the config of {by}")
+        for found in disagreements(s for s in stated if s.fact in OF_BASE):
+            yield from chain.from_iterable(found.statements.values())
+
+
+def _config(folder: Path | None) -> ConfigFile | None:
+    """The config in a folder; none where it cannot be read: it only might tell."""
+    path = None if folder is None else folder / CONFIG
+    with suppress(ZexportError, OSError):
+        if path is not None and is_file(path):
+            return ConfigFile(path, read_json_object(path))
+    return None
 
 
 def _compared(
