@@ -18,7 +18,7 @@ from zexport import ExportOptions, ExportReport, consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, ExportDType
-from zexport.ranges.copies import CastReplica, cosine
+from zexport.ranges.copies import CastReplica, cosines
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent
 
@@ -429,4 +429,4 @@ def test_infinite_values_make_no_angle(tmp_path: Path) -> None:
     def read(_: ByteSource, start: int, buffer: memoryview) -> None:
         buffer[:] = values.tobytes()[start : start + len(buffer)]
 
-    assert cosine(read, copy) == pytest.approx(1)
+    assert cosines([copy], read) == [pytest.approx(1)]
