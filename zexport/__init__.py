@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from zexport.api.export import consolidate, plan_export, plan_reshard, reshard, run_export
     from zexport.api.parts import consolidate_part, finish_export, reshard_part
     from zexport.api.verify import verify_export
+    from zexport.beside.choices import WatchOptions
     from zexport.beside.events import EventKind, WatchEvent
     from zexport.beside.prune import PruneReport, prune
-    from zexport.beside.watch import WatchOptions, watch
+    from zexport.beside.watch import watch
     from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
     from zexport.checkpoint.opening import open_checkpoint
     from zexport.compare.diff import DiffReport
@@ -97,9 +98,10 @@ _HOMES = {
     "api.export": ("consolidate", "plan_export", "plan_reshard", "reshard", "run_export"),
     "api.parts": ("consolidate_part", "finish_export", "reshard_part"),
     "api.verify": ("verify_export",),
+    "beside.choices": ("WatchOptions",),
     "beside.events": ("EventKind", "WatchEvent"),
     "beside.prune": ("PruneReport", "prune"),
-    "beside.watch": ("WatchOptions", "watch"),
+    "beside.watch": ("watch",),
     "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
     "checkpoint.opening": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),

@@ -17,26 +17,32 @@ from tests.torture.prunings import count_calls, killed_at
 from zexport import (
     PruneReport,
     ReshardOptions,
+    WatchOptions,
     consolidate,
     diff_states,
     open_checkpoint,
     plan_reshard,
     prune,
     verify_export,
+    watch,
 )
 from zexport.beside import sightings
+from zexport.beside.events import EventKind
+from zexport.beside.pruning import words_of_prune
 from zexport.checkpoint.optimizer_states import PRUNED
 from zexport.errors import (
     CheckpointError,
     IncompleteCheckpointError,
     OutputError,
     UnsupportedError,
+    UsageError,
     VerificationError,
     ZexportError,
 )
 from zexport.findings import FindingKind
 from zexport.inspect.inspect import Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions
+from zexport.store.address import place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = (
@@ -353,3 +359,57 @@ def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
     path.write_text(json.dumps(note | {"is_deleted": True}))
     assert prune(old, tmp_path / "out", delete=True).is_deleted
     assert not done.pruned.exists()
+
+
+def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    old = trainers_run(run, steps=(2, 4, 6))
+    before = {step: tensors_of(run / f"checkpoint-{step}", tmp_path / "s") for step in (2, 4)}
+    state = run / "checkpoint-6" / "trainer_state.json"
+    state.write_text(json.dumps({"global_step": 6, "best_model_checkpoint": "run/checkpoint-4"}))
+    newest = state_of(run / "checkpoint-6")
+    options = WatchOptions(once=True, prune=True, keep_resumable=1)
+    bf16 = ExportOptions(dtype=ExportDType.BF16)
+    told = [(one.event, one.checkpoint) for one in watch(run, outs, options, bf16)]
+    assert told == [
+        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (2, 4, 6)),
+        (EventKind.PRUNED, "checkpoint-2"),
+    ]
+    assert not old.exists()
+    state.write_text(json.dumps({"global_step": 6}))
+    (run / "checkpoint-4").rename(run / "pruned-checkpoint-4")  # and was killed
+    (one,) = watch(run, outs, options, bf16)
+    assert (one.event, one.checkpoint) == (EventKind.PRUNED, "checkpoint-4")
+    assert one.nbytes_freed > 0
+    for step, tensors in before.items():
+        assert tensors_of(run / f"pruned-checkpoint-{step}", tmp_path / "s") == tensors
+    assert {n: b for n, (_, b) in state_of(run / "checkpoint-6").items() if "trainer" not in n} == {
+        n: b for n, (_, b) in newest.items() if "trainer" not in n
+    }
+    assert [*watch(run, outs, options, bf16)] == []
+
+
+def test_an_export_that_a_watch_cannot_prune_by_is_told_of_once(tmp_path: Path) -> None:
+    """The manifest is the watch's own; a shard has lost a bit since."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    trainers_run(run)
+    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
+    shard = outs / "checkpoint-2" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    before = state_of(run)
+    (one,) = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
+    assert (one.event, one.code) == (EventKind.NOT_PRUNED, 7)
+    assert state_of(run) == before
+
+
+def test_a_watch_that_could_never_prune_says_so_at_once(tmp_path: Path) -> None:
+    for options in (
+        ExportOptions(exclude_frozen=True),
+        ExportOptions(allow=frozenset({FindingKind.STRAY_FILES})),
+    ):
+        with pytest.raises(UsageError, match="stands for its checkpoint"):
+            next(watch(tmp_path / "run", tmp_path / "outs", WatchOptions(prune=True), options))
+    with pytest.raises(UsageError, match="object storage"):
+        words_of_prune(place("s3://bucket/run"), ExportOptions())

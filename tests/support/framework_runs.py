@@ -36,6 +36,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
+from zexport.callbacks import LightningExportCallback
 from zexport.train.ranks import join_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -149,6 +150,7 @@ def with_lightning(base: Path, out: Path) -> Tensors:
         max_steps=STEPS,
         default_root_dir=out,
         logger=False,
+        callbacks=[LightningExportCallback(out.with_name(f"{out.name}.models"), interval_s=0.2)],
     ).fit(module, DataLoader(lines_of(base), batch_size=1))
     return module.truth
 

@@ -199,6 +199,15 @@ def test_what_a_page_says_gives_the_weights_of_the_running_engine(
         assert_loads(tmp_path / model)
 
 
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_lightnings_callback_has_exported_what_it_saved(live: Path) -> None:
+    """Its export has no config beside the checkpoint, and keeps the names."""
+    (model,) = (live / "lightning.models").glob("*.ckpt")
+    truth = load_file(live / "lightning.truth.safetensors")
+    assert differences(weights(model), truth) == []
+
+
 def test_every_page_about_a_framework_is_typed() -> None:
     pages = {f"from/{path.name}" for path in (DOCS / "from").glob("*.md")}
     assert pages == {*FORMS, *(f"from/{page}.md" for page in LIVE)}

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from zexport.report.failure import Failure, Told
 from zexport.store.client import options_in_use
-from zexport.store.json import decoded
+from zexport.store.json import Natural, decoded
 
 _NICENESS = 10
 _END_S = 20
@@ -30,16 +30,28 @@ _TAIL_NBYTES = 2000
 class Job:
     """A process at low priority, in a session of its own; it ends with ``end`` at the latest."""
 
-    def __init__(self, words: Sequence[str], *, is_heard: bool) -> None:
-        """Start it; its output is kept, unless it ``is_heard`` on stderr."""
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        is_heard: bool,
+        has_gpus: bool = False,
+        has_input: bool = False,
+    ) -> None:
+        """Start it; its output is kept, unless it ``is_heard`` on stderr.
+
+        With an input, that ends when ``no_more`` is called, or this process is gone.
+        """
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN_SETTINGS)}
+        if not has_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         if settings := [f"{key}={value}\n" for key, value in options_in_use().items()]:
             environment[_STORAGE_OPTION] = "".join(settings)  # anybody may read the words
         self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
             words,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=2 if is_heard else self._out,
             stderr=2 if is_heard else self._err,
             env=environment,
@@ -55,6 +67,11 @@ class Job:
         except subprocess.TimeoutExpired:
             return None
 
+    def no_more(self) -> None:
+        """End its standard input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
     def output(self) -> tuple[str, str]:
         """What it wrote to stdout, and the end of what it wrote to stderr."""
         self._out.seek(0)
@@ -69,19 +86,22 @@ class Job:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, number)
                 self.wait(_END_S)
+        self.no_more()
         self._out.close()
         self._err.close()
 
 
 class Exported(Struct, frozen=True):
-    """What an export in its own process told.
+    """What an export, or a pruning, in its own process told.
 
     Attributes:
         warnings: what should be known before it is used.
+        nbytes_freed: bytes that a pruning has freed.
         error: why there is none.
     """
 
     warnings: tuple[str, ...] = ()
+    nbytes_freed: Natural = 0
     error: Told | None = None
 
 
@@ -94,6 +114,20 @@ def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     )
 
 
+def start_prune(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+    """What ``zexport prune`` does, with an export that is there."""
+    program = (sys.executable, "-P", "-m", "zexport", "prune", str(checkpoint), "--export")
+    return Job((*program, str(out_dir), *words, "--json", "--quiet"), is_heard=False)
+
+
+def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
+    """What ``zexport watch`` does until ``no_more`` is called; commands after it may use GPUs."""
+    program = (sys.executable, "-P", "-m", "zexport", "watch", str(run), str(outs))
+    return Job(
+        (*program, *words, "--until-eof", "--json"), is_heard=False, has_gpus=True, has_input=True
+    )
+
+
 def told_by(job: Job, code: int) -> Exported:
     """What an export that has ended told; one that told nothing was ended from outside."""
     out, err = job.output()
@@ -102,7 +136,7 @@ def told_by(job: Job, code: int) -> Exported:
     if out:
         return Exported(error=decoded(out, Failure).error)
     last = err.strip().rpartition("\n")[2]
-    said = f"the export ended with code {code}" + (f": {last}" if last else "")
+    said = f"its process ended with code {code}" + (f": {last}" if last else "")
     return Exported(error=Told(max(code, 1), "internal", None, said, ""))
 
 
@@ -110,4 +144,4 @@ def start_command(command: str, out_dir: Path, step: int | None) -> Job:
     """A shell's command, with ``{}`` for the folder and ``{step}`` for the step, each quoted."""
     number = "" if step is None else str(step)
     words = command.replace("{step}", shlex.quote(number)).replace("{}", shlex.quote(str(out_dir)))
-    return Job(("sh", "-c", words), is_heard=True)
+    return Job(("sh", "-c", words), is_heard=True, has_gpus=True)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import PREFIX
+from zexport.checkpoint.pruned import PREFIX, original_name
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.files import changed_ns, listed_version
@@ -90,7 +90,7 @@ class Sighting(Struct, frozen=True):
         age_s = (time.time_ns() - self.changed_ns) / 1e9
         if age_s > STILL_S:
             return ""
-        if _TRAINERS.fullmatch(self.name) and self.folder != self.tag_dir:
+        if _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir:
             return self._lacks_of_trainer()
         if missing := _missing(self.tag_dir):
             return missing
@@ -109,7 +109,7 @@ class Sighting(Struct, frozen=True):
     @property
     def is_unproved(self) -> bool:
         """Whether it is a Trainer's without the file that says it is complete."""
-        is_trainers = _TRAINERS.fullmatch(self.name) and self.folder != self.tag_dir
+        is_trainers = _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir
         return bool(is_trainers) and not exists(self.folder / TRAINER_STATE)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import Job, start_command, start_export, told_by
+from zexport.beside.jobs import Job, start_command, start_export, start_prune, told_by
 from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.pins import Pin, pin, pins_folder, pins_left
+from zexport.beside.pruning import Pruner, words_of_prune
 from zexport.beside.sightings import Sighting, look
 from zexport.beside.words import words_of
 from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
@@ -31,37 +34,6 @@ _RETRY_S = 60.0
 """A full disk may have room again after so long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions:
-    """The choices of a watch, with their defaults.
-
-    Attributes:
-        once: export what is complete, and end.
-        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
-        keep: so many exports stay, the newest; ``None`` for all.
-        every: export checkpoints of steps that this divides.
-        newest_only: leave out what a newer complete checkpoint has overtaken.
-        interval_s: seconds between two looks at the run.
-    """
-
-    once: bool = False
-    then: str = ""
-    keep: int | None = None
-    every: int = 1
-    newest_only: bool = False
-    interval_s: float = 15.0
-
-    def __post_init__(self) -> None:
-        """Numbers that mean nothing are refused."""
-        for name, value, least in (
-            ("keep", self.keep, 1),
-            ("every", self.every, 1),
-            ("interval_s", self.interval_s, 0.05),
-        ):
-            if value is not None and value < least:
-                raise UsageError(f"{name} is too small", found=value, expected=f"{least} or more")
-
-
 def watch(
     run: Path | str,
     outs: Path | str,
@@ -70,6 +42,7 @@ def watch(
     *,
     follow_symlinks: bool = False,
     verify: str = "readback",
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Generator[WatchEvent]:
     """What becomes of the checkpoints of a run, as it happens; each is exported once.
 
@@ -83,6 +56,8 @@ def watch(
         export: as for ``consolidate``.
         follow_symlinks: as for ``consolidate``.
         verify: as for ``consolidate``.
+        is_over: asked before every look; once it is true, what is left is exported, and that is
+            all.
 
     Raises:
         OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
@@ -95,13 +70,18 @@ def watch(
     if exists(run) and not is_folder(run):
         raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
     export = export or ExportOptions()
+    options = options or WatchOptions()
+    to_prune = words_of_prune(run, export) if options.prune else ()
     words = (*words_of(export), "--verify", verify)
     with held(outs) as own:
         pins = pins_folder(outs, own)
         make_folder(pins)
         ledger = Ledger(outs, own, real(run))
         boundary = Boundary.of(run, follow=follow_symlinks)
-        work = _Work(run, pins, ledger, boundary, options or WatchOptions(), words)
+        work = _Work(run, pins, ledger, boundary, options, words, is_over)
+        if options.prune:
+            work.pruner = Pruner(ledger, boundary, options.keep_resumable)
+            work.words_of_prune = to_prune
         try:
             yield from work.events()
         finally:
@@ -127,6 +107,9 @@ class _Work:
     boundary: Boundary
     options: WatchOptions
     words: Sequence[str]
+    is_over: Callable[[], bool]
+    ends: bool = False
+    """Whether it ends when nothing is left to do."""
     seen: dict[str, Sighting] = field(default_factory=dict)
     waits: dict[str, str] = field(default_factory=dict)
     """What each checkpoint lacks that is not complete."""
@@ -141,18 +124,21 @@ class _Work:
     task: _Task | None = None
     not_before: dict[str, float] = field(default_factory=dict)
     """When an export that had no room is tried again."""
+    pruner: Pruner | None = None
+    words_of_prune: Sequence[str] = ()
 
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
         self._take_over()
-        looks = 0
-        while True:
+        last_looks = 0
+        for looks in count():
+            self.ends = self.options.once or self.is_over()
             yield from self._look()
-            looks += 1
-            if looks == 1:  # which notes what was published when the last watch ended
+            last_looks += self.ends
+            if not looks:  # which notes what was published when the last watch ended
                 self.owed = [n for n, entry in self.ledger.entries.items() if entry.is_owed]
             yield from self._begin()
-            if self.options.once and self._is_done(looks):
+            if self.ends and self._is_done(last_looks):
                 yield from (self._event(EventKind.WAITING, n, why=w) for n, w in self.waits.items())
                 return
             yield from self._wait()
@@ -234,6 +220,8 @@ class _Work:
                 for one in ready[:-1]:
                     yield self._skipped(one)
             self._export(self.queue.pop(ready[-1 if self.options.newest_only else 0].seen.name))
+        if self.pruner is not None and not self._is_busy():
+            self._prune(self.pruner.next(self.run, self.seen))
 
     def _is_busy(self) -> bool:
         return self.task is not None
@@ -268,10 +256,16 @@ class _Work:
             event = self._event(EventKind.RAN, name, entry.step)
             self.task = _Task(job, event, time.monotonic())
 
+    def _prune(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            name = checkpoint.name
+            job = start_prune(checkpoint, self.ledger.out(name), self.words_of_prune)
+            event = self._event(EventKind.PRUNED, name, self.ledger.entries[name].step)
+            self.task = _Task(job, event, time.monotonic())
+
     def _wait(self) -> Iterator[WatchEvent]:
         """Let time pass, until what runs has ended or the next look is due."""
-        once = self.options.once
-        seconds = _SETTLE_S if once else self.options.interval_s
+        seconds = _SETTLE_S if self.ends else self.options.interval_s
         if self.task is None:
             time.sleep(seconds)
         elif (code := self.task.job.wait(min(self.options.interval_s, BEAT_S))) is None:
@@ -283,6 +277,8 @@ class _Work:
             ended = (
                 self._exported(task.event, task.job, task.pin, code)
                 if task.pin
+                else self._pruned(task.event, task.job, code)
+                if task.event.event is EventKind.PRUNED
                 else self._ran(task.event, code)
             )
             yield replace(ended, seconds=took)
@@ -302,7 +298,7 @@ class _Work:
         if kept.is_gone(self.boundary):
             why = "the run removed it, or saved it anew, before it was exported"
             return replace(event, event=EventKind.LOST, why=why)
-        if told.error.code == OutputError.exit_code and not self.options.once:
+        if told.error.code == OutputError.exit_code and not self.ends:
             self.queue[name] = kept
             self.not_before[name] = time.monotonic() + _RETRY_S
         else:
@@ -317,6 +313,15 @@ class _Work:
         path = Path(str(error.path).replace(inner, outer)) if error.path is not None else None
         message, hint = error.message.replace(inner, outer), error.hint.replace(inner, outer)
         return Told(error.code, error.kind, path, message, hint)
+
+    def _pruned(self, event: WatchEvent, job: Job, code: int) -> WatchEvent:
+        """Note how a pruning has ended."""
+        told = told_by(job, code)
+        if told.error is None:
+            return replace(event, nbytes_freed=told.nbytes_freed)
+        if self.pruner is not None:
+            self.pruner.failed(event.checkpoint, self.seen)
+        return replace(event, event=EventKind.NOT_PRUNED, failure=told.error)
 
     def _ran(self, event: WatchEvent, code: int) -> WatchEvent:
         """Note how a command has ended."""

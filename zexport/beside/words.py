@@ -1,4 +1,4 @@
-"""The words of ``zexport consolidate`` that mean given options."""
+"""The words of ``zexport consolidate`` and ``zexport watch`` that mean given options."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
 
+from zexport.beside.choices import WatchOptions
 from zexport.errors import UsageError
 from zexport.options import ExportOptions
 
@@ -13,10 +14,11 @@ _OPTIONS = {
     "max_shard_nbytes": "--max-shard-size",
     "max_memory_nbytes": "--max-memory",
     "renames": "--rename",
+    "interval_s": "--interval",
 }
 
 
-def words_of(options: ExportOptions) -> tuple[str, ...]:
+def words_of(options: ExportOptions | WatchOptions) -> tuple[str, ...]:
     """The words by which a command has these options; defaults are left out.
 
     Raises:
@@ -25,13 +27,14 @@ def words_of(options: ExportOptions) -> tuple[str, ...]:
     return tuple(_words(options))
 
 
-def _words(options: ExportOptions) -> Iterator[str]:
-    usual = ExportOptions()
+def _words(options: ExportOptions | WatchOptions) -> Iterator[str]:
+    usual = type(options)()
+    renames = getattr(options, "renames", ())
     for one in fields(options):
         value = getattr(options, one.name)
         if value == getattr(usual, one.name):
             continue
-        if one.name == "hub_layout" or any("=" in old for old, _ in options.renames):
+        if one.name == "hub_layout" or any("=" in old for old, _ in renames):
             raise UsageError(f"no word of the command line means {one.name}", found=value)
         option = _OPTIONS.get(one.name, f"--{one.name.replace('_', '-')}")
         for item in sorted(value, key=str) if isinstance(value, frozenset) else _items(value):

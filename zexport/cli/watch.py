@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json as json_text
+import os
+import select
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +30,11 @@ from zexport.store.folders import exists
 @click.argument("outs", type=PATH)
 @click.option("--once", is_flag=True, help="Export what is complete, and end; for cron.")
 @click.option(
+    "--until-eof",
+    is_flag=True,
+    help="End when standard input does, once what is left is exported; for a parent process.",
+)
+@click.option(
     "--then",
     metavar="CMD",
     default="",
@@ -51,6 +58,19 @@ from zexport.store.folders import exists
     show_default=True,
     help="Seconds between two looks at RUN.",
 )
+@click.option(
+    "--prune",
+    is_flag=True,
+    help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
+)
+@click.option(
+    "--keep-resumable",
+    type=click.IntRange(1),
+    metavar="N",
+    default=2,
+    show_default=True,
+    help="With --prune: leave the newest N checkpoints as they are.",
+)
 @export_options
 @verify_option
 @links_option
@@ -62,11 +82,14 @@ def watch(
     run: Path,
     outs: Path,
     once: bool,
+    until_eof: bool,
     then: str,
     keep: int | None,
     every: int,
     newest_only: bool,
     interval: float,
+    prune: bool,
+    keep_resumable: int,
     verify: str,
     follow_symlinks: bool,
     json: bool,
@@ -83,22 +106,33 @@ def watch(
     Example: zexport watch run models --dtype bf16 --keep 3
     """
     from zexport.beside import watch as beside
+    from zexport.beside.choices import WatchOptions
     from zexport.report.text import PlainConsole
     from zexport.report.watch import print_event
 
     gc.enable()  # unlike other commands it lives for days
-    asked = beside.WatchOptions(
+    asked = WatchOptions(
         once=once,
         then=then,
         keep=keep,
         every=every,
         newest_only=newest_only,
         interval_s=interval,
+        prune=prune,
+        keep_resumable=keep_resumable,
     )
     _begin(run, outs, once=once, quiet=quiet)
     worst, told = 0, 0
     options = options_of(**chosen)
-    events = beside.watch(run, outs, asked, options, follow_symlinks=follow_symlinks, verify=verify)
+    events = beside.watch(
+        run,
+        outs,
+        asked,
+        options,
+        follow_symlinks=follow_symlinks,
+        verify=verify,
+        is_over=_has_ended if until_eof else lambda: False,
+    )
     with closing(events):  # an interrupt may come while one is told
         for event in events:
             worst, told = max(worst, event.code), told + 1
@@ -121,3 +155,11 @@ def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
     if not (once or quiet):
         absent = "" if is_there else ", which is not there yet"
         click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
+
+
+def _has_ended() -> bool:
+    """Whether standard input has; what is written to it is passed over."""
+    while select.select([0], [], [], 0)[0]:
+        if not os.read(0, 1 << 16):
+            return True
+    return False

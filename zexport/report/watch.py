@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zexport.report.text import Console, duration, near, print_line
+from zexport.report.text import Console, duration, near, print_line, size
 
 if TYPE_CHECKING:
     from zexport.beside.events import WatchEvent
@@ -18,6 +18,8 @@ _SAID = {
     "ran": "the command after it has ended well in {time}",
     "command-failed": "{why}",
     "removed": "{out} is removed, as newer exports are there",
+    "pruned": "pruned, {freed} are free again",
+    "not-pruned": "not pruned: {why}",
     "left": "its export stays: {why}",
 }
 
@@ -25,9 +27,8 @@ _SAID = {
 def print_event(console: Console, event: WatchEvent) -> None:
     """One line, and one for each warning."""
     why = event.why if event.failure is None else event.failure.message
-    said = _SAID[event.event.value].format(
-        out=near(event.out), time=duration(event.seconds), why=why
-    )
+    told = {"out": near(event.out), "time": duration(event.seconds), "freed": size(event.nbytes_freed)}
+    said = _SAID[event.event.value].format(why=why, **told)
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
     print_line(console, f"{event.checkpoint}{step}: {said}", style)

@@ -1,0 +1,61 @@
+"""Exports that a training starts by itself: at a save, beside it, and never in its way."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.pruning import trainers_run
+from zexport import verify_export
+from zexport.callbacks.exports import Exports
+from zexport.errors import UsageError
+
+
+def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second save is made, and rotated away, while the first one is exported."""
+    caplog.set_level(logging.INFO)
+    run, out = tmp_path / "run", tmp_path / "out"
+    first = trainers_run(run, steps=(2,))
+    exports = Exports(out, 120, {"dtype": "bf16", "newest_only": False, "interval_s": 0.05})
+    began = time.perf_counter()
+    exports.begin(run)
+    assert time.perf_counter() - began < 0.5  # of a machine that does much else
+    second = trainers_run(run, steps=(4,))
+    exports.begin(run)
+    deadline = time.monotonic() + 60
+    while not (out / ".zexport-watch" / "pins" / "checkpoint-4").exists():
+        assert time.monotonic() < deadline
+        if (out / "checkpoint-4").exists():
+            break
+        time.sleep(0.01)
+    shutil.rmtree(second)
+    exports.collect()
+    assert verify_export(out / "checkpoint-2", against=first).ok
+    assert verify_export(out / "checkpoint-4").ok
+    assert next(x for x in caplog.messages if "exported" in x).startswith("checkpoint-2: ")
+
+
+def test_what_goes_wrong_is_logged_and_never_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers_run(tmp_path / "run", steps=(2,))
+    (tmp_path / "out").write_text("mine")
+    exports = Exports(tmp_path / "out", 60, {})
+    exports.collect()  # nothing was saved yet
+    exports.begin(tmp_path / "run")
+    exports.collect()
+    assert (tmp_path / "out").read_text() == "mine"
+    assert any("out/.zexport-watch: cannot be written" in line for line in caplog.messages)
+
+
+def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
+    with pytest.raises(UsageError, match="stands for its checkpoint"):
+        Exports("models", 60, {"prune": True, "exclude_frozen": True})
+    with pytest.raises(TypeError, match="quickly"):
+        Exports("models", 60, {"quickly": True})

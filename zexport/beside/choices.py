@@ -1,0 +1,43 @@
+"""What the caller of a watch may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zexport.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """The choices of a watch, with their defaults.
+
+    Attributes:
+        once: export what is complete, and end.
+        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
+        keep: so many exports stay, the newest; ``None`` for all.
+        every: export checkpoints of steps that this divides.
+        newest_only: leave out what a newer complete checkpoint has overtaken.
+        interval_s: seconds between two looks at the run.
+        prune: remove the optimizer's states of checkpoints that were exported (``zexport.prune``).
+        keep_resumable: so many of the newest complete checkpoints are not pruned.
+    """
+
+    once: bool = False
+    then: str = ""
+    keep: int | None = None
+    every: int = 1
+    newest_only: bool = False
+    interval_s: float = 15.0
+    prune: bool = False
+    keep_resumable: int = 2
+
+    def __post_init__(self) -> None:
+        """Numbers that mean nothing are refused."""
+        for name, value, least in (
+            ("keep", self.keep, 1),
+            ("every", self.every, 1),
+            ("interval_s", self.interval_s, 0.05),
+            ("keep_resumable", self.keep_resumable, 1),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{name} is too small", found=value, expected=f"{least} or more")

@@ -1,0 +1,109 @@
+"""The exports of one training: a process beside it, started at a save, and told of in the log."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from zexport.beside.choices import WatchOptions
+from zexport.beside.events import EventKind, WatchEvent
+from zexport.beside.jobs import Job, start_watch
+from zexport.beside.pruning import words_of_prune
+from zexport.beside.words import words_of
+from zexport.options import ExportOptions
+from zexport.report.failure import Failure
+from zexport.store.address import place
+from zexport.store.folders import absolute
+from zexport.store.json import decoded
+
+_LOG = logging.getLogger("zexport.callbacks")
+_NEWS = (EventKind.EXPORTED, EventKind.PRUNED, EventKind.SKIPPED)
+
+
+class Exports:
+    """What a callback of any framework does; it never raises into the training.
+
+    One process exports what is complete, and keeps what waits from being rotated away. It ends when
+    it is told that no more comes, or the training is gone, and nothing is left.
+
+    Args:
+        out: the folder for the exports, each under its checkpoint's name.
+        collect_s: so long, at the most, the end of the training waits for the last export, which
+            goes on by itself after that.
+        options: fields of ``WatchOptions`` and of ``ExportOptions``.
+
+    Raises:
+        UsageError: an option cannot be meant.
+    """
+
+    def __init__(self, out: Path | str, collect_s: float, options: dict[str, Any]) -> None:
+        of_watch = {key: options.pop(key) for key in [*options] if key in _OF_WATCH}
+        watch, export = WatchOptions(**of_watch), ExportOptions(**options)
+        if watch.prune:
+            words_of_prune(Path(), export)
+        self._out = absolute(place(out))
+        self._words = (*words_of(watch), *words_of(export))
+        self._collect_s = collect_s
+        self._run: Path | None = None
+        self._job: Job | None = None
+
+    def begin(self, run: Path) -> None:
+        """A training begins, or goes on: checkpoints will be saved to this folder."""
+        self._run = absolute(run)
+        self._note(0)
+        if self._job is None:
+            self._start()
+
+    def collect(self) -> None:
+        """The training has ended: wait for what is left, and tell of it."""
+        if self._run is not None and self._job is None:
+            self._start()
+        if self._job is not None:
+            self._job.no_more()
+        self._note(self._collect_s)
+        if self._job is not None:
+            _LOG.warning("exports to %s go on by themselves", self._out)
+
+    def _start(self) -> None:
+        try:
+            self._job = start_watch(self._run or Path(), self._out, self._words)
+        except OSError as error:
+            _LOG.warning("no export was started to %s: %s", self._out, error)
+
+    def _note(self, seconds: float) -> None:
+        """Tell of what runs once it has ended, for which it has so long."""
+        job = self._job
+        if job is None or (code := job.wait(seconds)) is None:
+            return
+        self._job = None
+        out, err = job.output()
+        job.end()
+        for line in out.splitlines():
+            _tell(line)
+        if code and not out:
+            _LOG.warning("exports to %s ended with code %d: %s", self._out, code, err.strip())
+
+
+_OF_WATCH = frozenset(
+    ("then", "keep", "every", "newest_only", "interval_s", "prune", "keep_resumable")
+)
+
+
+def _tell(line: str) -> None:
+    try:
+        if '"error": ' in line:
+            _LOG.warning("%s", decoded(line, Failure).error.message)
+            return
+        event = decoded(line, WatchEvent)
+    except ValueError:  # the process was ended while it wrote
+        _LOG.warning("%s", line)
+        return
+    if event.failure is not None:
+        _LOG.warning("%s: %s", event.checkpoint, event.failure.message)
+    elif event.event in _NEWS:
+        _LOG.info("%s: %s %s", event.checkpoint, event.event.value, event.why or event.out)
+    elif event.why:
+        _LOG.warning("%s: %s: %s", event.checkpoint, event.event.value, event.why)
+    for warning in event.warnings:
+        _LOG.warning("%s: %s", event.checkpoint, warning)
