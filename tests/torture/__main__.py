@@ -1,4 +1,4 @@
-"""``python -m tests.torture [--seconds N] [--kills N] [--numel N] [--fuzz PATH]``: the long forms.
+"""``python -m tests.torture [--seconds N] [--kills N] [--saves N] [--numel N]``: the long forms.
 
 Prints a table of what was done and found; the first broken promise ends it with a traceback.
 """
@@ -27,6 +27,7 @@ from tests.torture.prunings import count_calls as count_prunings_calls
 from tests.torture.prunings import killed_at as pruning_killed_at
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
+from tests.torture.trainings import trainings
 from zexport import consolidate
 
 _MOVES_AT_ONCE = 28
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for each fuzzer, and for moves")
     parser.add_argument("--kills", type=int, default=200, help="commands ended at random")
     parser.add_argument("--numel", type=float, default=2e7, help="parameters of the checkpoint")
+    parser.add_argument("--saves", type=int, default=200, help="of a training beside a watch")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
@@ -57,6 +59,10 @@ def main() -> None:
             lambda: _random_kills(folder / "random", options.kills, options.numel, options.seed),
         )
         _told("prunings ended before every call", lambda: _every_pruning(folder / "prunings"))
+        _told(
+            "a training with a watch that prunes beside it",
+            lambda: trainings(folder / "trainings", options.saves, options.seed),
+        )
         _told(
             "trainings moved to other ranks and stages",
             lambda: _moves(folder / "moves", options.seconds, options.seed),

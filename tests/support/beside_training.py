@@ -1,0 +1,114 @@
+"""A training that really trains, what runs beside it, and what must be true in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zexport import consolidate
+from zexport.options import ExportOptions
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 400
+
+
+def make_base(folder: Path) -> Path:
+    """A small model to begin from."""
+    ignored = shutil.ignore_patterns("global_*", "latest")
+    shutil.copytree(REPOSITORY / "fixtures" / "z3_w2_bf16" / "ckpt", folder, ignore=ignored)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training on two ranks, which saves at every step and keeps two checkpoints."""
+
+    base: Path
+    out: Path
+    steps: int
+    pause_s: float = 1.0
+    models: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        return os.environ | settings | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+    def start(self) -> subprocess.Popen[str]:
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        script = REPOSITORY / "tests" / "support" / "saving_often.py"
+        words = (self.base, self.out, self.steps, self.pause_s, *filter(None, [self.models]))
+        return subprocess.Popen(
+            [sys.executable, *ranks, *map(str, (script, *words))],
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> None:
+        """Train to the end."""
+        process = self.start()
+        _, said = process.communicate(timeout=LIMIT_S + 5 * self.steps)
+        assert process.returncode == 0, said[-3000:]
+
+    def log(self, key: str) -> dict[int, Any]:
+        """What was noted last of every step under a key."""
+        text = self.out.with_name(f"{self.out.name}.log.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return {line["step"]: line[key] for line in lines if key in line}
+
+    def truths(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The engine's weights at each save, by the checkpoint's name."""
+        folder = self.out.with_name(f"{self.out.name}.truth")
+        return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def assert_is(model: Path, truth: dict[str, torch.Tensor]) -> None:
+    """A model of 16 bits is what the engine had, rounded."""
+    found = load_file(model / "model.safetensors")
+    assert found.keys() <= truth.keys() <= {*found, "lm_head.weight"}
+    assert all(torch.equal(found[name], truth[name].bfloat16()) for name in found), model
+
+
+def assert_all_exported(training: Training, models: Path, lost: Iterable[str] = ()) -> int:
+    """Every save was exported as the engine had it, or is told of as lost; how many were."""
+    truths, gone = training.truths(), {*lost}
+    assert len(truths) == training.steps
+    there = {name for name in truths if (models / name).exists()}
+    assert truths.keys() - there <= gone
+    for name in there:
+        assert_is(models / name, truths[name])
+    return len(there)
+
+
+def assert_pruned_well(training: Training, scratch: Path) -> int:
+    """What was pruned exports as the engine had it, and a newer save was there; how many were."""
+    truths, saved_at = training.truths(), training.log("saved_at")
+    pruned = sorted(training.out.glob("pruned-checkpoint-*"))
+    for folder in pruned:
+        name = folder.name.removeprefix("pruned-")
+        consolidate(folder, scratch, ExportOptions(dtype="bf16"))  # type: ignore[arg-type]
+        assert_is(scratch, truths[name])
+        shutil.rmtree(scratch)
+        (note,) = folder.glob("*/zexport_pruned.json")
+        told = json.loads(note.read_text())
+        at, step = datetime.fromisoformat(told["at"]).timestamp() + 1, told["step"]
+        assert any(other > step and when <= at for other, when in saved_at.items()), folder
+    return len(pruned)
