@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.beside_training import make_base
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = ("train", "inspect", "export", "verify")
 LIMIT_S = 240
@@ -30,13 +32,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return os.environ | {"PATH": path, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
 
 
-def ran(*words: object, cwd: Path, env: Mapping[str, str]) -> str:
+def ran(*words: object, cwd: Path, env: Mapping[str, str], limit_s: int = LIMIT_S) -> str:
     """What a command that must succeed prints."""
     done = subprocess.run(
         [str(word) for word in words],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         cwd=cwd,
         env=env,
         check=False,
@@ -142,3 +144,28 @@ def test_generating_refuses_a_model_that_lacks_a_weight(
     )
     assert done.returncode == 1
     assert "model.norm.weight" in done.stderr
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_the_loop_keeps_the_best_checkpoint_of_a_run_and_prunes_the_rest(
+    tmp_path: Path, environment: Mapping[str, str]
+) -> None:
+    """Trainer, watch, lm-eval and prune, all of them the real programs."""
+    base = make_base(tmp_path / "base")
+    work = tmp_path / "work"
+    env = {**environment, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    loop = (EXAMPLES / "best_of_run" / "loop.sh", base, work)
+    printed = ran("bash", *loop, cwd=tmp_path, env=env, limit_s=4 * LIMIT_S)
+    assert printed.count(": perplexity ") == 3
+    assert printed.count(", the best") == 1
+    best = printed[: printed.index(", the best")].rsplit("step ")[-1].split(":")[0]
+    kept = {f"checkpoint-{best}", "checkpoint-6"}
+    pruned = {f"pruned-checkpoint-{n}" for n in (2, 4, 6) if f"checkpoint-{n}" not in kept}
+    found = {path.name for path in (work / "run").iterdir() if "checkpoint-" in path.name}
+    assert found == kept | pruned
+    assert {path.name for path in (work / "models").glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in (2, 4, 6)
+    }
+    assert (work / "best" / "model.safetensors").read_bytes() == (
+        work / "models" / f"checkpoint-{best}" / "model.safetensors"
+    ).read_bytes()

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train, export every checkpoint beside the training, evaluate each, keep the best, prune the rest.
+#
+# Usage: loop.sh BASE_MODEL WORK_FOLDER
+set -euo pipefail
+base=$1
+mkdir -p "$2"
+work=$(realpath "$2")
+here=$(realpath "$(dirname "$0")")
+
+# lm-eval with a task of your own, which lies here with its data: nothing is downloaded.
+evaluate="cd '$here' && lm_eval --model hf --model_args pretrained={},dtype=float32 --tasks tide \
+  --include_path . --device cpu --batch_size 1 --output_path '$work'/scores/step-{step}.json"
+watch=(zexport watch "$work/run" "$work/models" --dtype bf16 --then "$evaluate")
+
+# Exports and evaluations go on while the training does; what the run rotates away is kept first.
+"${watch[@]}" --interval 1 > "$work/watch.log" &
+watching=$!
+torchrun --standalone --nproc-per-node 2 "$here/finetune.py" "$base" "$work/run"
+kill -TERM "$watching"
+wait "$watching" || true
+
+# What was left when the training ended.
+"${watch[@]}" --once >> "$work/watch.log"
+
+python "$here/keep_best.py" "$work"
