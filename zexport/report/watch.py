@@ -27,7 +27,11 @@ _SAID = {
 def print_event(console: Console, event: WatchEvent) -> None:
     """One line, and one for each warning."""
     why = event.why if event.failure is None else event.failure.message
-    told = {"out": near(event.out), "time": duration(event.seconds), "freed": size(event.nbytes_freed)}
+    told = {
+        "out": near(event.out),
+        "time": duration(event.seconds),
+        "freed": size(event.nbytes_freed),
+    }
     said = _SAID[event.event.value].format(why=why, **told)
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
