@@ -20,8 +20,10 @@ from zexport.cli.main import cli
 from zexport.errors import OutputError
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.run.receipts import RECEIPTS_NAME
 from zexport.run.shares import Share
 from zexport.store import client, objects
+from zexport.store.address import Address
 
 _MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
@@ -287,6 +289,17 @@ def test_parts_make_in_a_bucket_what_one_process_makes(
     assert not server.of("PUT")
     with pytest.raises(OutputError, match="no part of an export may empty it"):
         zexport.consolidate_part(run, out, Share(1, 3))
+
+
+def test_receipts_that_a_late_worker_left_do_not_open_a_finished_export_to_others(
+    run: Path, out: str, name: str, server: Server
+) -> None:
+    zexport.consolidate(run, out, _SHARDS)
+    made = server.get(name)
+    objects.put(Address(f"{out}/{RECEIPTS_NAME}/late.json"), b"{}")
+    with pytest.raises(OutputError, match="no part of an export may empty it"):
+        zexport.consolidate_part(run, out, Share(1, 2))
+    assert {key: content for key, content in server.get(name).items() if key in made} == made
 
 
 def test_parts_that_come_to_the_end_together_publish_once(

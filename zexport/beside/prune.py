@@ -175,8 +175,7 @@ class _Job:
             places = [place_of(path, tag) for path in paths]
             opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
-            for one in places:
-                check_prunable(one, is_pruned=bool(opened.pruned_files))
+            _check_all(places, opened)
             check_stands_for(out, read_manifest(out), delete=is_deletion)
             rewritings = () if is_deletion else without_moments(opened)
             return cls(opened, places, out, rewritings, is_deletion=is_deletion)
@@ -208,14 +207,19 @@ class _Job:
         return found.tensors
 
     def run(self, tensors: int, progress: OnProgress | None) -> None:
-        """Do it: first what takes nothing away, then the rest."""
+        """Do it: first what takes nothing away, then the rest.
+
+        The proof may have taken an hour, in which another checkpoint became the newest or went.
+        """
         if self._is_deletion:
+            _check_all(self.places, self._opened)
             for one in self.places:
                 delete(rename(one), self._note(one, tensors, {}))
             return
         try:
             staged = [stage(self._opened, one, self._rewritings, progress) for one in self.places]
             prove(self._opened, self.places)
+            _check_all(self.places, self._opened)
         except BaseException as error:  # Ctrl-C too: then finished files stay
             for one in self.places:
                 clear_up(workplaces(one.target)[0], error)
@@ -262,6 +266,12 @@ class _Job:
             nbytes_freed=self._freed,
             seconds=time.monotonic() - began,
         )
+
+
+def _check_all(places: Sequence[Place], opened: ZeroCheckpoint) -> None:
+    """Refuse a checkpoint that a resume may need, whichever of its nodes' folders tells of it."""
+    for one in places:
+        check_prunable(one, is_pruned=bool(opened.pruned_files))
 
 
 def _being_deleted(paths: Sequence[Path], tag: str | None) -> Iterator[tuple[Place, Note]]:

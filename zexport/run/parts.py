@@ -164,7 +164,7 @@ def _publish_left(plan: ExportPlan, target: Path) -> bool:
 
 def _is_published(work: Workplace) -> bool:
     is_far = isinstance(work.folder, Address)
-    return is_file(work.folder / MANIFEST_NAME) if is_far else not exists(work.folder)
+    return looks_made(work.plan, work.folder) if is_far else not exists(work.folder)
 
 
 def _report(
@@ -258,7 +258,8 @@ def _check_content(plan: ExportPlan, target: Path) -> None:
         check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
         return
     with writing(target):
-        is_free = is_folder(target / RECEIPTS_NAME) or not exists(target)
+        is_begun = is_folder(target / RECEIPTS_NAME) and not is_file(target / MANIFEST_NAME)
+        is_free = is_begun or not exists(target)
     if not is_free:
         raise OutputError(
             "is not empty, and in object storage no part of an export may empty it",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -86,9 +85,10 @@ def repeated_keys(path: Path) -> dict[str, list[Json]]:
     repeated: dict[str, list[Json]] = {}
 
     def note(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-        counted = Counter(key for key, _ in pairs)
-        for key in (key for key, count in counted.items() if count > 1):
-            repeated[key] = [value for name, value in pairs if name == key]
+        values: dict[str, list[Json]] = {}
+        for key, value in pairs:
+            values.setdefault(key, []).append(value)
+        repeated.update((key, told) for key, told in values.items() if len(told) > 1)
         return dict(pairs)
 
     with suppress(OSError, ValueError, RecursionError):
