@@ -206,6 +206,48 @@ def test_what_a_training_may_go_on_from_is_left_as_it_is(
     assert state_of(tmp_path / "run") == before
 
 
+def test_a_save_that_was_cut_short_is_no_newer_checkpoint_however_old_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sightings, "STILL_S", -1)
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    newer = next((tmp_path / "run" / "checkpoint-4").glob("*/*_optim_states.pt"))
+    newer.write_bytes(newer.read_bytes()[:500])
+    before = state_of(tmp_path / "run")
+    with pytest.raises(OutputError, match="newest complete"):
+        prune(old, tmp_path / "out", delete=True)
+    assert state_of(tmp_path / "run") == before
+
+
+def test_the_folder_of_a_run_is_not_taken_for_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Trainer leaves its state, and a last tag, in the folder of the run as well."""
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    runs = tmp_path / "runs"
+    for name in ("1234567", "1234568"):
+        save(small_model(), Run(steps=2), runs / name)
+    trainers_run(runs / "seed1", steps=(2, 4))
+    save(small_model(), Run(steps=2), runs / "seed1")
+    (runs / "seed1" / "trainer_state.json").write_text("{}")
+    for run in (runs / "1234567", runs / "seed1"):
+        consolidate(run / "global_step2", tmp_path / f"{run.name}-out")
+        with pytest.raises(OutputError):
+            prune(run / "global_step2", tmp_path / f"{run.name}-out", delete=True)
+        assert (run / "latest").exists()
+        assert (run / "global_step2").exists()
+
+
+def test_an_export_within_the_checkpoint_does_not_stand_for_it(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    shutil.move(tmp_path / "out", old / "hf")
+    with pytest.raises(OutputError, match="lies in the checkpoint"):
+        prune(old, old / "hf", delete=True)
+    assert (old / "global_step2").exists()
+
+
 def test_an_export_without_frozen_weights_stands_for_no_checkpoint(tmp_path: Path) -> None:
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out", ExportOptions(exclude_frozen=True))
@@ -357,6 +399,11 @@ def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not what zexport prune writes"):
         open_checkpoint(done.pruned)
     path.write_text(json.dumps(note | {"is_deleted": True}))
+    shutil.move(tmp_path / "out", tmp_path / "gone")
+    with pytest.raises(VerificationError, match="is not the export any more"):
+        prune(old, tmp_path / "out", delete=True)
+    assert done.pruned.exists()
+    shutil.move(tmp_path / "gone", tmp_path / "out")
     assert prune(old, tmp_path / "out", delete=True).is_deleted
     assert not done.pruned.exists()
 

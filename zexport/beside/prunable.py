@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
-from zexport.checkpoint.candidates import is_age
+from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import Framework, Location, read_latest
 from zexport.checkpoint.pruned import original_name, pruned_name
@@ -20,6 +21,9 @@ from zexport.store.boundary import Boundary
 from zexport.store.files import version
 from zexport.store.folders import exists, is_file, is_link, is_mount, leaves
 from zexport.store.json import read_json_object
+
+_OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
+"""Names of folders made for one checkpoint; a number alone, or a date, may be a run's."""
 
 _WRAPPING = (Framework.HF_TRAINER, Framework.ACCELERATE, Framework.LIGHTNING)
 _OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
@@ -81,17 +85,21 @@ def place_of(path: Path, tag: str | None) -> Place:
 
 def _is_wrapped(location: Location) -> bool:
     """Whether a folder was made around the tag for this checkpoint alone."""
-    name = original_name(location.root.name)
-    is_one_of_many = is_age(name) and any(map(str.isdigit, name)) and len(location.tags) == 1
-    is_own = location.framework not in _OWN_TAGS and is_one_of_many
-    return location.framework in _WRAPPING or is_own
+    if list_run_checkpoints(location.root):
+        return False  # it is a run's own, which may hold a tag beside its checkpoints
+    if location.framework is Framework.LIGHTNING:
+        return True
+    is_named = _OF_ONE.fullmatch(original_name(location.root.name)) is not None
+    is_alone = location.framework not in _OWN_TAGS and len(location.tags) == 1
+    return is_named and (is_alone or location.framework in _WRAPPING)
 
 
-def check_prunable(place: Place, *, is_pruned: bool) -> None:
+def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:
     """Refuse a checkpoint that a training goes on from, or may.
 
     Args:
         place: where it lies.
+        others: where the other nodes' parts of it lie.
         is_pruned: whether no training can go on from it any more.
 
     Raises:
@@ -104,17 +112,18 @@ def check_prunable(place: Place, *, is_pruned: bool) -> None:
         hint = "Remove that, or move it elsewhere"
         raise _refused(place.target, "is in the way: an older save was pruned", hint)
     if not is_pruned:
-        _check_not_needed(place)
+        _check_not_needed(place, [other.folder.parent for other in others])
 
 
-def _check_not_needed(place: Place) -> None:
+def _check_not_needed(place: Place, nodes: Sequence[Path]) -> None:
     folder, run = place.folder, place.folder.parent
     name = original_name(folder.name)
     within = Boundary.of(run)
     own = sighting(run, folder.name, within)
     if lacks := own.lacks(None):
         raise _refused(folder, f"may still be being written: {lacks}", "Wait until it is complete")
-    others = [one for one in look(run, within) if one.name != own.name and not one.lacks(None)]
+    rest = (one for one in look(run, within) if one.name != own.name)
+    others = [one for one in rest if one.is_resumable(*nodes)]
     newest = newest_of([own, *others], within, 1)
     if own.name in newest:
         hint = "Wait for the next one; to end the run for good, remove it yourself"

@@ -28,7 +28,7 @@ from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import clear_up
 from zexport.store.address import Address, place
 from zexport.store.files import read_whole, reading, version
-from zexport.store.folders import absolute, is_folder, matching
+from zexport.store.folders import absolute, is_file, is_folder, matching, real
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked, workplaces
 
@@ -176,6 +176,7 @@ class _Job:
             opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
             _check_all(places, opened)
+            _check_apart(places, out)
             check_stands_for(out, read_manifest(out), delete=is_deletion)
             rewritings = () if is_deletion else without_moments(opened)
             return cls(opened, places, out, rewritings, is_deletion=is_deletion)
@@ -214,7 +215,8 @@ class _Job:
         if self._is_deletion:
             _check_all(self.places, self._opened)
             for one in self.places:
-                delete(rename(one), self._note(one, tensors, {}))
+                note = self._note(one, tensors, {})
+                delete(rename(one), note)
             return
         try:
             staged = [stage(self._opened, one, self._rewritings, progress) for one in self.places]
@@ -271,14 +273,26 @@ class _Job:
 def _check_all(places: Sequence[Place], opened: ZeroCheckpoint) -> None:
     """Refuse a checkpoint that a resume may need, whichever of its nodes' folders tells of it."""
     for one in places:
-        check_prunable(one, is_pruned=bool(opened.pruned_files))
+        others = (other for other in places if other is not one)
+        check_prunable(one, *others, is_pruned=bool(opened.pruned_files))
+
+
+def _check_apart(places: Sequence[Place], out: Path) -> None:
+    """Refuse an export that would go with the checkpoint that it is to stand for."""
+    for one in places:
+        if real(out).is_relative_to(real(one.folder)):
+            raise OutputError(
+                "lies in the checkpoint that it is to stand for",
+                path=out,
+                hint="Move it out of there first",
+            )
 
 
 def _being_deleted(paths: Sequence[Path], tag: str | None) -> Iterator[tuple[Place, Note]]:
     """The folders that a stopped removal has left; its proof was made then."""
     for path in paths:
         given = path if tag is None else path / tag
-        for folder in (given, pruned_name(given), pruned_name(given.parent)):
+        for folder in dict.fromkeys((given, pruned_name(given), pruned_name(given.parent))):
             found = [] if not is_folder(folder) else matching(folder, NOTE)
             found += matching(folder, f"*/{NOTE}") if not found and is_folder(folder) else []
             for at in found:
@@ -300,6 +314,15 @@ def _finished(
             found=note.export,
             expected=out,
             hint="Name that one with --export",
+        )
+    _check_apart([one for one, _ in left], out)
+    proof = out / MANIFEST_NAME
+    is_proof = is_file(proof) and blake3(read_whole(proof)).hexdigest() == note.export_manifest
+    if not is_proof or not verify_export(out).ok:
+        raise VerificationError(
+            "is not the export any more that proved what is being removed",
+            path=out,
+            hint=f"What is left lies in {first.folder}; take it as it is, or remove it yourself",
         )
     before = sum(one.nbytes for one, _ in left)
     for one, _ in () if dry_run else left:

@@ -81,7 +81,7 @@ class Pruner:
         exported = [one for one in seen.values() if self._is_exported(one)]
         if not exported:
             return
-        complete = [one for one in seen.values() if not one.lacks(one)]
+        complete = [one for one in seen.values() if not one.lacks(one) and one.is_resumable()]
         kept = newest_of(complete, self._boundary, self._keep)
         for one in sorted(exported, key=lambda each: each.written_ns):
             if one.name not in kept and _is_prunable(one):

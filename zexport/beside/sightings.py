@@ -97,6 +97,21 @@ class Sighting(Struct, frozen=True):
         is_still = age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
         return "" if is_still else "its files may still change"
 
+    def is_resumable(self, *others: Path) -> bool:
+        """Whether a training can go on from it, which its age alone never says.
+
+        Args:
+            others: the folders of the same run on other nodes, which hold their parts of it.
+        """
+        is_trainers = _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir
+        if is_trainers and self._lacks_of_trainer():
+            return False
+        try:
+            opened = open_checkpoint([run / self.name for run in (self.run, *others)])
+        except (ZexportError, FileNotFoundError):
+            return False
+        return not opened.problems and not opened.pruned_files
+
     def _lacks_of_trainer(self) -> str:
         if exists(self.folder / _BEING_SAVED):
             return f"{_BEING_SAVED} is there"
