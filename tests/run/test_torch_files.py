@@ -113,7 +113,9 @@ def test_verify_holds_every_byte_against_manifest_and_sources(plan: ExportPlan) 
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert _problems(plan) == told
     path.write_bytes(content.replace(b"PK\x05\x06", b"PK\x05\x07"))
-    ((file, _, problem),) = _problems(plan)
+    told = _problems(plan)
+    assert other in told
+    ((file, _, problem),) = told - {other}
     assert (file, "not a whole zip archive" in problem) == ("step3/a.pt", True)
     path.write_bytes(content)
     (plan.out_dir / "step3/c.pt").write_bytes(content)

@@ -19,6 +19,7 @@ from msgspec.structs import asdict
 from zexport.store.address import Address
 from zexport.store.client import store_of
 from zexport.store.refusals import refusals
+from zexport.store.retries import steadily
 from zexport.store.versions import Version
 
 if TYPE_CHECKING:
@@ -125,13 +126,17 @@ def replace(address: Address, content: bytes, known: Edition | None) -> Edition:
 
 
 def delete(addresses: list[Address]) -> None:
-    """Remove objects."""
+    """Remove objects; a list of them is posted, which the library does not send a second time."""
+    if addresses:
+        steadily(lambda: _delete(addresses))
+
+
+def _delete(addresses: list[Address]) -> None:
     import obstore
 
-    if addresses:
-        with refusals(addresses[0]), _changing():
-            store = store_of(addresses[0].root_url)
-            obstore.delete(store, [address.key for address in addresses])
+    with refusals(addresses[0]), _changing():
+        store = store_of(addresses[0].root_url)
+        obstore.delete(store, [address.key for address in addresses])
 
 
 @contextmanager
