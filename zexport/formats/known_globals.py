@@ -272,6 +272,9 @@ HARMLESS = (
 )
 
 
+FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+"""DeepSpeed's place of a parameter in a partition: two numbers."""
+
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ENCODE = Global("_codecs", "encode")
 _NUMPY_DTYPE = Global("numpy", "dtype")
@@ -299,6 +302,7 @@ _NEW = frozenset(
         Global("argparse", "Namespace"),
         Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
         Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+        FRAGMENT,
     }
 )
 _NAMED = (
