@@ -7,20 +7,19 @@ some runs, interleaved with those of another checkout where one is given, or the
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.sparse_checkpoint import Shape, write_sparse_zero3
+from benchmarks import measure
 
 _HERE = Path(__file__).resolve().parent.parent
 _LIBRARIES = "import numpy, ml_dtypes, blake3, isal, click"
-_MIB = 1 << 10  # the kernel counts KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +48,13 @@ def least(
 def _usage(tree: Path, words: Sequence[str]) -> Usage:
     env = {**os.environ, "PYTHONPATH": str(tree)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, half of a start is compiling
-    argv = [sys.executable, "-P", *words]  # without -P the working directory goes before the tree
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
-    return Usage(usage.ru_utime + usage.ru_stime, usage.ru_maxrss // _MIB)
+    # without -P the working directory goes before the tree
+    sample, _ = measure.run([sys.executable, "-P", *words], env)
+    return Usage(sample.cpu_seconds, sample.peak_rss >> 20)
 
 
-def _llama(hidden: int, layers: int, inner: int, words: int) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (words, hidden)}
+def _llama(hidden: int, layers: int, inner: int, words: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         for part in "qkvo":
@@ -76,7 +71,7 @@ def _run(words: str, *paths: Path) -> list[str]:
 
 def start(work: Path, trees: Sequence[Path], rounds: int) -> None:
     """What an export and an inspection cost beyond their libraries, which is at most 0.15 s."""
-    write_sparse_zero3(work / "tiny", _llama(16, 2, 32, 64), 2)
+    _apart(_write, work / "tiny", _llama(16, 2, 32, 64), 2)
     out = work / "out"
     commands = {"libraries": (_HERE, ["-c", _LIBRARIES])}
     for tree in trees:
@@ -94,7 +89,7 @@ def ranks(work: Path, trees: Sequence[Path], rounds: int) -> None:
     out = work / "out"
     commands = {}
     for count in (4, 512):
-        write_sparse_zero3(work / f"ranks{count}", _llama(1024, 24, 4096, 32000), count)
+        _apart(_write, work / f"ranks{count}", _llama(1024, 24, 4096, 32000), count)
         for tree in trees:
             words = _run("consolidate", work / f"ranks{count}", out)
             commands[f"{tree}: {count} ranks"] = (tree, words)
@@ -106,15 +101,7 @@ def ranks(work: Path, trees: Sequence[Path], rounds: int) -> None:
 
 def plan(work: Path, trees: Sequence[Path], rounds: int) -> None:
     """A plan of DeepSeek-V3 on 256 ranks: at most 6 s and 300 MB; names are cached before."""
-    import torch
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
-    with torch.device("meta"):
-        model = DeepseekV3ForCausalLM(config)
-    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    write_sparse_zero3(work / "deepseek", shapes, 256)
-    config.save_pretrained(work / "deepseek")
+    _apart(_write_deepseek, work / "deepseek")
     words = [*_run("consolidate", work / "deepseek", work / "out"), "--dry-run"]
     for name, usage in least(
         {f"{tree}": (tree, words) for tree in trees}, work / "out", rounds
@@ -122,10 +109,37 @@ def plan(work: Path, trees: Sequence[Path], rounds: int) -> None:
         _tell(f"{name}: {usage.seconds:.1f} s, {usage.peak_mib} MiB")
 
 
+def _write_deepseek(folder: Path) -> None:
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(config)
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    _write(folder, shapes, 256)
+    config.save_pretrained(folder)
+
+
+def _write(folder: Path, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> None:
+    from tests.support.sparse_checkpoint import write_sparse_zero3
+
+    write_sparse_zero3(folder, shapes, ranks)
+
+
+def _apart(write: Callable[..., None], *args: object) -> None:
+    """Write in a process of its own: memory held here would count as that of the commands."""
+    writer = multiprocessing.get_context("spawn").Process(target=write, args=args)
+    writer.start()
+    writer.join()
+    if writer.exitcode:
+        raise SystemExit(f"{write.__name__} ended with {writer.exitcode}")
+
+
 def tensors(work: Path, trees: Sequence[Path], rounds: int) -> None:
     """100,000 tensors, in one file and in many: at most 200 MB."""
     shapes = {f"model.layers.{number}.weight": (64,) for number in range(100_000)}
-    write_sparse_zero3(work / "many", shapes, 2)
+    _apart(_write, work / "many", shapes, 2)
     out = work / "out"
     commands = {}
     for tree in trees:
