@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -13,7 +13,7 @@ from msgspec import Struct
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
-from zexport.formats.torch_writer import lay_out
+from zexport.formats.torch_writer import TorchFrame, lay_out
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode, ExportDType
 from zexport.printable import brief
@@ -38,27 +38,13 @@ def qualified_by_file(filename: str, name: str) -> str:
     return f"{filename}/{name}"
 
 
-class Frame(Protocol):
-    """Everything of a file but its tensors' bytes, whatever the file's form."""
+Frame: TypeAlias = SafetensorsFrame | TorchFrame
+"""Everything of a file but its tensors' bytes, whatever the file's form.
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        ...
-
-    @property
-    def has_crc32(self) -> bool:
-        """Whether its bytes depend on the CRC-32 of the tensors' bytes."""
-        ...
-
-    def pieces(self, crc32s: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Its bytes, each run with its place in the file, by ascending place.
-
-        There is one run before the first tensor, and at most one behind each. ``crc32s`` are those
-        of the file's tensors, in order, each asked for after the run before the tensor; no matter
-        what where ``has_crc32`` is false.
-        """
-        ...
+Its ``pieces`` are runs of bytes with their places, ascending: one before the first tensor, and at
+most one behind each. They take the CRC-32 of the tensors' bytes, in order, each asked for after the
+run before the tensor; no matter what where ``has_crc32`` is false.
+"""
 
 
 class TensorPlan(Struct, frozen=True, gc=False):

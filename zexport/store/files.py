@@ -16,8 +16,7 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 from zexport.errors import CheckpointError, OutputError, ZexportError
 from zexport.store import objects
 from zexport.store.address import Address
-from zexport.store.object_files import ObjectInput, ObjectReader
-from zexport.store.object_output import ObjectOutput
+from zexport.store.object_files import ObjectInput, ObjectOutput, ObjectReader
 from zexport.store.objects import Edition
 from zexport.store.retries import steadily, synced
 from zexport.store.versions import Version
@@ -101,39 +100,6 @@ class _OpenFile:
             os.close(fresh)
 
 
-class InputFile(Protocol):
-    """A file that is being read by range, from any number of threads."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
-        ...
-
-    def version(self) -> Version:
-        """What it is now."""
-        ...
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Say that ranges (start, stop) will be read, each once, for the storage to be ready."""
-        ...
-
-    def read(self, offset: int, part: memoryview) -> int:
-        """How many bytes from ``offset`` on were read into ``part``: 0 only at the end."""
-        ...
-
-    def forget(self) -> None:
-        """Put the file on the disk and have the system forget it: the next reading starts there."""
-        ...
-
-
 def open_input(path: Path, known: Version | None = None) -> InputFile:
     """A file to be read by range; of an object only what is of the version that is known of it."""
     return ObjectInput(path, known) if isinstance(path, Address) else LocalInput(path)
@@ -167,6 +133,10 @@ class LocalInput(_OpenFile):
         synced(self._descriptor)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+InputFile: TypeAlias = LocalInput | ObjectInput
+"""A file that is being read by range, from any number of threads."""
 
 
 if hasattr(os, "preadv"):
@@ -342,39 +312,6 @@ def check_space(folder: Path, nbytes: int) -> None:
         )
 
 
-class OutputFile(Protocol):
-    """A file that is being written; what the system refuses is an ``OutputError``."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing. An object that is not complete is none."""
-        ...
-
-    def reserve(self, nbytes: int) -> None:
-        """Give the file its size, and where the file system can, its room on the disk."""
-        ...
-
-    def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Put ``data`` at its place; not yet on the disk."""
-        ...
-
-    def sync(self) -> None:
-        """Return when what was written is on the disk; does nothing once the file is closed."""
-        ...
-
-    def complete(self) -> None:
-        """Say that all was written: now an object is there."""
-        ...
-
-
 def open_output(path: Path, *, is_new: bool, nbytes: int = 0) -> OutputFile:
     """A file to be written, of ``nbytes`` at the most; unless ``is_new``, it may be there already.
 
@@ -419,6 +356,10 @@ class LocalOutput(_OpenFile):
         if self._is_open:
             with writing(self.path):
                 synced(self._descriptor, _fdatasync)
+
+
+OutputFile: TypeAlias = LocalOutput | ObjectOutput
+"""A file that is being written; what the system refuses is an ``OutputError``."""
 
 
 def _fdatasync(descriptor: int) -> None:

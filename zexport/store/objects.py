@@ -17,8 +17,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from zexport.store.address import Address
-from zexport.store.client import store_of
-from zexport.store.refusals import refusals
+from zexport.store.client import refusals, store_of
 from zexport.store.retries import steadily
 from zexport.store.versions import Version
 
