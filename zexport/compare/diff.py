@@ -6,14 +6,14 @@ Model folders hold nothing twice that could be compared: what proves one is ``ze
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import Struct, structs
 
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
-from zexport.compare.modules import ModuleDiff, by_module
 from zexport.compare.roundings import Side
 from zexport.compare.settings import Setting, of_models
 from zexport.compare.streaming import Pair, sums_of
@@ -27,6 +27,8 @@ from zexport.ranges.reader import SourceReader
 from zexport.run.progress import Phase, Progress
 from zexport.store.folders import real
 from zexport.store.json import Natural
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Counts(Struct, frozen=True):
@@ -47,6 +49,22 @@ class Counts(Struct, frozen=True):
     shape: Natural
     only_in_a: Natural
     only_in_b: Natural
+
+
+class ModuleDiff(Struct, frozen=True):
+    """The tensors of one layer, or of one module that is in none.
+
+    Attributes:
+        name: the layer with its number, or the tensor's name less its last part.
+        tensors: how many of them were compared.
+        unequal: how many of those are not the same, byte for byte.
+        relative_norm: norm of all their differences over the norm of A; ``None`` where A is zero.
+    """
+
+    name: str
+    tensors: Natural
+    unequal: Natural
+    relative_norm: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +164,7 @@ def diff_tensors(
         verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
         settings=(),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
-        modules=by_module(tensors),
+        modules=_by_module(tensors),
         nbytes_read=nbytes_read,
         tensors=tensors,
     )
@@ -163,7 +181,7 @@ def _compared(a: ModelWeights, b: ModelWeights) -> str:
 
 
 def _may_be_compared(pair: Pair) -> bool:
-    return pair.numel > 0 or pair.a.tensor.shape == pair.b.tensor.shape
+    return pair.numel > 0 or pair.a.shape == pair.b.shape
 
 
 def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:
@@ -203,7 +221,7 @@ def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> PlacedT
 
 
 def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
-    a, b = pair.a.tensor, pair.b.tensor
+    a, b = pair.a, pair.b
     rounding = None
     if a.shape != b.shape:
         outcome = Outcome.SHAPE
@@ -250,30 +268,16 @@ def _alone(
     """What is on one side alone by its name, with its other name where the other side has it."""
     there = dict(look.renamed(a_alone, b_alone))
     back = {b: a for a, b in there.items()}
-    for placed in a_alone:
-        tensor, partner = placed.tensor, there.get(placed.tensor.name)
-        yield TensorDiff(
-            Outcome.ONLY_IN_A,
-            tensor.name,
-            None,
-            a_dtype=tensor.dtype,
-            a_shape=tensor.shape,
-            kind=Kind.RENAMED if partner else Kind.MISSING,
-            side=Side.A,
-            partner=partner,
-        )
-    for placed in b_alone:
-        tensor, partner = placed.tensor, back.get(placed.tensor.name)
-        yield TensorDiff(
-            Outcome.ONLY_IN_B,
-            None,
-            tensor.name,
-            b_dtype=tensor.dtype,
-            b_shape=tensor.shape,
-            kind=Kind.RENAMED if partner else Kind.MISSING,
-            side=Side.B,
-            partner=partner,
-        )
+    for one in a_alone:
+        partner = there.get(one.name)
+        only = TensorDiff(Outcome.ONLY_IN_A, one.name, None, a_dtype=one.dtype, a_shape=one.shape)
+        kind = Kind.RENAMED if partner else Kind.MISSING
+        yield replace(only, kind=kind, side=Side.A, partner=partner)
+    for one in b_alone:
+        partner = back.get(one.name)
+        only = TensorDiff(Outcome.ONLY_IN_B, None, one.name, b_dtype=one.dtype, b_shape=one.shape)
+        kind = Kind.RENAMED if partner else Kind.MISSING
+        yield replace(only, kind=kind, side=Side.B, partner=partner)
 
 
 _WORST_FIRST = (
@@ -293,3 +297,35 @@ def _order(tensor: TensorDiff) -> tuple[int, int, float, str]:
         return rank, 0, 0.0, tensor.name
     relative = math.inf if values.relative_norm is None else values.relative_norm
     return rank, -(values.nan_in_one + values.inf_in_one), -relative, tensor.name
+
+
+def _by_module(tensors: Iterable[TensorDiff]) -> tuple[ModuleDiff, ...]:
+    """The modules of the tensors that were compared, those that differ most first."""
+    groups: dict[str, list[TensorDiff]] = {}
+    for tensor in tensors:
+        if tensor.values is not None:
+            groups.setdefault(_module_of(tensor.name), []).append(tensor)
+    found = [_module(name, group) for name, group in groups.items()]
+    return tuple(sorted(found, key=_farthest_first))
+
+
+def _module_of(name: str) -> str:
+    """The layer that a tensor is in, or else its name less the last part."""
+    layer = _LAYER.match(name)
+    return layer[1] if layer else name.rpartition(".")[0] or name
+
+
+def _module(name: str, tensors: Sequence[TensorDiff]) -> ModuleDiff:
+    values = [tensor.values for tensor in tensors if tensor.values is not None]
+    norm = math.hypot(*(one.norm or 0.0 for one in values))
+    apart = math.hypot(*((one.relative_norm or 0.0) * (one.norm or 0.0) for one in values))
+    return ModuleDiff(
+        name=name,
+        tensors=len(tensors),
+        unequal=sum(tensor.outcome is not Outcome.EQUAL for tensor in tensors),
+        relative_norm=apart / norm if norm else None,
+    )
+
+
+def _farthest_first(module: ModuleDiff) -> tuple[float, bool, str]:
+    return -(module.relative_norm or 0.0), not module.unequal, module.name

@@ -10,13 +10,14 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.filenames import ADAPTER_FILE
-from zexport.formats.safetensors_file import StoredTensor, read_header, read_index
+from zexport.formats.safetensors_file import read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.plan.plan import SourceFile
 from zexport.printable import shell_word
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.files import reading
@@ -37,7 +38,9 @@ _NO_WEIGHTS_HINT = (
 class PlacedTensor(Struct, frozen=True):
     """One tensor and where its bytes lie."""
 
-    tensor: StoredTensor
+    name: str
+    dtype: DType
+    shape: Shape
     source: ByteSource
 
 
@@ -62,7 +65,7 @@ class ModelWeights(Struct, frozen=True):
     @property
     def is_hollow(self) -> bool:
         """Whether these are, some of them at least, the empty placeholders that ZeRO-3 leaves."""
-        return any(placed.tensor.shape == (0,) for placed in self.tensors.values())
+        return any(placed.shape == (0,) for placed in self.tensors.values())
 
     @property
     def words(self) -> str:
@@ -89,7 +92,7 @@ class ModelWeights(Struct, frozen=True):
         if not is_file(config):
             return {}
         content = ConfigFile(config, read_json_object(config))
-        shapes = {name: placed.tensor.shape for name, placed in self.tensors.items()}
+        shapes = {name: placed.shape for name, placed in self.tensors.items()}
         with NamesClient(are_needed=False) as transformers:
             fit = Learner(None, transformers).fit(content, shapes)
         return fit.names.tied if isinstance(fit, Fit) else {}
@@ -125,7 +128,8 @@ def _open_weights(path: Path) -> ModelWeights:
                 hint="Name one of the files",
             )
         for name, tensor in header.tensors.items():
-            tensors[name] = PlacedTensor(tensor, header.source(name))
+            source = header.source(name)
+            tensors[name] = PlacedTensor(name, tensor.dtype, tensor.shape, source)
         files.append(SourceFile(file, header.version, ()))
     return ModelWeights(path, tensors, tuple(files))
 

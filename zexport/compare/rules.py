@@ -58,8 +58,8 @@ class Models:
 
     def evidence(self, tensor: TensorDiff) -> Evidence:
         """What this tensor speaks for."""
-        rule = _RULES.get(tensor.kind)
-        return Evidence.NOTHING if rule is None else rule(self, tensor)
+        rule = _RULES.get(tensor.kind, Evidence.NOTHING)
+        return rule if isinstance(rule, Evidence) else rule(self, tensor)
 
     @cached_property
     def modules(self) -> frozenset[str]:
@@ -93,13 +93,10 @@ def _scaled(models: Models, tensor: TensorDiff) -> Evidence:
     factor = (tensor.values and tensor.values.factor) or 0.0
     if _DECAY[0] * 1.001 < factor < _DECAY[1] * 0.999:
         return Evidence.NOTHING if models.moved else Evidence.UNKNOWN
-    is_power = tensor.values is not None and _is_power(abs(factor))
+    powers = (2.0**power for power in range(-4, 5))
+    is_power = tensor.values is not None and any(abs(abs(factor) / p - 1) <= 0.02 for p in powers)  # noqa: PLR2004
     is_far = not _LONG_DECAY[0] < factor < _LONG_DECAY[1]
     return Evidence.ERROR if is_power or is_far else Evidence.UNKNOWN
-
-
-def _is_power(factor: float) -> bool:
-    return any(abs(factor / 2.0**power - 1) <= 0.02 for power in range(-4, 5))  # noqa: PLR2004
 
 
 def _zeroed(models: Models, tensor: TensorDiff) -> Evidence:
@@ -158,28 +155,20 @@ def _missing(models: Models, tensor: TensorDiff) -> Evidence:
     return Evidence.UNKNOWN if is_lost and not comes_and_goes else Evidence.NOTHING
 
 
-def _error(_: Models, __: TensorDiff) -> Evidence:
-    return Evidence.ERROR
-
-
-def _unknown(_: Models, __: TensorDiff) -> Evidence:
-    return Evidence.UNKNOWN
-
-
-_RULES: Mapping[Kind, Callable[[Models, TensorDiff], Evidence]] = {
+_RULES: Mapping[Kind, Evidence | Callable[[Models, TensorDiff], Evidence]] = {
     Kind.ROUNDED: _rounded,
     Kind.SCALED: _scaled,
-    Kind.SHIFTED: _error,
+    Kind.SHIFTED: Evidence.ERROR,
     Kind.ZEROED: _zeroed,
     Kind.CONSTANT: _constant,
-    Kind.REORDERED: _error,
-    Kind.EXCHANGED: _error,
-    Kind.TRANSPOSED: _error,
+    Kind.REORDERED: Evidence.ERROR,
+    Kind.EXCHANGED: Evidence.ERROR,
+    Kind.TRANSPOSED: Evidence.ERROR,
     Kind.COARSE: _coarse,
     Kind.NOT_FINITE: _not_finite,
     Kind.UNRELATED: _unrelated,
     Kind.RESHAPED: _reshaped,
-    Kind.RENAMED: _unknown,
+    Kind.RENAMED: Evidence.UNKNOWN,
     Kind.MISSING: _missing,
 }
 

@@ -17,10 +17,8 @@ from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, o
 from zexport.compare.settings import of_trainings
 from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
-from zexport.formats import safetensors_file
 from zexport.plan.plan import SourceFile
 from zexport.printable import some
-from zexport.ranges.extents import ByteSource
 from zexport.resume.read import read_state
 from zexport.resume.state import CellState, TrainingState
 from zexport.run.progress import Progress
@@ -34,11 +32,9 @@ def are_checkpoints(*paths: Path) -> bool:
 
     A file of ZeRO-3's empty placeholders is none.
     """
-    return all(map(has_rank_files, paths)) and not all(map(_holds_model, paths))
-
-
-def _holds_model(path: Path) -> bool:
-    return weights_file(path) is not None and not open_weights(path).is_hollow
+    return all(map(has_rank_files, paths)) and not all(
+        weights_file(path) is not None and not open_weights(path).is_hollow for path in paths
+    )
 
 
 def diff_states(
@@ -81,7 +77,7 @@ def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeigh
                 part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
                 unique = f"{part} ({kind})" if kind else part
                 side = states if kind else weights
-                side[unique] = _placed(unique, tensor, tensor.source)
+                side[unique] = PlacedTensor(unique, tensor.dtype, tensor.shape, tensor.source)
     files = tuple(SourceFile.of(file) for file in (*checkpoint.torch_files, *state.files))
     folder = checkpoint.location.tag_dir
     return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)
@@ -97,11 +93,6 @@ def _named(cell: CellState) -> Iterator[tuple[str, str, StoredTensor]]:
     for entry in cell.module:
         if entry.value is not None and entry.owner not in trained:
             yield entry.owner, "", entry.value
-
-
-def _placed(name: str, tensor: StoredTensor, source: ByteSource) -> PlacedTensor:
-    told = safetensors_file.StoredTensor(name, tensor.dtype, tensor.shape, 0, source.nbytes)
-    return PlacedTensor(told, source)
 
 
 def _with_states(verdict: Verdict, states: DiffReport) -> Verdict:

@@ -36,23 +36,23 @@ class Pair(Struct, frozen=True):
     @property
     def numel(self) -> int:
         """Elements that both have in one order: all, or those of the rows that both have."""
-        a, b = self.a.tensor.shape, self.b.tensor.shape
+        a, b = self.a.shape, self.b.shape
         return min(prod(a), prod(b)) if a == b or (a and b and a[1:] == b[1:]) else 0
 
     @property
     def roundings(self) -> tuple[Rounding, ...]:
         """What may explain it."""
-        return possible_roundings(self.a.tensor.dtype, self.b.tensor.dtype)
+        return possible_roundings(self.a.dtype, self.b.dtype)
 
     @property
     def width(self) -> int:
         """Elements of a row."""
-        return row_width(self.a.tensor.shape)
+        return row_width(self.a.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both that are compared."""
-        return self.numel * (self.a.tensor.dtype.itemsize + self.b.tensor.dtype.itemsize)
+        return self.numel * (self.a.dtype.itemsize + self.b.dtype.itemsize)
 
 
 def sums_of(
@@ -71,7 +71,7 @@ def sums_of(
 
 def numbers(placed: PlacedTensor, start: int, numel: int, reader: SourceReader) -> Doubles:
     """Some elements of one tensor; what is no number counts as zero."""
-    dtype = placed.tensor.dtype
+    dtype = placed.dtype
     buffer = memoryview(bytearray(numel * dtype.itemsize))
     reader.read_into(placed.source, start * dtype.itemsize, buffer)
     with np.errstate(all="ignore"):
@@ -93,7 +93,7 @@ class _Piece(Struct, frozen=True):
     @property
     def windows(self) -> Iterator[tuple[ByteSource, int, int]]:
         for side in (self.pair.a, self.pair.b):
-            size = side.tensor.dtype.itemsize
+            size = side.dtype.itemsize
             yield side.source, self.start * size, self.stop * size
 
 
@@ -139,15 +139,15 @@ def _seen(piece: _Piece, reader: SourceReader, buffers: _Buffers) -> PairSums:
     chunk = whole_rows(CHUNK_NUMEL, width)
     for start in range(piece.start, piece.stop, chunk):
         numel = min(chunk, piece.stop - start)
-        a_part = buffers.a[: numel * a.tensor.dtype.itemsize]
-        b_part = buffers.b[: numel * b.tensor.dtype.itemsize]
-        reader.read_into(a.source, start * a.tensor.dtype.itemsize, a_part)
-        reader.read_into(b.source, start * b.tensor.dtype.itemsize, b_part)
+        a_part = buffers.a[: numel * a.dtype.itemsize]
+        b_part = buffers.b[: numel * b.dtype.itemsize]
+        reader.read_into(a.source, start * a.dtype.itemsize, a_part)
+        reader.read_into(b.source, start * b.dtype.itemsize, b_part)
         sums += compare(
             a_part,
-            a.tensor.dtype,
+            a.dtype,
             b_part,
-            b.tensor.dtype,
+            b.dtype,
             start=start,
             width=width,
             tried=sums.roundings,

@@ -74,7 +74,7 @@ class SecondLook(Struct):
         """Pairs of which A has the values of another tensor of B, and that one's name."""
         by_shape: dict[Shape, list[Pair]] = defaultdict(list)
         for pair in found:
-            by_shape[pair.a.tensor.shape].append(pair)
+            by_shape[pair.a.shape].append(pair)
         crossed: dict[Pair, Pair] = {}
         for pairs in by_shape.values():
             suspects = [pair for pair in pairs if _may_be_another(found[pair])]
@@ -87,28 +87,27 @@ class SecondLook(Struct):
             before = self.sums[crossed[cross]]
             is_nearer = sums.difference_squares < _BETTER * before.difference_squares
             if is_nearer and sums.shift_rest <= math.sqrt(_BETTER) * before.shift_rest:
-                yield crossed[cross], cross.b.tensor.name
+                yield crossed[cross], cross.b.name
 
     def renamed(
         self, a_alone: Sequence[PlacedTensor], b_alone: Sequence[PlacedTensor]
     ) -> Iterator[tuple[str, str]]:
         """Names in A and B of what each has alone by that name, and both have."""
         crossed = []
-        for shape in {placed.tensor.shape for placed in a_alone}:
+        for shape in {placed.shape for placed in a_alone}:
             mine, theirs = (
-                [placed for placed in side if placed.tensor.shape == shape]
-                for side in (a_alone, b_alone)
+                [placed for placed in side if placed.shape == shape] for side in (a_alone, b_alone)
             )
             nothing = [np.zeros(_sketch_numel(placed)) for placed in mine]
             crossed += [Pair(*found) for found in self._nearest(mine, nothing, theirs)]
         taken: set[str] = set()
         for cross, sums in sums_of(crossed, self.reader, self.jobs).items():
-            name = cross.b.tensor.name
+            name = cross.b.name
             is_near = sums.difference_squares <= _BETTER * sums.a_squares
             is_known = sums.finite >= ROW_NUMEL_MIN and not sums.is_constant(Side.A)
             if is_near and is_known and name not in taken:
                 taken.add(name)
-                yield cross.a.tensor.name, name
+                yield cross.a.name, name
 
     def _nearest(
         self, suspects: Sequence[PlacedTensor], owns: Sequence[Doubles], others: list[PlacedTensor]
@@ -134,12 +133,12 @@ class SecondLook(Struct):
 
     def _window(self, placed: PlacedTensor, numel: int) -> Doubles:
         """Elements in the middle of a tensor, from the beginning of a group on."""
-        start = max(0, prod(placed.tensor.shape) - numel) // 2 // _GROUP_NUMEL * _GROUP_NUMEL
+        start = max(0, prod(placed.shape) - numel) // 2 // _GROUP_NUMEL * _GROUP_NUMEL
         return numbers(placed, start, numel, self.reader)
 
     def _coarse(self, pair: Pair) -> Side | None:
         """The side that alone has few different numbers."""
-        total = prod(pair.a.tensor.shape)
+        total = prod(pair.a.shape)
         windows = [self._window(placed, min(total, _WINDOW_NUMEL)) for placed in (pair.a, pair.b)]
         for numel, levels in _LEVELS:
             a, b = (np.unique(window[:numel]).size for window in windows)
@@ -149,7 +148,7 @@ class SecondLook(Struct):
 
     def _is_transposed(self, pair: Pair) -> bool:
         """Whether B has at [j, i] what A has at [i, j]; told from a few places."""
-        a, b = pair.a.tensor.shape, pair.b.tensor.shape
+        a, b = pair.a.shape, pair.b.shape
         if len(a) < 2 or b != (*a[:-2], a[-1], a[-2]) or prod(a) < _SAMPLES:  # noqa: PLR2004
             return False
         places = np.random.default_rng(0).integers(0, a, (_SAMPLES, len(a)))
@@ -165,7 +164,7 @@ class SecondLook(Struct):
 
     def _is_reordered(self, pair: Pair) -> bool:
         """Whether rows of A that are not where they were are other such rows of B."""
-        width = row_width(pair.a.tensor.shape)
+        width = row_width(pair.a.shape)
         if self.sums[pair].rows_apart < 2 or width < ROW_NUMEL_MIN:  # noqa: PLR2004
             return False
         every = -(-self.sums[pair].rows_apart // _SAMPLES)
@@ -204,7 +203,7 @@ class SecondLook(Struct):
 
     def _rows(self, placed: PlacedTensor, width: int) -> Iterator[tuple[int, Doubles]]:
         """The whole rows of a tensor, some at a time, with the number of the first."""
-        total = prod(placed.tensor.shape) // width * width
+        total = prod(placed.shape) // width * width
         step = whole_rows(CHUNK_NUMEL, width)
         for start in range(0, total, step):
             values = numbers(placed, start, min(step, total - start), self.reader)
@@ -219,7 +218,7 @@ def _squares(differences: Doubles) -> Doubles:
 
 
 def _sketch_numel(placed: PlacedTensor) -> int:
-    return min(prod(placed.tensor.shape), _SKETCH_NUMEL)
+    return min(prod(placed.shape), _SKETCH_NUMEL)
 
 
 def _may_be_another(tensor: TensorDiff) -> bool:

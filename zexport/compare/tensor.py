@@ -6,7 +6,7 @@ Pure judgement of sums; what needs another look at the values is for ``suspects`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
@@ -135,25 +135,16 @@ class PairValues:
         """What is told of the sums of a tensor."""
         at = None if sums.worst is None else sums.worst // (2 if is_complex else 1)
         return cls(
-            unequal=sums.unequal,
-            max_abs=sums.largest,
-            mean_abs=sums.abs_mean,
-            norm=sums.norm,
-            relative_norm=sums.relative_norm,
-            cosine=sums.cosine,
-            factor=sums.factor,
-            shift=sums.shift,
             worst_at=None if at is None else tuple(map(int, np.unravel_index(at, shape))),
-            a_nan=sums.a_nan,
-            b_nan=sums.b_nan,
-            nan_in_one=sums.nan_in_one,
-            inf_in_one=sums.inf_in_one,
             a_zero=sums.a_lost.count,
             b_zero=sums.b_lost.count,
             a_constant=sums.is_constant(Side.A),
             b_constant=sums.is_constant(Side.B),
-            rows_apart=sums.rows_apart,
+            **{name: getattr(sums, name) for name in _AS_SUMMED},
         )
+
+
+_AS_SUMMED = {one.name for one in fields(PairValues)} & {*dir(PairSums)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,12 +99,12 @@ class PairSums(Struct, frozen=True):
         )
 
     @property
-    def largest(self) -> float | None:
+    def max_abs(self) -> float | None:
         """Largest absolute difference; ``None`` without finite pairs."""
         return _number(self.abs_max) if self.finite else None
 
     @property
-    def abs_mean(self) -> float | None:
+    def mean_abs(self) -> float | None:
         """Mean absolute difference; ``None`` without finite pairs."""
         return _number(self.abs_sum / self.finite) if self.finite else None
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from zexport.compare.tensor import Kind, Outcome, TensorDiff
 from zexport.compare.verdict import share, words
-from zexport.report.text import Console, print_facts, print_line, print_table
+from zexport.report.text import Console, print_facts, print_line, print_rest, print_table
 from zexport.store.json import JsonObject, form_of
 
 if TYPE_CHECKING:
-    from zexport.compare.diff import DiffReport
-    from zexport.compare.modules import ModuleDiff
+    from zexport.compare.diff import DiffReport, ModuleDiff
     from zexport.compare.tensor import PairValues
 
 _ROWS_SHOWN = 10
@@ -46,8 +45,7 @@ def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> 
         print_line(console, f"  {_name(tensor)}")
         for line in _wrapped(", ".join(_facts(tensor)), "    "):
             print_line(console, line)
-    if len(shown) < len(listed):
-        print_line(console, f"  and {len(listed) - len(shown):,} more; --all lists all of them")
+    print_rest(console, len(listed) - len(shown), "--all")
     _print_modules(console, report, every=every)
     told = [(one.about, one.a, one.b) for one in report.settings]
     if told:
@@ -65,8 +63,7 @@ def _print_modules(console: Console, report: DiffReport, *, every: bool) -> None
     shown = moved if every else moved[:_ROWS_SHOWN]
     rows = [(one.name, f"{one.unequal:,} of {one.tensors:,}", apart(one)) for one in shown]
     print_table(console, ("Module", ">Differ", ">Apart by"), rows)
-    if len(shown) < len(moved):
-        print_line(console, f"  and {len(moved) - len(shown):,} more; --all lists all of them")
+    print_rest(console, len(moved) - len(shown), "--all")
 
 
 def apart(one: ModuleDiff | PairValues) -> str:
