@@ -29,7 +29,8 @@ from zexport.errors import (
 )
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import AdapterMode, ExportDType, NameLayout
-from zexport.report.inspect import inspection_json, print_inspection
+from zexport.report.inspect import print_inspection
+from zexport.report.inspect_json import inspection_json
 
 ULPS = 8
 """How far a merged weight may be from peft's, in units of the last place of the larger term: two

@@ -36,7 +36,8 @@ from zexport.formats import torch_zip as zip_container
 from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
-from zexport.report.inspect import inspection_json, print_inspection
+from zexport.report.inspect import print_inspection
+from zexport.report.inspect_json import inspection_json
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -27,7 +27,7 @@ from zexport.options import ExportDType, ExportOptions
 from zexport.plan.summary import summarize
 from zexport.report.diff import diff_json
 from zexport.report.failure import Failure, Told
-from zexport.report.inspect import inspection_json
+from zexport.report.inspect_json import inspection_json
 from zexport.store.json import form_of
 from zexport.train.options import TrainSummary
 

@@ -69,7 +69,8 @@ def inspect(
     Example: zexport inspect run/checkpoint-100 --tensors
     """
     from zexport.inspect.inspect import inspect_checkpoint
-    from zexport.report.inspect import inspection_json, print_inspection
+    from zexport.report.inspect import print_inspection
+    from zexport.report.inspect_json import inspection_json
 
     if html is not None:
         from zexport.report.page.page import check_place, write_page

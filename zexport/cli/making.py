@@ -177,10 +177,9 @@ def _what(plan: ExportPlan) -> str:
     """What is made, where the form of the files does not say it: which ranks go on from it."""
     if not plan.form.is_checkpoint:
         return ""
-    from zexport.report.reshard import for_whom
     from zexport.resume.plan import recorded_settings
 
-    return for_whom(recorded_settings(plan.provenance))
+    return str(recorded_settings(plan.provenance))
 
 
 def split(

@@ -54,7 +54,7 @@ def prune(
     """
     from zexport.beside.prune import prune as beside
     from zexport.cli.progress import progress_printer
-    from zexport.report.prune import print_prune
+    from zexport.report.beside import print_prune
 
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = beside(

@@ -107,8 +107,8 @@ def watch(
     """
     from zexport.beside import watch as beside
     from zexport.beside.choices import WatchOptions
+    from zexport.report.beside import print_event
     from zexport.report.text import PlainConsole
-    from zexport.report.watch import print_event
 
     gc.enable()  # unlike other commands it lives for days
     asked = WatchOptions(

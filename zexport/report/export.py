@@ -18,6 +18,7 @@ from zexport.report.text import (
     print_findings,
     print_line,
     print_list,
+    print_rest,
     print_table,
     print_text,
     size,
@@ -193,9 +194,7 @@ def print_verify(console: Console, report: VerifyReport) -> None:
         ("File", "Tensor", "Problem"),
         ((p.file, p.tensor, p.problem) for p in report.problems[:_PROBLEMS_SHOWN]),
     )
-    if len(report.problems) > _PROBLEMS_SHOWN:
-        more = len(report.problems) - _PROBLEMS_SHOWN
-        print_line(console, f"  and {more:,} more; --json lists all of them")
+    print_rest(console, len(report.problems) - _PROBLEMS_SHOWN, "--json")
     print_line(console)
     _print_compared(console, report)
 

@@ -10,7 +10,6 @@ from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
 from zexport.plan.plan import Origin
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
-from zexport.report.inspect_json import inspection_json
 from zexport.report.text import (
     Console,
     near,
@@ -18,6 +17,7 @@ from zexport.report.text import (
     print_facts,
     print_line,
     print_list,
+    print_rest,
     print_table,
     print_text,
     size,
@@ -26,8 +26,6 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from zexport.inspect.around import TagSummary, WeightFile
     from zexport.inspect.statistics import TensorStatistics
-
-__all__ = ["facts", "inspection_json", "print_inspection", "remarks"]
 
 _TAGS_SHOWN = 16
 _STYLES = {"bad": "bold red", "warning": "bold yellow", "plain": ""}
@@ -124,15 +122,13 @@ def _optimizer(checkpoint: ZeroCheckpoint) -> str:
 
 
 def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
-    hidden = len(tags) - _TAGS_SHOWN
     print_table(
         console,
         ("Tag", ">Step", ">Size", "Files of ranks", ""),
         (_tag_row(tag) for tag in tags[-_TAGS_SHOWN:]),
         "Tags",
     )
-    if hidden > 0:
-        print_line(console, f"  and {hidden:,} older; --json lists all of them")
+    print_rest(console, len(tags) - _TAGS_SHOWN, "--json", "older")
 
 
 def _tag_row(tag: TagSummary) -> tuple[str, ...]:

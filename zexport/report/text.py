@@ -107,6 +107,12 @@ def print_list(console: Console, title: str, items: Iterable[str], style: str = 
         print_text(console, f"  - {item}", indent=4)
 
 
+def print_rest(console: Console, hidden: int, option: str, what: str = "more") -> None:
+    """That there is more than what is shown, if there is, and which option lists all of it."""
+    if hidden > 0:
+        print_line(console, f"  and {hidden:,} {what}; {option} lists all of them")
+
+
 def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
     """A line for each finding; after twenty, how many more there are."""
     lines = []

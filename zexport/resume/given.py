@@ -13,7 +13,7 @@ from zexport.facts.statements import Statement, judge
 from zexport.facts.table import Fact
 from zexport.resume.batch import contradiction
 from zexport.resume.state import Group
-from zexport.train.ds_keys import told_of_keys
+from zexport.train.options import told_of_keys
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _FIRST = {"lr": "initial_lr"}

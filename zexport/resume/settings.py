@@ -55,6 +55,13 @@ class TargetSettings(Struct, frozen=True):
     is_bf16_optimizer: bool = False
     is_data_before_experts: bool = False
 
+    def __str__(self) -> str:
+        """Which ranks go on from the files."""
+        ranks = f"{self.world_size:,} rank{'s' * (self.world_size != 1)}"
+        optimizer = ", BF16_Optimizer" if self.is_bf16_optimizer else ""
+        order = ", round robin" if self.is_dealt_out else ""
+        return f"for {ranks} under ZeRO-{self.stage}{optimizer}{order}"
+
     def put_into(self, config: object) -> dict[object, object]:
         """The source's configuration, with what these say put right in it."""
         config = config if isinstance(config, dict) else {}
@@ -87,6 +94,12 @@ class UniversalSettings(Struct, frozen=True):
 
     for_deepspeed: str | None = None
     stage: int | None = None
+
+    def __str__(self) -> str:
+        """Which ranks go on from it."""
+        stages = "ZeRO-1, 2 or 3" if self.stage is None else f"ZeRO-{self.stage}"
+        newest = "" if self.for_deepspeed is None else f", DeepSpeed {self.for_deepspeed}"
+        return f"universal, for any number of ranks under {stages}{newest}"
 
     @property
     def is_flat(self) -> bool:
