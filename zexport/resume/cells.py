@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
-from zexport.checkpoint.layouts.zero import listed_frozen, owners_of, take_inventory
+from zexport.checkpoint.layouts import zero12
+from zexport.checkpoint.layouts.bind import MASTERS, FlatRun, bind
+from zexport.checkpoint.layouts.zero import flat_runs, listed_frozen, owners_of, take_inventory
 from zexport.checkpoint.model_states import ZERO3, ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.optimizer_states import OptimizerStates
+from zexport.checkpoint.optimizer_states import OptimizerStates, ParameterGroup
 from zexport.checkpoint.ranks import RankStates, no_first_model, no_optimizer_files
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import UnsupportedError
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
 from zexport.formats.inert import TensorRef
+from zexport.ranges.computed import Zeros
 from zexport.ranges.copies import Replica
-from zexport.resume.groups import GroupReader
-from zexport.resume.state import CellState, ModuleEntry, Recorded
+from zexport.ranges.extents import Window
+from zexport.resume.state import CellState, Group, ModuleEntry, Parameter, Recorded
 from zexport.weights.named import PEFT_PREFIX
+
+_NO_WAY_ON = "without which the training cannot go on as it was"
+MOMENTUM = "momentum_buffer"
+
+
+def is_by_parameter(settings: Recorded | None, state: str) -> bool:
+    """Whether ZeRO-1/2 keeps a state of whole parameters on every rank that has part of them.
+
+    So DeepSpeed's Muon does with the momentum of matrices (DeepSpeed 0.19.8,
+    ``runtime/zero/stage_1_and_2.py``, ``get_flat_partition``).
+    """
+    return settings is not None and settings.values.get("use_muon") is True and state == MOMENTUM
+
 
 CellFiles = tuple[ModelStates, list[OptimizerStates]]
 """The model states that name the weights, and all optimizer states in the order of ranks."""
@@ -91,14 +113,11 @@ def frozen_table(
     trained = {name for shapes in named.param_shapes for name in shapes}
     weights = [one for one in inventory.tensors if one.role is not Role.BUFFER]
     unlisted = {one.name: one for one in weights if one.name not in trained}
+    is_adapted = all(name.startswith(PEFT_PREFIX) for name in trained)
     is_recorded = named.zero_options.get("stage") in (2, ZERO3)
-    if is_recorded or (not unlisted and _is_adapted(named)):
+    if is_recorded or (not unlisted and is_adapted):
         return None
     return unlisted
-
-
-def _is_adapted(named: ModelStates) -> bool:
-    return all(name.startswith(PEFT_PREFIX) for shapes in named.param_shapes for name in shapes)
 
 
 def module_entries(
@@ -119,3 +138,178 @@ def module_entries(
             value=tensor if is_placeholder else whole_tensor(model.file, own, ref, Role.BUFFER),
             is_parameter=is_placeholder if tensor is None else tensor.role is not Role.BUFFER,
         )
+
+
+class GroupReader:
+    """The groups of one model-parallel index; copies of states that must be equal are collected.
+
+    ``owners`` are the optimizer states of all ranks, in their order; ``sharing``, by the number of
+    a flat group that some ranks alone share, these ranks' states.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[OptimizerStates],
+        model: ModelStates,
+        *,
+        is_zero3: bool,
+        sharing: Mapping[int, Sequence[OptimizerStates]] | None = None,
+    ) -> None:
+        self.replicas: list[Replica] = []
+        self._owners = owners
+        self._sharing = sharing or {}
+        self._is_zero3 = is_zero3
+        self._is_dealt_out = model.is_round_robin and owners[0].stage in (1, 2)
+        self._has_stepped = (model.global_steps or 0) > model.skipped_steps
+        self._runs = flat_runs(owners, model.param_shapes, (), is_zero3=is_zero3)
+
+    def read(self) -> tuple[Group, ...]:
+        """Every group, whole."""
+        first = self._owners[0]
+        if first.inner.is_none:
+            raise no_states(first.file.path, _NO_WAY_ON)
+        if len(self._runs) != len(first.flat_groups):
+            raise UnsupportedError(
+                "cuts its flat data otherwise than param_shapes, so that groups cannot be told",
+                path=first.file.path,
+                found=f"{len(first.flat_groups)} flat groups",
+                hint="Resume the run as it was, save again, and reshard that",
+            )
+        return tuple(self._group(group) for group in first.parameter_groups)
+
+    def _group(self, group: ParameterGroup) -> Group:
+        first = self._owners[0]
+        settings = None if group.settings is None else Recorded(first.file, group.settings)
+        numbers = group.flat_groups
+        own = self._owners_of(numbers[0]) if numbers else self._owners
+        if len({number in self._sharing for number in numbers}) > 1:
+            raise UnsupportedError(
+                "has experts and other weights in one parameter group",
+                path=first.file.path,
+                found=f"flat groups {numbers[0]} to {numbers[-1]} in one",
+                expected="a group of their own, as DeepSpeed needs it",
+                hint="Resume the run with as many ranks as wrote it",
+            )
+        scalars = own[0].group_states[numbers[0]].scalars if numbers else {}
+        self._check_moments(group)
+        return Group(
+            parameters=tuple(
+                one for number in numbers for one in self._parameters(number, settings)
+            ),
+            settings=settings,
+            scalars=Recorded(own[0].file, scalars),
+            of_experts=any(number in self._sharing for number in numbers),
+        )
+
+    def _owners_of(self, number: int) -> Sequence[OptimizerStates]:
+        """Who shares a flat group, in the order of their partitions."""
+        return self._sharing.get(number, self._owners)
+
+    def _check_moments(self, group: ParameterGroup) -> None:
+        """Refuse an optimizer with betas that keeps no averages although it has taken steps."""
+        first = self._owners[0]
+        held = [first.group_states[number].tensors for number in group.flat_groups]
+        due = self._has_stepped and "betas" in (group.settings or {})
+        if due and held and not any(held):
+            raise no_states(first.file.path, _NO_WAY_ON)
+
+    def _parameters(self, number: int, settings: Recorded | None) -> list[Parameter]:
+        """The parameters of one flat group."""
+        run = self._runs[number]
+        tensors = {state: self._whole(run, state, settings) for state in self._states(number)}
+        placed = [
+            Parameter(name, shape, {state: whole[index] for state, whole in tensors.items()})
+            for index, (name, shape) in enumerate(run)
+        ]
+        if not self._is_dealt_out:
+            return placed
+        order = zero12.dealt_out(len(placed), len(self._owners_of(number)))
+        return [one for _, one in sorted(zip(order, placed, strict=True), key=lambda pair: pair[0])]
+
+    def _states(self, number: int) -> Iterator[str]:
+        """The masters and every state; all ranks have the same of one group."""
+        owners = self._owners_of(number)
+        names = [one.group_states[number].tensors.keys() for one in owners]
+        for owner, own in zip(owners, names, strict=True):
+            if own != names[0]:
+                first = next(rank for rank, one in enumerate(self._owners) if one is owners[0])
+                raise DamagedCheckpointError(
+                    f"has other optimizer states of flat group {number} than rank {first}",
+                    path=owner.file.path,
+                    found=", ".join(own) or "none",
+                    expected=", ".join(names[0]) or "none",
+                    hint="Copy all rank files of one save again",
+                )
+        if nested := [name for name in names[0] if "." in name]:
+            raise UnsupportedError(
+                f"the optimizer's state {nested[0]!r} is of blocks that begin anew on every rank "
+                "and cannot be cut for other ranks",
+                path=owners[0].file.path,
+                hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
+            )
+        yield MASTERS
+        yield from names[0]
+
+    def _whole(
+        self, run: FlatRun, state: str, settings: Recorded | None
+    ) -> tuple[StoredTensor, ...]:
+        """One state of all parameters of a run."""
+        owners = self._owners_of(run.groups[0])
+        if is_by_parameter(settings, state) and not self._is_zero3:
+            return tuple(self._by_parameter(run, state))
+        try:
+            return bind(run, owners, is_zero3=self._is_zero3, state=state).tensors
+        except LayoutError as cause:
+            if state == MASTERS:
+                raise
+            raise UnsupportedError(
+                f"the optimizer's state {state!r} is not one element for each of the weights', and "
+                "cannot be cut for other ranks",
+                path=owners[0].file.path,
+                found=f"{cause.problem}: {cause.found}",
+                expected=cause.expected,
+                hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
+            ) from cause
+
+    def _by_parameter(self, run: FlatRun, state: str) -> Iterator[StoredTensor]:
+        """A state of which every rank has the whole of each parameter that it has part of."""
+        places = run.places()
+        used = places[-1].offset + places[-1].numel if places else 0
+        (number,) = run.groups
+        owners = self._owners_of(number)
+        full = zero12.partition_numel(used, len(owners))
+        found: dict[str, StoredTensor] = {}
+        for rank, owner in enumerate(owners):
+            part = owner.group_states[number].tensors[state]
+            held = zero12.fragments(places, full, rank)
+            source, size, offset = owner.file.source(part), part.dtype.itemsize, 0
+            for place in places:
+                if place.name not in held:
+                    continue
+                own = Window(source, offset * size, place.numel * size)
+                offset += place.numel
+                whole = StoredTensor(place.name, place.shape, part.dtype, Role.TRAINABLE, own)
+                kept = found.setdefault(place.name, whole)
+                if kept.source is not None and kept is not whole:
+                    self.replicas.append(Replica(f"{place.name} ({state})", kept.source, own))
+            if offset != part.numel:
+                raise DamagedCheckpointError(
+                    f"the optimizer's state {state!r} is not of the parameters in the partition",
+                    path=owner.file.path,
+                    found=f"{part.numel} elements",
+                    expected=f"{offset}",
+                    hint="Copy all rank files of one save again",
+                )
+        for place in places:
+            none = StoredTensor(place.name, place.shape, part.dtype, Role.TRAINABLE, Zeros(0))
+            yield found.get(place.name, none)
+
+
+def no_states(path: Path, why: str) -> IncompleteCheckpointError:
+    """The refusal of what holds weights and no optimizer to go on with."""
+    return IncompleteCheckpointError(
+        f"lacks the states of the optimizer, {why}",
+        path=path,
+        expected="moments beside the master weights",
+        hint="Reshard a checkpoint that has them, or begin anew from an export's weights",
+    )

@@ -12,12 +12,15 @@ from zexport.checkpoint.layouts import zero3, zero12
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import UnsupportedError
+from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain
 from zexport.ranges.stripes import Stripes
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, Group, Parameter
+
+_AS_SAVED = "Reshard to the stage and settings that the checkpoint was saved with"
 
 
 class Place(Struct, frozen=True):
@@ -59,35 +62,31 @@ class GroupCuts(Struct, frozen=True):
 
 def cuts_of(cell: CellState, settings: TargetSettings) -> tuple[GroupCuts, ...]:
     """The flat groups of every parameter group."""
-    lay = _sub_groups if settings.stage == ZERO3 else _whole
-    sets = cell.expert_ranks
+    sets = [cell.expert_ranks if group.of_experts else 1 for group in cell.groups]
     return tuple(
-        GroupCuts(
-            group,
-            tuple(lay(group, settings, settings.world_size // (sets if group.of_experts else 1))),
-        )
-        for group in cell.groups
+        GroupCuts(group, tuple(_cuts(group, settings, settings.world_size // count)))
+        for group, count in zip(cell.groups, sets, strict=True)
     )
 
 
-def _sub_groups(group: Group, settings: TargetSettings, ranks: int) -> Iterator[Cut]:
+def _cuts(group: Group, settings: TargetSettings, ranks: int) -> Iterator[Cut]:
+    """The sub-groups of a parameter group under ZeRO-3; else all of it in one."""
+    if settings.stage != ZERO3:
+        yield _end_to_end(group, settings, ranks)
+        return
     numels = [prod(one.shape) for one in group.parameters]
     for own in zero3.sub_groups(numels, ranks, settings.sub_group_size):
         if own:
             yield _striped(group.parameters[own.start : own.stop], ranks)
 
 
-def _whole(group: Group, settings: TargetSettings, ranks: int) -> Iterator[Cut]:
-    yield _end_to_end(group, settings, ranks)
-
-
 def _striped(parameters: Sequence[Parameter], world_size: int) -> Cut:
-    whole = {}
-    for state in _states(parameters):
+    whole, dtypes = {}, _dtypes(parameters)
+    for state in dtypes:
         tensors = [one.tensors[state] for one in parameters]
         nbytes = (zero3.stripe_numel(t.numel, world_size) * t.dtype.itemsize for t in tensors)
         whole[state] = Stripes(tuple(map(source_of, tensors)), tuple(nbytes))
-    return Cut(tuple(parameters), whole, _dtypes(parameters))
+    return Cut(tuple(parameters), whole, dtypes)
 
 
 def _end_to_end(group: Group, settings: TargetSettings, world_size: int) -> Cut:
@@ -99,38 +98,35 @@ def _end_to_end(group: Group, settings: TargetSettings, world_size: int) -> Cut:
     padding = zero12.partition_numel(numel, world_size) * world_size - numel
     whole: dict[str, Stripes | Chain] = {}
     dtypes = _dtypes(parameters)
-    for state in _states(parameters):
+    for state in dtypes:
         sources: list[ByteSource] = [source_of(one.tensors[state]) for one in parameters]
         whole[state] = Chain((*sources, Zeros(padding * dtypes[state].itemsize)))
     return Cut(parameters, whole, dtypes)
 
 
-def _states(parameters: Sequence[Parameter]) -> list[str]:
-    """The states that all parameters of a flat group have; they are the same ones."""
-    names = list(parameters[0].tensors) if parameters else [MASTERS]
+def _dtypes(parameters: Sequence[Parameter]) -> dict[str, DType]:
+    """The element type of every state; all parameters of a flat group have the same ones, alike."""
+    first = parameters[0].tensors if parameters else {}
+    found = {state: tensor.dtype for state, tensor in first.items()} or {MASTERS: DType.F32}
     for one in parameters:
-        if one.tensors.keys() != set(names):
+        if one.tensors.keys() != found.keys():
             raise UnsupportedError(
                 f"the optimizer keeps other states of {one.name!r} than of the rest of its group",
                 found=", ".join(one.tensors),
-                expected=", ".join(names),
-                hint="Reshard to the stage and settings that the checkpoint was saved with",
+                expected=", ".join(found),
+                hint=_AS_SAVED,
             )
-    return names
-
-
-def _dtypes(parameters: Sequence[Parameter]) -> dict[str, DType]:
-    """The element type of every state, which must be one throughout a flat group."""
-    found = dict.fromkeys(_states(parameters), DType.F32)
-    for one in parameters:
         for state, tensor in one.tensors.items():
-            if one is parameters[0]:
-                found[state] = tensor.dtype
-            elif found[state] is not tensor.dtype:
+            if tensor.dtype is not found[state]:
                 raise UnsupportedError(
                     f"the state {state!r} is of several element types within one group",
                     found=f"{tensor.dtype.torch_name} of {one.name!r}",
                     expected=found[state].torch_name,
-                    hint="Reshard to the stage and settings that the checkpoint was saved with",
+                    hint=_AS_SAVED,
                 )
     return found
+
+
+def flat_leaf(source: ByteSource, dtype: DType) -> TensorLeaf:
+    """A run of elements as a tensor of one dimension."""
+    return TensorLeaf((source.nbytes // dtype.itemsize,), dtype, source, dtype)

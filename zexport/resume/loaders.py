@@ -17,7 +17,7 @@ from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.options import ReshardOptions
 from zexport.printable import some
-from zexport.resume.groups import MOMENTUM, is_by_parameter
+from zexport.resume.cells import MOMENTUM, is_by_parameter
 from zexport.resume.settings import SUB_GROUP_SIZE, UniversalSettings, release
 from zexport.resume.state import CellState, Group, TrainingState
 from zexport.resume.universal_files import shared_settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
@@ -13,21 +13,17 @@ from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.stripes import Stripe, Stripes
-from zexport.resume.cuts import Place
-from zexport.resume.expert_files import autoep_layers
+from zexport.resume.cuts import Place, flat_leaf
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, ModuleEntry, Parameter
-from zexport.resume.values import with_leaves
+from zexport.resume.values import with_leaves, written
 
 
 class ModelFiles:
     """The model files of one model-parallel index: one a rank under ZeRO-3, else one in all.
 
-    Args:
-        cell: the state.
-        flat_groups: the parameters of each flat group of the target.
-        settings: what the target's layout depends on.
-        dropped: keys of the client's state that are left out.
+    ``flat_groups`` are the parameters of each flat group of the target; keys of the client's state
+    that are ``dropped`` are left out.
     """
 
     def __init__(
@@ -43,13 +39,8 @@ class ModelFiles:
             Ordered((one.name, Size(one.shape)) for one in group) for group in flat_groups
         ]
         said = cell.model
-        self._carried: dict[object, object] = {
-            key: with_leaves(one, said.file)
-            for key, one in said.values.items()
-            if key not in _MADE and key not in dropped
-        }
-        config = with_leaves(said.values.get("ds_config"), said.file)
-        self._config = settings.put_into(config)
+        self._carried = written(said, {*_MADE, *dropped})
+        self._config = settings.put_into(with_leaves(said.values.get("ds_config"), said.file))
         self._stripes = {
             name: _stripes(tensor, settings.world_size)
             for name, tensor in (cell.frozen or {}).items()
@@ -60,7 +51,7 @@ class ModelFiles:
         leaves: dict[tuple[str, DType], TensorLeaf] = {}
         rank = place.rank
         made: dict[object, object] = {
-            **dict(autoep_layers(self._carried, self._cell, place, self._settings.stage)),
+            **dict(_autoep_layers(self._carried, self._cell, place, self._settings.stage)),
             "module": self._module(leaves),
             "optimizer": None,
             "param_shapes": self._shapes,
@@ -114,7 +105,7 @@ class ModelFiles:
             return None
         if self._settings.stage == ZERO3:
             return Ordered(
-                (name, _flat(Stripe(self._stripes[name], rank), one.dtype))
+                (name, flat_leaf(Stripe(self._stripes[name], rank), one.dtype))
                 for name, one in self._cell.frozen.items()
             )
         return Ordered(
@@ -136,6 +127,12 @@ _MADE = frozenset(
 )
 """What is not carried but made anew."""
 
+_AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
+"""Under which AutoEP records its layers; the second is an older name."""
+
+_INFO = "universal_checkpoint_info"
+_FORMAT = "checkpoint_format"
+
 
 def _stripes(tensor: StoredTensor, world_size: int) -> Stripes:
     stripe = zero3.stripe_numel(tensor.numel, world_size) * tensor.dtype.itemsize
@@ -146,5 +143,37 @@ def _whole(tensor: StoredTensor, dtype: DType) -> TensorLeaf:
     return TensorLeaf(tensor.shape, dtype, source_of(tensor), tensor.dtype)
 
 
-def _flat(source: Stripe, dtype: DType) -> TensorLeaf:
-    return TensorLeaf((source.nbytes // dtype.itemsize,), dtype, source, dtype)
+def _autoep_layers(
+    said: Mapping[object, object], cell: CellState, place: Place, stage: int
+) -> Iterator[tuple[object, object]]:
+    """What AutoEP records of its layers, for a rank of the target.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_save_moe_checkpoint``).
+    """
+
+    def placed(layers: list[object]) -> list[object]:
+        return [_placed(one, cell, place, stage) for one in layers]
+
+    for key in _AUTOEP_KEYS:
+        if isinstance(layers := said.get(key), list):
+            yield key, placed(layers)
+    info = said.get(_INFO)
+    if isinstance(info, dict) and isinstance(layers := info.get(_AUTOEP_KEYS[0]), list):
+        yield _INFO, {**info, _AUTOEP_KEYS[0]: placed(layers)}
+
+
+def _placed(layer: object, cell: CellState, place: Place, stage: int) -> object:
+    if not isinstance(layer, dict):
+        return layer
+    count = layer.get("num_local_experts")
+    first = cell.expert_rank * count if isinstance(count, int) else 0
+    now = {
+        _FORMAT: "zero3_partitioned" if stage == ZERO3 else "per_expert_files",
+        f"{_FORMAT}_version": 1 if stage == ZERO3 else None,
+        "ep_rank": cell.expert_rank,
+        "expert_data_parallel_rank": place.sharing.index(place.rank),
+        "expert_data_parallel_world_size": len(place.sharing),
+        "global_expert_start": first,
+        "global_expert_end": first + count if isinstance(count, int) else 0,
+    }
+    return {**layer, **{key: one for key, one in now.items() if key in layer}}

@@ -6,15 +6,14 @@ from collections.abc import Collection, Iterator
 
 from zexport.checkpoint.layouts.expert_groups import Placement
 from zexport.checkpoint.model_states import ZERO3
-from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file, rank_file_name
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import UsageError
-from zexport.formats.torch_file import TorchFile
 from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resume.cuts import Place, cuts_of
 from zexport.resume.model_files import ModelFiles
 from zexport.resume.optimizer_files import optimizer_value
 from zexport.resume.settings import TargetSettings
-from zexport.resume.state import CellState, TrainingState
+from zexport.resume.state import CellState, TrainingState, is_of
 from zexport.resume.values import with_leaves
 
 
@@ -27,7 +26,7 @@ def native_files(
     kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
     prefix = "bf16_" if settings.is_bf16 else ""
     for file in state.carried:
-        if not (is_zero3 and _is_of_expert(file)):
+        if not (is_zero3 and is_of(file, RankFileKind.EXPERT)):  # which ZeRO-3 does without
             yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
     for cell in state.cells:
         for name, content in () if is_zero3 else cell.expert_files:
@@ -44,12 +43,6 @@ def native_files(
             yield plan_torch_file(
                 f"{tag}/{name}", optimizer_value(cell, groups, settings, place, dropped)
             )
-
-
-def _is_of_expert(file: TorchFile) -> bool:
-    """Whether it is a file of one expert, which ZeRO-3 does without."""
-    name = parse_rank_file(file.path)
-    return name is not None and name.kind is RankFileKind.EXPERT
 
 
 def _places(cell: CellState, settings: TargetSettings) -> list[Place]:

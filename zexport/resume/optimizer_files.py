@@ -11,14 +11,13 @@ from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.leaves import TensorLeaf
-from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.extents import Chain, Window
 from zexport.ranges.stripes import Stripe, Stripes
-from zexport.resume.cuts import Cut, GroupCuts, Place
-from zexport.resume.groups import is_by_parameter
+from zexport.resume.cells import is_by_parameter
+from zexport.resume.cuts import Cut, GroupCuts, Place, flat_leaf
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, Group, Recorded
-from zexport.resume.values import loss_scaler, static_loss_scaler, with_leaves
+from zexport.resume.values import loss_scaler, static_loss_scaler, with_leaves, written
 
 _INNER = "optimizer_state_dict"
 
@@ -32,8 +31,7 @@ def optimizer_value(
 ) -> dict[object, object]:
     """All of one rank's optimizer file, without the keys that are ``dropped``."""
     said = cell.optimizer
-    kept = {key: one for key, one in said.values.items() if key not in (_INNER, *dropped)}
-    rest = {key: with_leaves(one, said.file) for key, one in kept.items()}
+    rest = written(said, (_INNER, *dropped))
     if "ds_config" in rest:
         rest["ds_config"] = settings.put_into(rest["ds_config"])
     own = _Partition(groups, settings, place, inner_of(said))
@@ -103,19 +101,20 @@ class _Partition:
         }
 
     def zero12(self) -> dict[object, object]:
-        """Partitions of every group."""
+        """Partitions of every group, without their padding unless BF16_Optimizer loads them."""
+        is_padded = self._settings.is_bf16_optimizer
+        paddings = [self._padding(*one) for one in self._flat]
         return {
             **self._kept(),
             "base_optimizer_state": self._optimizer(),
-            "single_partition_of_fp32_groups": [self._masters(*one) for one in self._flat],
-            "group_paddings": [self._padding(*one) for one in self._flat],
-            "partition_count": [self._part(group)[1] for group, _ in self._flat],
+            "single_partition_of_fp32_groups": [
+                self._leaf(group, cut, MASTERS, 0 if is_padded else lacking)
+                for (group, cut), lacking in zip(self._flat, paddings, strict=True)
+            ],
+            "group_paddings": paddings,
+            "partition_count": [self._place.of(group)[1] for group, _ in self._flat],
             "ds_version": version_in(self._said),
         }
-
-    def _part(self, group: Group) -> tuple[int, int]:
-        """The number of this rank's partition of a group, and how many there are."""
-        return self._place.of(group)
 
     def _sharing(self) -> Iterator[dict[object, object]]:
         """Who shares each sub-group, as AutoEP's must be said, and is held against the run.
@@ -125,7 +124,7 @@ class _Partition:
         """
         ranks = range(self._settings.world_size)
         for number, (group, _) in enumerate(self._flat):
-            part, count = self._part(group)
+            part, count = self._place.of(group)
             degree = len(ranks) // count
             yield {
                 "sub_group": number,
@@ -137,7 +136,7 @@ class _Partition:
             }
 
     def _padding(self, group: Group, cut: Cut) -> int:
-        number, count = self._part(group)
+        number, count = self._place.of(group)
         return zero12.padding_in(cut.numel, count, number)
 
     def _kept(self) -> dict[object, object]:
@@ -170,12 +169,11 @@ class _Partition:
                 expected="param_groups",
                 hint="Save again without elastic_checkpoint, or begin anew from an export",
             )
-        return {key: with_leaves(one, said.file) for key, one in said.values.items()}
+        return written(said)
 
     def _state(self, group: Group, cut: Cut) -> dict[object, object]:
         """What the optimizer keeps of one flat group; each has scalars of its own."""
-        said = group.scalars
-        scalars = {name: with_leaves(one, said.file) for name, one in said.values.items()}
+        scalars = written(group.scalars)
         names = [name for name in cut.whole if name != MASTERS]
         if self._settings.stage == ZERO3:
             return scalars | {name: self._leaf(group, cut, name) for name in names}
@@ -186,32 +184,22 @@ class _Partition:
             for name in names
         }
 
-    def _masters(self, group: Group, cut: Cut) -> TensorLeaf:
-        """The masters of one partition, without its padding unless BF16_Optimizer loads them."""
-        if self._settings.is_bf16_optimizer:
-            return self._leaf(group, cut, MASTERS)
-        return self._leaf(group, cut, MASTERS, lacking=self._padding(group, cut))
-
     def _leaf(self, group: Group, cut: Cut, state: str, lacking: int = 0) -> TensorLeaf:
         """This rank's part of one state of a flat group, ``lacking`` elements at its end."""
         dtype, whole = cut.dtypes[state], cut.whole[state]
         if isinstance(whole, Stripes):
-            return _flat(Stripe(whole, self._part(group)[0]), dtype)
-        number, count = self._part(group)
+            return flat_leaf(Stripe(whole, self._place.of(group)[0]), dtype)
+        number, count = self._place.of(group)
         full = zero12.partition_numel(cut.numel, count)
         begin, numel = number * full, full - lacking
-        return _flat(Window(whole, begin * dtype.itemsize, numel * dtype.itemsize), dtype)
+        return flat_leaf(Window(whole, begin * dtype.itemsize, numel * dtype.itemsize), dtype)
 
     def _touching(self, group: Group, cut: Cut, state: str) -> TensorLeaf:
         """The whole of every parameter that lies in the partition, in its order."""
         shapes = {one.name: one.shape for one in cut.parameters}
-        number, count = self._part(group)
+        number, count = self._place.of(group)
         full = zero12.partition_numel(cut.numel, count)
         places = zero12.place_parameters(shapes)
         held = zero12.fragments(places, full, number)
         whole = [source_of(one.tensors[state]) for one in cut.parameters if one.name in held]
-        return _flat(Chain(tuple(whole)), cut.dtypes[state])
-
-
-def _flat(source: ByteSource, dtype: DType) -> TensorLeaf:
-    return TensorLeaf((source.nbytes // dtype.itemsize,), dtype, source, dtype)
+        return flat_leaf(Chain(tuple(whole)), cut.dtypes[state])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
-
 from zexport.checkpoint.contents import Structure, ZeroCheckpoint
-from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file
+from zexport.checkpoint.rank_files import RankFileKind
 from zexport.checkpoint.ranks import RankStates, is_zero0
 from zexport.checkpoint.reading import swapped_out
-from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, LayoutError
-from zexport.formats.torch_file import TorchFile
+from zexport.errors import DamagedCheckpointError, LayoutError
 from zexport.ranges.copies import Replica
-from zexport.resume.cells import read_cell
+from zexport.resume.cells import no_states, read_cell
 from zexport.resume.experts import read_experts
-from zexport.resume.state import CellState, TrainingState
+from zexport.resume.state import CellState, TrainingState, is_of
 from zexport.resume.universal import read_universal
 from zexport.resume.zero0 import read_zero0
 
@@ -23,12 +19,7 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
     """The state in a checkpoint without problems."""
     tag_dir = checkpoint.location.tag_dir
     if checkpoint.pruned_files:
-        raise IncompleteCheckpointError(
-            "lacks the states of the optimizer, which zexport prune has removed",
-            path=tag_dir,
-            expected="moments beside the master weights",
-            hint="Reshard a checkpoint that has them, or begin anew from an export's weights",
-        )
+        raise no_states(tag_dir, "which zexport prune has removed")
     if (swapped := swapped_out(tag_dir)) is not None:
         raise swapped
     try:
@@ -43,19 +34,17 @@ def read_state(checkpoint: ZeroCheckpoint) -> TrainingState:
             expected=error.expected,
             hint="Copy all rank files of one save again",
         ) from error
+    # The masters of experts without ZeRO are in the files that are made anew.
     own = {file.path for ranks in checkpoint.cells.values() for file in ranks.files}
     return TrainingState(
         cells=tuple(cells),
-        carried=tuple(file for file in checkpoint.torch_files if _is_carried(file, own)),
+        carried=tuple(
+            file
+            for file in checkpoint.torch_files
+            if file.path not in own and not is_of(file, RankFileKind.EXPERT_OPTIMIZER)
+        ),
         replicas=tuple(replicas),
     )
-
-
-def _is_carried(file: TorchFile, own: Collection[Path]) -> bool:
-    """Whether a file is no rank's; the masters of experts without ZeRO are in those made anew."""
-    name = parse_rank_file(file.path)
-    is_of_masters = name is not None and name.kind is RankFileKind.EXPERT_OPTIMIZER
-    return file.path not in own and not is_of_masters
 
 
 def _cells(checkpoint: ZeroCheckpoint) -> tuple[list[CellState], list[Replica]]:

@@ -8,9 +8,16 @@ from typing import Any
 from msgspec import Struct
 
 from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import DType, Shape
+
+
+def is_of(file: TorchFile, kind: RankFileKind) -> bool:
+    """Whether a file is of a kind, by its name."""
+    name = parse_rank_file(file.path)
+    return name is not None and name.kind is kind
 
 
 class Recorded(Struct, frozen=True):

@@ -19,7 +19,7 @@ from zexport.checkpoint.layouts.universal_weights import (
 from zexport.checkpoint.layouts.zero import with_untrained
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.rank_files import RankFileKind, parse_rank_file, rank_file_name
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import models_of, no_first_model
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import (
@@ -33,8 +33,8 @@ from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import Window
-from zexport.resume.cells import frozen_table, module_entries
-from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
+from zexport.resume.cells import frozen_table, module_entries, said_by
+from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState, is_of
 from zexport.resume.whole import Parts
 from zexport.store.folders import children, is_file
 
@@ -60,7 +60,7 @@ def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
         cells.append(_cell(checkpoint, index, model, reader))
         files += reader.files
         replicas += reader.replicas
-    layers = [file for file in checkpoint.torch_files if _is_layer(file)]
+    layers = [file for file in checkpoint.torch_files if is_of(file, RankFileKind.PIPELINE_LAYER)]
     if tensor < len(cells) and not layers:
         raise IncompleteCheckpointError(
             "lacks the files of its pipeline's layers, which the converter leaves behind",
@@ -70,11 +70,6 @@ def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
         )
     by_path = {file.path: file for file in files}
     return TrainingState(tuple(cells), tuple(layers), tuple(replicas), tuple(by_path.values()))
-
-
-def _is_layer(file: TorchFile) -> bool:
-    name = parse_rank_file(file.path)
-    return name is not None and name.kind is RankFileKind.PIPELINE_LAYER
 
 
 def _tensor_ranks(tag_dir: Path, models: Sequence[ModelStates]) -> int:
@@ -102,7 +97,7 @@ def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _R
         frozen=frozen_table(ranks, named, inventory, model.dp_world_size or 1),
         module=tuple(module_entries(model, named, inventory, is_zero3=ranks.is_zero3)),
         aliases=checkpoint.aliases,
-        model=Recorded(model.file, Value(model.file.path, "", model.file.value).mapping()),
+        model=said_by(model),
         optimizer=reader.optimizer_file(),
     )
 
@@ -110,12 +105,8 @@ def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _R
 class _Reader:
     """The files below ``zero``; all that were opened, and steps that must be equal.
 
-    Args:
-        folder: it.
-        model: what one model-parallel rank says.
-        known: all tensors, whole, by name.
-        names: all that is trained on any rank.
-        parts: how to cut this rank's out of them; ``None`` where it has them whole.
+    ``known`` are all tensors, whole; ``names`` what is trained on any rank, and ``parts`` how to
+    cut out this rank's.
     """
 
     def __init__(

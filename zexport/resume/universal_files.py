@@ -27,7 +27,7 @@ from zexport.resume.model_files import ModelFiles
 from zexport.resume.optimizer_files import inner_of, kept_of_run, version_in
 from zexport.resume.settings import TargetSettings, UniversalSettings
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
-from zexport.resume.values import with_leaves
+from zexport.resume.values import with_leaves, written
 from zexport.resume.whole import Whole
 
 _NAME_MAX = 255
@@ -101,12 +101,12 @@ def _optimizer_state(optimizer: Recorded, groups: Sequence[Group]) -> dict[objec
         **kept_of_run(said),
         "ds_version": version_in(said),
         "param_groups": [
-            {**_written(one.settings), "params": [parameter.name for parameter in one.parameters]}
+            {**written(one.settings), "params": [parameter.name for parameter in one.parameters]}
             for one in groups
         ],
         "optimizer_state_dict": {
             "state": {} if stepped is None else {0: {STEP: step}},
-            "param_groups": [{**_written(shared_settings(groups)), "params": [0]}],
+            "param_groups": [{**written(shared_settings(groups)), "params": [0]}],
         },
     }
 
@@ -122,12 +122,6 @@ def shared_settings(groups: Sequence[Group]) -> Recorded | None:
         if all(o is not None and key in o.values and o.values[key] == one for o in others)
     }
     return Recorded(first.file, kept)
-
-
-def _written(said: Recorded | None) -> dict[object, object]:
-    if said is None:
-        return {}
-    return {key: with_leaves(one, said.file) for key, one in said.values.items()}
 
 
 def _model_files(

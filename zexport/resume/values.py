@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.untrusted import Value
@@ -30,7 +30,7 @@ _SCALER_FIELDS = {
 
 _NUMBERS = (bool, int, float, type(None))
 
-OWN_KEYS = frozenset(
+_OWN_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
         *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
@@ -48,6 +48,14 @@ def with_leaves(value: object, file: TorchFile) -> object:
     Equal tensors stay one, as they share their storage.
     """
     return _Copy(file).of(value, 0)
+
+
+def written(said: Recorded | None, without: Collection[object] = ()) -> dict[object, object]:
+    """All that is recorded, but some keys, to be written elsewhere."""
+    if said is None:
+        return {}
+    kept = (item for item in said.values.items() if item[0] not in without)
+    return {key: with_leaves(one, said.file) for key, one in kept}
 
 
 class _Copy:
@@ -84,23 +92,11 @@ class _Copy:
 _Part = Callable[[object], object]
 
 
-def _copy_dict(value: dict[object, object], of: _Part) -> object:
-    return {key: of(one) for key, one in value.items()}
-
-
 def _copy_ordered(value: Ordered, of: _Part) -> object:
     copy = Ordered((key, of(one)) for key, one in value.items())
     if value.attributes is not None:
         copy.attributes = of(value.attributes)
     return copy
-
-
-def _copy_list(value: list[object], of: _Part) -> object:
-    return [of(one) for one in value]
-
-
-def _copy_tuple(value: tuple[object, ...], of: _Part) -> object:
-    return tuple(of(one) for one in value)
 
 
 def _copy_opaque(value: Opaque, of: _Part) -> object:
@@ -113,29 +109,24 @@ def _copy_opaque(value: Opaque, of: _Part) -> object:
     )
 
 
-def _fragment(value: FragmentAddress, _: _Part) -> object:
-    return Opaque(FRAGMENT, (), {"numel": value.numel, "start": value.start}, made=Made.BY_NEW)
-
-
 _COPIES: Mapping[type, Callable[..., object]] = {
-    FragmentAddress: _fragment,
-    dict: _copy_dict,
+    FragmentAddress: lambda value, _: Opaque(
+        FRAGMENT, (), {"numel": value.numel, "start": value.start}, made=Made.BY_NEW
+    ),
+    dict: lambda value, of: {key: of(one) for key, one in value.items()},
     Ordered: _copy_ordered,
-    list: _copy_list,
-    tuple: _copy_tuple,
+    list: lambda value, of: [*map(of, value)],
+    tuple: lambda value, of: tuple(map(of, value)),
     Opaque: _copy_opaque,
 }
-
-
-def client_keys(said: Recorded) -> list[str]:
-    """The keys of a file that DeepSpeed does not write itself."""
-    return [key for key in said.values if isinstance(key, str) and key not in OWN_KEYS]
 
 
 def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, UnsafeError]:
     """Those of a file's keys, the client's by default, that cannot be written safely; why not."""
     found = {}
-    for key in client_keys(said) if keys is None else keys:
+    if keys is None:
+        keys = (key for key in said.values if isinstance(key, str) and key not in _OWN_KEYS)
+    for key in keys:
         try:
             lay_out({key: with_leaves(said.values[key], said.file)}, "client")
         except UnsafeError as error:

@@ -7,12 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from zexport.checkpoint.contents import Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.layouts.master_matching import match_in_order
-from zexport.checkpoint.layouts.unnamed_masters import (
-    FUSED,
-    NAMED,
-    UNFUSED,
-    form_of,
-)
+from zexport.checkpoint.layouts.unnamed_masters import FUSED, NAMED, UNFUSED, form_of
 from zexport.checkpoint.layouts.zero0 import take_zero0_inventory
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.optimizer_states import GroupState, group_state, optimizer_in
@@ -23,7 +18,7 @@ from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Window
-from zexport.resume.cells import module_entries
+from zexport.resume.cells import module_entries, said_by
 from zexport.resume.state import CellState, Group, Parameter, Recorded
 from zexport.resume.values import dynamic_loss_scaler, static_loss_scaler
 
@@ -42,14 +37,13 @@ def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica
         for name, tensor in known.items()
         if tensor.role is not Role.BUFFER and name not in trained
     }
-    said = Value(model.file.path, "model states", model.file.value).mapping()
     state = CellState(
         index=index,
         groups=groups,
         frozen=frozen,
         module=tuple(module_entries(model, model, inventory, is_zero3=False)),
         aliases=inventory.aliases,
-        model=Recorded(model.file, said),
+        model=said_by(model),
         optimizer=Recorded(model.file, optimizer_file(model.file, model)),
     )
     return state, tuple(reader.replicas)
@@ -58,11 +52,8 @@ def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica
 class NumberedGroups:
     """The parameter groups of an optimizer that numbers parameters throughout.
 
-    Args:
-        file: where the optimizer's state is.
-        optimizer: the state.
-        known: the weights that it may have been given, by name, in the order of the module.
-        experts: the names of those that are experts'.
+    ``known`` are the weights that it may have been given, by name, in the order of the module;
+    ``experts`` the names of those that are experts'.
     """
 
     def __init__(
@@ -153,7 +144,7 @@ class NumberedGroups:
     def _by_masters(self, numbers: Sequence[Sequence[int]]) -> dict[int, str]:
         """The master of a number is that of the weight which was found to have it."""
         names = {_place(tensor.source): name for name, tensor in self._known.items()}
-        names.pop(None, None)
+        names.pop(None, None)  # of tensors without a byte
         found: dict[int, str] = {}
         masters = self._optimizer.get(UNFUSED).items()
         for own, group in zip(numbers, masters, strict=True):
@@ -186,15 +177,15 @@ class NumberedGroups:
         whole = self._file.source(flat)
         begin = next(iter(whole.extents(0, whole.nbytes))).offset if flat.numel else 0
         own = [
-            (first.offset - begin, tensor)
+            (place[0].offset - begin, tensor)
             for tensor in self._known.values()
-            if (first := _first(tensor)) is not None
+            if (place := _place(tensor.source)) is not None
             and tensor.role is Role.TRAINABLE
-            and begin <= first.offset < begin + whole.nbytes
+            and begin <= place[0].offset < begin + whole.nbytes
         ]
         offset = 0
-        for place, tensor in sorted(own, key=lambda pair: pair[0]):
-            if place != offset * flat.dtype.itemsize:
+        for at, tensor in sorted(own, key=lambda pair: pair[0]):
+            if at != offset * flat.dtype.itemsize:
                 raise self._unnamed(f"what lies before {tensor.name!r} is no weight's")
             tensors = {MASTERS: tensor}
             for key, ref in (item for state in states for item in state.tensors.items()):
@@ -248,17 +239,13 @@ class NumberedGroups:
         return first
 
 
-def _place(source: ByteSource | None) -> object:
-    """Where a source begins, and how long it is; ``None`` without a byte."""
-    if source is None or not source.nbytes:
+def _place(source: ByteSource | None) -> tuple[Extent, int] | None:
+    """The first byte of a source, and how long it is; ``None`` without a byte in a file."""
+    if source is None:
         return None
-    return next(iter(source.extents(0, 1))), source.nbytes
-
-
-def _first(tensor: StoredTensor) -> Extent | None:
-    """The first byte of a tensor; ``None`` where it has none."""
-    source = tensor.source
-    return None if source is None else next(iter(source.extents(0, min(1, source.nbytes))), None)
+    return next(
+        ((first, source.nbytes) for first in source.extents(0, min(1, source.nbytes))), None
+    )
 
 
 def optimizer_file(file: TorchFile, model: ModelStates) -> dict[str, object]:
