@@ -54,6 +54,9 @@ class ZexportError(Exception):
         self.hint = shown(hint)
         super().__init__(self.sentence())
 
+    def __str__(self) -> str:  # also of one that came out of another process
+        return self.sentence()
+
     def sentence(self) -> str:
         """The message: ``<path>: <what is wrong> (found X, expected Y). <what to do>``."""
         where = f"{shown(self.path)}: " if self.path is not None else ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 import pytest
 
-from zexport.cli.part import Part, launched
+from zexport.cli.part import Part, executing, launched
+from zexport.errors import UsageError
 from zexport.run.shares import Share
 
 
@@ -72,3 +75,11 @@ def test_every_training_shell_has_a_rank_that_means_nothing_unasked(
 def test_a_part_that_is_none_is_refused(typed: str) -> None:
     with pytest.raises(click.BadParameter):
         Part().convert(typed, None, None)
+
+
+def test_one_part_of_what_a_cluster_writes_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="--ray has all parts written, and --part one"),
+        executing([tmp_path], tmp_path / "out", Share(1, 2), "local"),
+    ):
+        pass

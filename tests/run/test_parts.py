@@ -30,7 +30,7 @@ from zexport.ranges.dtypes import DType
 from zexport.run.begin import Workplace
 from zexport.run.execute import ExportReport, run_plan
 from zexport.run.part import write_part
-from zexport.run.parts import PartReport, finish_parts, run_part
+from zexport.run.parts import PartReport, finish_parts, run_part, write_share
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
@@ -223,6 +223,14 @@ def test_workers_that_count_differently_do_not_meet(tmp_path: Path) -> None:
     _parts(tmp_path, 2, 1)
     with pytest.raises(OutputError, match=r"another number of workers \(found 2, expected 3\)"):
         _parts(tmp_path, 3, 2)
+
+
+def test_a_share_of_a_folder_that_is_not_there_is_not_begun_here(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    with pytest.raises(OutputError, match="was begun on another machine, and is not there"):
+        write_share(plan, Share(1, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_two_workers_of_one_number_do_not_meet(plan: ExportPlan, tmp_path: Path) -> None:

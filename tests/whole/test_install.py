@@ -178,4 +178,4 @@ def test_each_extra_has_what_its_commands_need(bare: Environment) -> None:
         extras.setdefault(line.rsplit('"', 2)[1], set()).add(line.partition(";")[0].split(">")[0])
     assert extras["hub"] >= {"torch", "transformers"}
     assert extras["deepspeed"] >= {"zexport[hub]", "deepspeed", "peft", "accelerate"}
-    assert extras["all"] == {"zexport[clients,cloud,deepspeed,report]"}
+    assert extras["all"] == {"zexport[clients,cloud,deepspeed,ray,report]"}

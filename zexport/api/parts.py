@@ -64,6 +64,12 @@ class Request(Struct, frozen=True):
         return plan_folder(opened, out_dir, self.reshard or self.export or ExportOptions())
 
 
+def check_engine(plan: ExportPlan) -> None:
+    """Refuse parts of what DeepSpeed's own converter is to rebuild, which takes it whole."""
+    if plan.reference is not None:
+        raise UsageError("parts are written by the native engine alone", found="deepspeed")
+
+
 def run_part(
     plan: ExportPlan,
     part: Share,
@@ -74,8 +80,7 @@ def run_part(
 ) -> ExportReport | PartReport:
     """Write one worker's share of a plan; the worker that completes the set publishes it."""
     verify = chosen("verify", VerifyMode, verify)
-    if plan.reference is not None:
-        raise UsageError("parts are written by the native engine alone", found="deepspeed")
+    check_engine(plan)
     return parts.run_part(plan, part, request=values_of(request), verify=verify, progress=progress)
 
 

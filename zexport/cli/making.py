@@ -23,7 +23,7 @@ from zexport.cli.options import (
     storage_option,
     together,
 )
-from zexport.cli.part import part_option
+from zexport.cli.part import executing, part_option, ray_option
 from zexport.cli.streams import put_out
 from zexport.errors import NotACheckpointError
 from zexport.options import ExportOptions, ReshardOptions
@@ -32,6 +32,7 @@ from zexport.store.address import Address
 from zexport.store.folders import exists
 
 if TYPE_CHECKING:
+    from zexport.api.parts import Request
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport
     from zexport.run.parts import PartReport
@@ -51,6 +52,7 @@ def making_options(overwrite: str) -> Callable[[F], F]:
         links_option,
         storage_option,
         part_option,
+        ray_option,
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--overwrite", is_flag=True, help=overwrite),
         json_option,
@@ -66,6 +68,7 @@ class Making(Struct, frozen=True):
     follow_symlinks: bool
     verify: str
     part: Share | None
+    ray: str | None
     dry_run: bool
     json: bool
     progress: str
@@ -80,7 +83,7 @@ class Making(Struct, frozen=True):
         self, ckpts: tuple[Path, ...], out: Path, options: ExportOptions | ReshardOptions
     ) -> None:
         """Plan what the options are of; then show the plan, or run it and tell what was done."""
-        from zexport.api.export import plan_folder, run_export
+        from zexport.api.export import plan_folder
         from zexport.checkpoint.opening import open_checkpoint
         from zexport.cli.progress import progress_printer
         from zexport.run.execute import VerifyMode
@@ -91,19 +94,23 @@ class Making(Struct, frozen=True):
             told = f"What {out} holds is removed before the new folder is written: "
             click.echo(f"{told}this is not undone.", err=True)
         began = time.monotonic()
-        with progress_printer(self.progress, quiet=self.quiet) as on_progress:
+        with (
+            progress_printer(self.progress, quiet=self.quiet) as on_progress,
+            executing(ckpts, out, self.part, self.ray) as (seen, run),
+        ):
             # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.
             plan = plan_folder(
-                open_checkpoint(ckpts, tag=self.tag, follow_symlinks=follow), out, options
+                open_checkpoint(seen, tag=self.tag, follow_symlinks=follow), out, options
             )
             done: ExportReport | PartReport | None = None
-            if self.part is not None and not self.dry_run:
-                from zexport.api.parts import Request, run_part
+            if not self.dry_run:
 
-                request = Request.of(ckpts, options, self.tag, follow=follow)
-                done = run_part(plan, self.part, request, verify=mode, progress=on_progress)
-            elif not self.dry_run:
-                done = run_export(plan, verify=mode, progress=on_progress)
+                def request() -> Request:
+                    from zexport.api.parts import Request
+
+                    return Request.of(seen, options, self.tag, follow=follow)
+
+                done = run(plan, request, verify=mode, progress=on_progress)
         if done is None:
             self._show(plan)
         else:

@@ -1,15 +1,28 @@
-"""``--part``: which worker this is, as typed or as the launcher that started it says."""
+"""``--part`` and ``--ray``: who does the work, one process, one of several, or a cluster."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import click
 from msgspec import Struct
 
+from zexport.errors import UsageError
 from zexport.run.shares import Share
+
+if TYPE_CHECKING:
+    from zexport.api.export import OnProgress
+    from zexport.api.parts import Request
+    from zexport.plan.plan import ExportPlan
+    from zexport.run.execute import ExportReport
+    from zexport.run.parts import PartReport
+    from zexport.run.readback import VerifyMode
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _AUTO = re.compile(r"auto(/\d{1,9})?", re.ASCII)
@@ -118,3 +131,80 @@ part_option = click.option(
     help="Write one share of OUT: 3/8, or auto for what Slurm, torchrun, MPI or Kubernetes says. "
     "The last one publishes OUT.",
 )
+
+
+def _address(_ctx: click.Context, _param: click.Parameter, given: str | None) -> str | None:
+    """A cluster's address; the next option in its place was left without a value."""
+    if given is not None and (not given or given.startswith("-")):
+        raise click.BadParameter(f"{given!r} is no cluster; write local, auto or HOST:6379")
+    return given
+
+
+ray_option = click.option(
+    "--ray",
+    metavar="CLUSTER",
+    callback=_address,
+    help="Have OUT written by the nodes of a Ray cluster: local (this machine), auto (the one that "
+    "runs here), or its address.",
+)
+
+
+class Execute(Protocol):
+    """Has a plan done, and says what was."""
+
+    def __call__(
+        self,
+        plan: ExportPlan,
+        request: Callable[[], Request],
+        *,
+        verify: VerifyMode,
+        progress: OnProgress | None,
+    ) -> ExportReport | PartReport:
+        """The report."""
+        ...
+
+
+@contextmanager
+def executing(
+    paths: Sequence[Path], out: Path, part: Share | None, ray: str | None
+) -> Iterator[tuple[Sequence[Path], Execute]]:
+    """A block in which those are there who do the work.
+
+    Where the checkpoint lies for them, and what has them do it.
+    """
+    if ray is not None:
+        if part is not None:
+            raise UsageError("--ray has all parts written, and --part one", hint="Leave one out")
+        from zexport.cluster.export import gathered
+
+        with gathered(ray, paths, out) as crew:
+            yield crew.checkpoint, lambda plan, request, **how: crew.run(plan, request(), **how)
+    elif part is not None:
+        yield paths, partial(_run_part, part)
+    else:
+        yield paths, _run_alone
+
+
+def _run_part(
+    part: Share,
+    plan: ExportPlan,
+    request: Callable[[], Request],
+    *,
+    verify: VerifyMode,
+    progress: OnProgress | None,
+) -> ExportReport | PartReport:
+    from zexport.api.parts import run_part
+
+    return run_part(plan, part, request(), verify=verify, progress=progress)
+
+
+def _run_alone(
+    plan: ExportPlan,
+    request: Callable[[], Request],  # noqa: ARG001 - nobody makes the plan again
+    *,
+    verify: VerifyMode,
+    progress: OnProgress | None,
+) -> ExportReport:
+    from zexport.api.export import run_export
+
+    return run_export(plan, verify=verify, progress=progress)

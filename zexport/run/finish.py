@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 
 from isal.isal_zlib import crc32_combine
@@ -61,9 +61,11 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     sides = [*files]
     tensors: dict[str, TensorEntry] = {}
     found = [*findings]
-    stretches = [one for share in shares_of(plan, begun.parts) for one in share]
-    for filename, own in groupby(stretches, lambda one: one.file.filename):
-        file, receipt = _whole_file(work, [*own])
+    stretches: dict[str, list[Stretch]] = {file.filename: [] for file in plan.shards}
+    for one in chain.from_iterable(shares_of(plan, begun.parts)):
+        stretches[one.file.filename].append(one)
+    for filename, own in stretches.items():
+        file, receipt = _whole_file(work, own)
         reader.take(receipt.ranges)
         files[filename] = FileEntry(file.nbytes, receipt.blake3)
         tensors |= {
@@ -83,7 +85,7 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
     )
     if isinstance(folder, Address):  # where the manifest says that the folder is there
         _check_sides(work, {name: files[name] for name in sides})
-        for stretch in stretches:
+        for stretch in chain.from_iterable(stretches.values()):
             work.receipts.of(stretch)  # nobody has put another object in its place
     elif is_file(folder / MANIFEST_NAME):  # of one who was killed as it wrote that, or just after
         remove(folder / MANIFEST_NAME)
@@ -149,17 +151,21 @@ def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Pat
     crc32s: dict[str, int] = {}
     remarkable: dict[str, Statistics] = {}
     cut: dict[str, None] = {}
+    told = (
+        zip(stretch.tensors, receipt.tensor_digests(), receipt.crc32s, strict=True)
+        for stretch, receipt in zip(stretches, receipts, strict=True)
+    )
+    for tensor, digest, crc32 in sorted(chain.from_iterable(told), key=lambda one: one[0].offset):
+        name = tensor.name
+        if name in digests:
+            cut[name] = None
+            crc32s[name] = crc32_combine(crc32s[name], crc32, tensor.nbytes)
+        else:
+            digests[name], crc32s[name] = bytes.fromhex(digest), crc32
     for stretch, receipt in zip(stretches, receipts, strict=True):
-        told = zip(stretch.tensors, receipt.tensor_digests(), receipt.crc32s, strict=True)
-        for tensor, digest, crc32 in told:
-            name, seen = tensor.name, receipt.remarkable.get(tensor.name, _ORDINARY)
-            if name in digests:
-                cut[name] = None
-                crc32s[name] = crc32_combine(crc32s[name], crc32, tensor.nbytes)
-                remarkable[name] += seen
-            else:
-                digests[name], crc32s[name] = bytes.fromhex(digest), crc32
-                remarkable[name] = seen
+        for name in dict.fromkeys(tensor.name for tensor in stretch.tensors):
+            seen = receipt.remarkable.get(name, _ORDINARY)
+            remarkable[name] = remarkable[name] + seen if name in remarkable else seen
     tensors = stretches[0].file.tensors
     with writing(path):
         read = digest_ranges(path, [(t.offset, t.nbytes) for t in tensors if t.name in cut])

@@ -12,13 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Lock
 from typing import TypeAlias
 
 from blake3 import blake3
 from isal import isal_zlib
 from msgspec.structs import replace
 
+from zexport.plan.plan import TensorPlan
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import Statistics
 from zexport.run.begin import Workplace
@@ -168,10 +169,11 @@ class _StretchWriter:
     def __init__(self, path: Path, stretch: Stretch, reader: TensorReader) -> None:
         self.stretch = stretch
         self._reader = reader
-        self._digests: dict[str, bytes] = {}
-        self._crc32s: dict[str, int] = {}
-        self._remarkable: dict[str, Statistics] = {}
         self._edges = stretch.edges
+        self._digests: dict[tuple[str, int], bytes] = {}
+        self._crc32s: dict[tuple[str, int], int] = {}
+        self._remarkable: dict[str, Statistics] = {}
+        self._lock = Lock()
         self._split = self._passed()
         self._ledger = reader.new_ledger()
         self._output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
@@ -205,7 +207,7 @@ class _StretchWriter:
             out = buffers.out[position : position + piece.nbytes]
             statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
             if piece.is_whole:
-                self._note(piece.tensor.name, self._passed().add(out, statistics))
+                self._note(piece.tensor, self._passed().add(out, statistics))
             else:
                 split.append((piece, out, statistics))
         return split
@@ -217,22 +219,25 @@ class _StretchWriter:
                 self._split = self._passed()
             self._split.add(out, statistics)
             if piece.last == piece.tensor.numel:
-                self._note(piece.tensor.name, self._split)
+                self._note(piece.tensor, self._split)
 
-    def _note(self, name: str, passed: _Passed) -> None:
-        self._digests[name] = passed.digest()
-        self._crc32s[name] = passed.crc32
+    def _note(self, tensor: TensorPlan, passed: _Passed) -> None:
+        key, name = (tensor.name, tensor.offset), tensor.name
+        self._digests[key] = passed.digest()
+        self._crc32s[key] = passed.crc32
         if passed.seen.is_remarkable or name in self._edges:
-            self._remarkable[name] = passed.seen
+            with self._lock:
+                before = self._remarkable.get(name, Statistics())
+                self._remarkable[name] = before + passed.seen
         if self._frame is not None:
             self._frame.passed(name, passed.crc32)
 
     def complete(self) -> Receipt:
         """What was written; a whole file is complete with it."""
-        tensors = self.stretch.tensors
+        keys = [(tensor.name, tensor.offset) for tensor in self.stretch.tensors]
         receipt = Receipt(
-            b"".join(self._digests[tensor.name] for tensor in tensors),
-            tuple(self._crc32s[tensor.name] for tensor in tensors),
+            b"".join(self._digests[key] for key in keys),
+            tuple(self._crc32s[key] for key in keys),
             self._remarkable,
             self._ledger.ranges(),
         )

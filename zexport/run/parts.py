@@ -34,13 +34,14 @@ from zexport.run.receipts import RECEIPTS_NAME, Compared, drop_receipts, read_re
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
 from zexport.run.verify import verify_export
-from zexport.store.address import Address
+from zexport.store.address import Address, local_path
 from zexport.store.files import writing
 from zexport.store.folders import exists, is_file, is_folder, make_folder
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import (
     locked,
     locked_part,
+    locked_parts,
     parents,
     parts_at_work,
     publish,
@@ -51,6 +52,9 @@ from zexport.weights.proof import WeightReader
 
 _TURN_SECONDS = 3600.0
 """How long a worker waits while another begins or completes the folder."""
+
+_LEASE_SECONDS = 150.0
+"""How long a network file system may hold the lock of a machine that was lost (NFS: 90 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,57 @@ def run_part(
                     if not (isinstance(target, Address) and looks_made(plan, target)):
                         raise
     return _report(plan, share, began, missing, done)
+
+
+@contextmanager
+def begun_parts(plan: ExportPlan, count: int, request: JsonObject) -> Iterator[int]:
+    """A block in which others write the parts of a folder, which this process has begun.
+
+    Of how many parts it is: ``count``, unless it was begun for another number before.
+
+    Raises:
+        OutputError: it was begun for another plan, another process has it written, or something
+            is in its way.
+    """
+    target = real_path(local_path(plan.out_dir))
+    with parents(target.parent), locked_parts(target):
+        with _alone(target):
+            work = _workplace(plan, target, VerifyMode.NONE, Meter(None, reads_again=False))
+            begun = work.receipts.begun()
+            parts = begun.parts if begun is not None and begun.parts > 1 else count
+            begin_together(work, parts, request)
+        try:
+            yield parts
+        except BaseException as error:  # Ctrl-C too
+            error.add_note(f"What is finished stays in {work.folder}: the same command goes on.")
+            raise
+
+
+def write_share(
+    plan: ExportPlan,
+    share: Share,
+    *,
+    verify: VerifyMode = VerifyMode.READBACK,
+    progress: Callable[[Progress], None] | None = None,
+) -> PartReport:
+    """Write one share into a folder that another process has begun, and will complete.
+
+    Raises:
+        OutputError: this machine does not see that folder, or it was begun for another plan.
+    """
+    began = time.monotonic()
+    target = real_path(local_path(plan.out_dir))
+    partial, _ = workplaces(target)
+    if not exists(partial):
+        raise OutputError(
+            "was begun on another machine, and is not there on this one",
+            path=partial,
+            hint="Choose a folder that all machines see under one path",
+        )
+    meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
+    with locked_part(target, share.number, seconds=_LEASE_SECONDS):
+        done = _write(Workplace.of(plan, partial, verify, meter), share)
+    return _report(plan, share, began, (), done)
 
 
 def _is_made(plan: ExportPlan, target: Path) -> bool:

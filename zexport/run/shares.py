@@ -1,19 +1,28 @@
-"""Dividing a plan among workers: shares of equal bytes, cut where it costs least."""
+"""Dividing a plan among workers: shares of equal bytes, cut where it costs least.
+
+Where the nodes of a cluster keep the rank files on their own disks, each one's share is what its
+files hold of every output file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
 
+from blake3 import blake3
 from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
-from zexport.ranges.extents import Window
+from zexport.ranges.extents import Extent, Window
 from zexport.store.address import Address
 
 _SLACK = 50
 """A share may end at the border of a tensor that is within this part of a share's size."""
+
+_RANGES_MAX = 1 << 12
+"""A tensor that is gathered from more ranges is one node's work, which asks the others for them."""
 
 
 class Share(Struct, frozen=True):
@@ -31,16 +40,21 @@ class Stretch(Struct, frozen=True):
 
     They are counted through the tensors alone, in file order, whatever lies between them.
     ``tensors`` are these bytes' own: of one that is cut, the elements within, one after another.
+    What a node writes of its own files lies scattered (``is_scattered``): then there are no such
+    bounds, and a tensor may stand there several times, with the elements of one run each.
     """
 
     file: FilePlan
     start: int
     stop: int
     tensors: tuple[TensorPlan, ...]
+    is_scattered: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors."""
+        if self.is_scattered:
+            return sum(tensor.nbytes for tensor in self.tensors)
         return self.stop - self.start
 
     @property
@@ -53,12 +67,17 @@ class Stretch(Struct, frozen=True):
         """The tensors that may go on in another stretch."""
         if self.is_whole or not self.tensors:
             return frozenset()
+        if self.is_scattered:
+            return frozenset(tensor.name for tensor in self.tensors)
         return frozenset({self.tensors[0].name, self.tensors[-1].name})
 
     @property
     def name(self) -> str:
         """Its name in the unfinished folder, which no other stretch has."""
         name = self.file.filename
+        if self.is_scattered and not self.is_whole:
+            places = "".join(f"{one.name} {one.offset} {one.numel}\n" for one in self.tensors)
+            return f"{name}@{blake3(places.encode(errors='backslashreplace')).hexdigest(16)}"
         return name if self.is_whole else f"{name}@{self.start}-{self.stop}"
 
 
@@ -68,8 +87,60 @@ def whole(file: FilePlan) -> Stretch:
 
 
 def shares_of(plan: ExportPlan, count: int) -> list[tuple[Stretch, ...]]:
-    """What each of ``count`` workers writes of a plan; an object is written by one alone."""
+    """What each of ``count`` workers writes of a plan: everything once, the same on every machine.
+
+    Where nodes keep the sources, there are as many workers as nodes, in the order of the sources.
+    An object is written by one alone.
+    """
+    paths = (source.path for source in plan.sources)
+    nodes = tuple(dict.fromkeys(node for path in paths if (node := _node_of(path))))
+    if nodes:
+        return _by_node(plan.shards, nodes)
     return divide(plan.shards, count, within_files=not isinstance(plan.out_dir, Address))
+
+
+def _node_of(path: Path) -> str:
+    """The node of a cluster that a file lies on; nothing where it is no node's own."""
+    return path.parts[1] if isinstance(path, Address) and path.is_on_node else ""
+
+
+def _by_node(files: Iterable[FilePlan], nodes: Sequence[str]) -> list[tuple[Stretch, ...]]:
+    """For each node what it has on its disk of every file, as one stretch of each."""
+    found: dict[str, list[Stretch]] = {node: [] for node in nodes}
+    for file in files:
+        held: dict[str, list[TensorPlan]] = {}
+        for tensor in file.tensors:
+            for node, part in _parts(tensor):
+                held.setdefault(node or nodes[0], []).append(part)
+        for node, tensors in held.items():
+            found[node].append(
+                Stretch(file, 0, file.data_nbytes, tuple(tensors), is_scattered=True)
+            )
+    return [*map(tuple, found.values())]
+
+
+def _parts(tensor: TensorPlan) -> Iterator[tuple[str, TensorPlan]]:
+    """A tensor cut where its bytes go on on another node, each part with its node.
+
+    What is worked out of other tensors, or gathered from very many ranges, is left whole.
+    """
+    ranges = [*islice(tensor.source.extents(0, tensor.source.nbytes), _RANGES_MAX + 1)]
+    size = tensor.stored_dtype.itemsize
+    runs: list[tuple[str, int]] = []  # nodes, and where in the stored bytes what they have ends
+    for one in ranges:
+        node, end = _node_of(one.path), (runs[-1][1] if runs else 0) + one.nbytes
+        if runs and runs[-1][0] == node:
+            runs.pop()
+        runs.append((node, end))
+    is_plain = all(type(one) is Extent for one in ranges) and len(ranges) <= _RANGES_MAX
+    if len(runs) < 2 or not is_plain or any(end % size for _, end in runs):  # noqa: PLR2004
+        yield runs[0][0] if runs else "", tensor
+        return
+    begin = 0
+    for node, end in runs:
+        first, last = (at // size * tensor.dtype.itemsize for at in (begin, end))
+        yield node, _cut(tensor, first, last, tensor.nbytes)
+        begin = end
 
 
 def divide(

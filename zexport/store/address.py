@@ -13,6 +13,9 @@ from zexport.errors import MissingExtraError, UsageError
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfs"}
 """What addresses may begin with, and the one way in which one place is named."""
 
+_NODE = "node"
+"""What the address of a file on the disk of a cluster's node begins with; no user writes one."""
+
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 
 
@@ -34,6 +37,11 @@ class Address(PosixPath):
     def __fspath__(self) -> NoReturn:
         """Refused: it is nowhere on this machine."""
         raise TypeError(f"{self} is an address, not a path on this machine")
+
+    @property
+    def is_on_node(self) -> bool:
+        """Whether it is a file on a node of a cluster, and not an object."""
+        return self.parts[0] == f"{_NODE}:"
 
     @property
     def root_url(self) -> str:
@@ -65,6 +73,11 @@ def place(given: str | os.PathLike[str]) -> Path:
     return direct if same else path
 
 
+def on_node(node: str, path: Path) -> Address:
+    """The address of what a node of a cluster has at a path of its own."""
+    return Address(f"{_NODE}:/{node}{path}")
+
+
 def local_path(given: str | os.PathLike[str]) -> Path:
     """The same for what has to be on this machine."""
     if isinstance(path := place(given), Address):
@@ -83,6 +96,8 @@ def last_names(folder: Path) -> str:
 
 def _address(given: str, text: str, scheme: str) -> Address:
     """The address; one slash of the two is left in ``text``, as in every path."""
+    if scheme == _NODE:  # of a request that is handed on
+        return Address(text)
     if scheme.lower() not in SCHEMES:
         raise UsageError(
             f"{given!r} is an address, and {scheme}: is no place that zexport knows: "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from zexport.store import node_files
 from zexport.store.address import Address
 from zexport.store.client import refusals, store_of
 from zexport.store.retries import steadily
@@ -54,6 +55,8 @@ def forget_listings() -> None:
 
 def head(address: Address) -> Version:
     """The version of an object as it is now."""
+    if address.is_on_node:
+        return node_files.head(address)
     import obstore
 
     with refusals(address):
@@ -71,6 +74,8 @@ def get(address: Address, start: int, stop: int, etag: str = "") -> tuple[Versio
 
     With ``etag``, of this very content: another is refused.
     """
+    if address.is_on_node:
+        return node_files.get(address, start, stop)
     import obstore
 
     options: Any = {"range": (start, stop)} | ({"if_match": etag} if etag else {})
@@ -155,15 +160,18 @@ def listing(folder: Address) -> Listing:
     """
     if (known := _listed_lately(folder)) is not None:
         return known
+    fresh = Listing(*node_files.listing(folder)) if folder.is_on_node else _listing(folder)
+    _Recent.listings[folder] = time.monotonic(), fresh
+    return fresh
+
+
+def _listing(folder: Address) -> Listing:
     import obstore
 
-    recent = _Recent.listings
     with refusals(folder):
         found = obstore.list_with_delimiter(store_of(folder.root_url), folder.key or None)
     files = {_name(one["path"]): version_of_meta(one) for one in found["objects"]}
-    fresh = Listing(files, frozenset(map(_name, found["common_prefixes"])))
-    recent[folder] = time.monotonic(), fresh
-    return fresh
+    return Listing(files, frozenset(map(_name, found["common_prefixes"])))
 
 
 def list_below(folder: Address) -> None:
@@ -194,6 +202,9 @@ def _name(key: str) -> str:
 def below(folder: Address) -> Iterator[Address]:
     """Every object below a folder, at any depth, sorted."""
     top = Address(folder.root_url)
+    if folder.is_on_node:
+        yield from (top / key for key in node_files.below(folder))
+        return
     yield from (top / key for key in sorted(meta["path"] for meta in _metas(folder)))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
+from uuid import uuid4
 
 from zexport.errors import OutputError
 from zexport.store.address import Address
@@ -116,24 +117,48 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         _release(lock)
 
 
-def locked_part(target: Path, number: int) -> AbstractContextManager[None]:
-    """Hold the lock of one of several workers on ``target`` while the process lives."""
+def locked_part(
+    target: Path, number: int, *, seconds: float = _LOCK_SECONDS
+) -> AbstractContextManager[None]:
+    """Hold the lock of one of several workers on ``target``; wait for it ``seconds`` at most."""
     if isinstance(target, Address):
         return nullcontext()
     path = _beside(target, f"{_PARTIAL}.part-{number}.lock")
-    return locked_file(path, target, f"another process writes part {number} of this folder")
+    held = f"another process writes part {number} of this folder"
+    return locked_file(path, target, held, seconds=seconds)
+
+
+def locked_parts(target: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the process that has all parts of ``target`` written by others."""
+    path = _beside(target, f"{_PARTIAL}.part-all.lock")
+    return locked_file(path, target, "another process has this folder written by a cluster")
 
 
 @contextmanager
-def locked_file(path: Path, target: Path, held: str) -> Iterator[None]:
+def locked_file(
+    path: Path, target: Path, held: str, *, seconds: float = _LOCK_SECONDS
+) -> Iterator[None]:
     """Hold a lock while the process lives; ``held`` says of ``target`` that another holds it."""
-    lock = _taken(path, target, held)
+    lock = _taken(path, target, held, seconds)
     try:
         yield
     finally:
         with suppress(OSError):
             path.unlink()
         _release(lock)
+
+
+@contextmanager
+def marked(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` of a name that there never was: who sees it sees that folder."""
+    path = _beside(target, f"{_PARTIAL}.{uuid4().hex}.mark")
+    with writing(path):
+        path.touch(exist_ok=False)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 def check_no_parts(target: Path) -> None:
@@ -150,7 +175,7 @@ def parts_at_work(target: Path) -> tuple[int, ...]:
     if isinstance(target, Address):
         return ()
     found = []
-    for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "*.lock"):
+    for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "[0-9]*.lock"):
         try:
             lock = _taken(path, target, "held", seconds=0)
         except OutputError:

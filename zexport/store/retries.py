@@ -41,6 +41,11 @@ def steadily(act: Callable[[], _T], *, recover: Callable[[], None] | None = None
     return act()
 
 
+def may_pass(cause: BaseException | None) -> bool:
+    """Whether it is the system's refusal of a storage that falters, so that a later try may go."""
+    return isinstance(cause, OSError) and cause.errno in _FALTERING
+
+
 def _once(recover: Callable[[], None]) -> None:
     """Recovery that fails for a moment is left to the next try."""
     try:

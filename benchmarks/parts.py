@@ -1,0 +1,105 @@
+"""Several workers of one folder: do n of them take an nth of the time?
+
+``python -m benchmarks.parts`` forks workers whose reading is throttled, each to the same rate, as
+storage does that gives every machine its share: so they need hardly any processor, and sixteen of
+them fit on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import Any
+
+from tests.support.sparse_checkpoint import write_sparse_zero3
+from zexport import open_checkpoint, plan_export
+from zexport.options import ExportOptions
+from zexport.plan.plan import ExportPlan
+from zexport.run.parts import run_part
+from zexport.run.shares import Share, shares_of
+from zexport.store import files
+
+
+class _Throttle:
+    """Lets bytes through at a rate, to all threads of this process together."""
+
+    def __init__(self, nbytes_a_second: float) -> None:
+        self._rate = nbytes_a_second
+        self._lock = Lock()
+        self._free_at = 0.0
+        self.first = 0.0
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self.first = self.first or time.time()
+            self._free_at = max(self._free_at, time.time()) + nbytes / self._rate
+            wait = self._free_at - time.time()
+        time.sleep(max(wait, 0.0))
+
+
+def _worker(plan: ExportPlan, share: Share, rate: float, told: Any) -> None:
+    throttle, whole = _Throttle(rate), files.LocalInput.read
+
+    def read(self: files.LocalInput, offset: int, part: memoryview) -> int:
+        if self.path.suffix == ".pt":
+            throttle(part.nbytes)
+        return whole(self, offset, part)
+
+    files.LocalInput.read = read  # type: ignore[method-assign]
+    report = run_part(plan, share)
+    told.put((throttle.first, time.time(), report.nbytes_read))
+
+
+def workers(work: Path, counts: Sequence[int], rate: float, numel: int) -> None:
+    """From the first data byte to publication: at most 1.1/n of one worker's time."""
+    shapes = {f"model.layers.{n}.weight": (numel // 16 // 1024, 1024) for n in range(16)}
+    write_sparse_zero3(work / "ckpt", shapes, 8)
+    context, alone = get_context("fork"), 0.0
+    for count in counts:
+        out = work / f"out{count}"
+        plan = plan_export(open_checkpoint(work / "ckpt"), out, ExportOptions(jobs=1))
+        told = context.Queue()
+        each = [
+            context.Process(target=_worker, args=(plan, Share(n, count), rate, told))
+            for n in range(1, count + 1)
+        ]
+        for process in each:
+            process.start()
+        found = [told.get() for _ in each]
+        for process in each:
+            process.join()
+        seconds = max(end for _, end, _ in found) - min(first for first, _, _ in found)
+        alone = alone or seconds * count
+        nbytes = [sum(s.nbytes for s in share) for share in shares_of(plan, count)]
+        apart = max(nbytes) / min(nbytes) - 1
+        _tell(
+            f"{count} workers: {seconds:.1f} s, {seconds * count / alone:.3f}/n of one alone; "
+            f"bytes of parts {100 * apart:.2f} % apart"
+        )
+        shutil.rmtree(out)
+
+
+def _tell(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def main() -> None:
+    """Print the figure of each number of workers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rate", type=float, default=1e5, help="bytes a second of each worker")
+    parser.add_argument("--numel", type=int, default=4 << 20, help="parameters")
+    parser.add_argument("--work", type=Path, help="where the files go, such as /dev/shm")
+    options = parser.parse_args()
+    with TemporaryDirectory(dir=options.work, prefix="zexport-parts-") as scratch:
+        workers(Path(scratch), options.counts, options.rate, options.numel)
+
+
+if __name__ == "__main__":
+    main()

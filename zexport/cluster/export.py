@@ -1,0 +1,123 @@
+"""A folder made by the nodes of a Ray cluster: begun and published here, written by all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from zexport.api.parts import Request, check_engine
+from zexport.cluster.connection import Node, ask, connected
+from zexport.cluster.sights import Places, survey
+from zexport.cluster.tasks import Order, Task, perform_all
+from zexport.plan.plan import ExportPlan
+from zexport.printable import some
+from zexport.run.execute import ExportReport
+from zexport.run.parts import begun_parts, finish_parts
+from zexport.run.progress import Progress
+from zexport.run.readback import VerifyMode
+from zexport.run.shares import Share, shares_of
+from zexport.run.staging import real_path
+from zexport.store import node_files
+from zexport.store.address import local_path, place
+from zexport.store.client import options_in_use
+from zexport.store.folders import absolute
+from zexport.store.json import values_of
+from zexport.store.publish import marked, parents
+
+_PARTS_MIN = 2
+"""A folder that was begun for one part is one process's own, and not gone on with by others."""
+
+
+class Crew:
+    """The nodes of a cluster that make one folder together.
+
+    Attributes:
+        checkpoint: where it lies for all of them: what was given, or an address for each node
+            that keeps a part of it on its own disk.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.checkpoint = places.checkpoint
+        self._places = places
+
+    def run(
+        self,
+        plan: ExportPlan,
+        request: Request,
+        *,
+        verify: VerifyMode = VerifyMode.READBACK,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> ExportReport:
+        """Have a plan of ``checkpoint`` done: the folder is byte for byte that of one process.
+
+        What is finished when this fails or is interrupted stays, and the same call goes on from
+        there. No task is left running.
+
+        Raises:
+            OutputError: the folder cannot be made, another process has it written, or nodes were
+                lost that no other can take the place of.
+            ZexportError: as ``zexport.run_export`` does.
+        """
+        began = time.monotonic()
+        check_engine(plan)
+        writing = self._writing_nodes()
+        cores = min(plan.jobs, *(node.cores for node in writing)) if writing else plan.jobs
+        count = sum(node.cores // cores for node in writing)
+        count = len(self._places.nodes) if self._places.are_apart else max(count, _PARTS_MIN)
+        with begun_parts(plan, count, values_of(request)) as parts:
+            order = Order(request, absolute(plan.out_dir), verify, dict(options_in_use()))
+            written = perform_all(order, self._tasks(plan, parts, cores), progress)
+            done = finish_parts(plan, verify=verify)
+        return replace(
+            done,
+            nbytes_read=done.nbytes_read + sum(one.nbytes_read for one in written),
+            seconds=time.monotonic() - began,
+            warnings=(*done.warnings, *self._warnings()),
+        )
+
+    def _writing_nodes(self) -> list[Node]:
+        """Those with a core at least, which a head node often has not."""
+        return [node for node in self._places.nodes if node.cores]
+
+    def _tasks(self, plan: ExportPlan, parts: int, cores: int) -> list[Task]:
+        """A task for each share; where nodes have files of their own, each gets what it has."""
+        places = self._places
+        nbytes = [sum(one.nbytes for one in share) for share in shares_of(plan, parts)]
+        return [
+            Task(Share(n, parts), size, min(cores, own.cores), node=own)
+            if own is not None
+            else Task(Share(n, parts), size, cores, avoided=places.left_out)
+            for n, size in enumerate(nbytes, start=1)
+            for own in (places.nodes[n - 1] if places.are_apart else None,)
+        ]
+
+    def _warnings(self) -> Iterator[str]:
+        if left_out := [node.host for node in self._places.left_out]:
+            yield (
+                f"{len(left_out)} nodes do not see the checkpoint and wrote nothing of it: "
+                f"{some(left_out, 8)}"
+            )
+
+
+@contextmanager
+def gathered(address: str, checkpoint: Sequence[Path], out_dir: Path) -> Iterator[Crew]:
+    """A block in which the nodes of a cluster are there to make ``out_dir``.
+
+    Args:
+        address: ``local``, ``auto``, or a cluster's address, as ``ray.init`` takes it.
+        checkpoint: as for ``zexport.open_checkpoint``, where it lies on the nodes.
+        out_dir: a folder that all nodes see.
+
+    Raises:
+        UsageError: no cluster is found, Ray is not installed, or a node has another zexport.
+        OutputError: a node does not see where ``out_dir`` is to lie, or does not answer.
+    """
+    target = real_path(local_path(out_dir))
+    paths = [absolute(place(path)) for path in checkpoint]
+    with connected(address), parents(target.parent), node_files.used(ask):
+        with marked(target) as mark:
+            places = survey(paths, mark)
+        yield Crew(places)
