@@ -149,7 +149,8 @@ def diff_tensors(
 
     files = {file.path: file for file in (*a_weights.files, *b_weights.files)}
     with SourceReader(files.values()) as reader:
-        sums = sums_of(filter(_may_be_compared, pairs), reader, jobs, tell)
+        alike = (pair for pair in pairs if pair.numel > 0 or pair.a.shape == pair.b.shape)
+        sums = sums_of(alike, reader, jobs, tell)
         first = {pair: _judged(pair, sums.get(pair)) for pair in pairs}
         look = SecondLook(sums, reader, jobs)
         found = [*_looked_at(first, look), *_alone(a_alone, b_alone, look)]
@@ -178,10 +179,6 @@ def _compared(a: ModelWeights, b: ModelWeights) -> str:
     if has_rank_files(a.path) or has_rank_files(b.path):
         return f"{files}; --states compares the rank files beside it"
     return files
-
-
-def _may_be_compared(pair: Pair) -> bool:
-    return pair.numel > 0 or pair.a.shape == pair.b.shape
 
 
 def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:

@@ -136,8 +136,14 @@ def _open_weights(path: Path) -> ModelWeights:
 
 def _weight_files(path: Path) -> dict[Path, set[str]]:
     """The files that hold the weights, and the names that an index promises of each."""
+    if is_file(path) and path.match(_INDEX_PATTERN):
+        if not (listed := read_index(path, _FETCH_AGAIN)):
+            raise DamagedCheckpointError(
+                "is an index without weight_map", path=path, hint=_FETCH_AGAIN
+            )
+        return listed
     if is_file(path):
-        return _indexed(path) if path.match(_INDEX_PATTERN) else {path: set()}
+        return {path: set()}
     if weights := weights_file(path):
         return _weight_files(weights)
     if others := matching(path, _TORCH_PATTERN):
@@ -172,10 +178,3 @@ def _lack(path: Path) -> str:
         children(path)  # which says so where the folder may not be read
         return "holds no safetensors weights"
     return "is neither a folder nor a regular file" if exists(path) else "does not exist"
-
-
-def _indexed(path: Path) -> dict[Path, set[str]]:
-    listed = read_index(path, _FETCH_AGAIN)
-    if not listed:
-        raise DamagedCheckpointError("is an index without weight_map", path=path, hint=_FETCH_AGAIN)
-    return listed

@@ -49,16 +49,13 @@ def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
             if are_adapters:
                 yield from _of_adapters(one, other)
             else:
-                yield from _of_configs(ConfigFile(a / name, one), ConfigFile(b / name, other))
+                sides = ConfigFile(a / name, one), ConfigFile(b / name, other)
+                for found in disagreements(run_statements(*sides, "B")):
+                    for about, (left, right, *_) in found.statements.items():
+                        yield Setting(f"{CONFIG}: {about}", str(left.value), str(right.value))
     beside = [str(exists(side / ADAPTER_FILE)) for side in (a, b)]
     if not are_adapters and len({*beside}) > 1:
         yield Setting(f"{ADAPTER_FILE} beside the model", *beside)
-
-
-def _of_configs(a: ConfigFile, b: ConfigFile) -> Iterator[Setting]:
-    for found in disagreements(run_statements(a, b, "B")):
-        for about, (one, other, *_) in found.statements.items():
-            yield Setting(f"{CONFIG}: {about}", str(one.value), str(other.value))
 
 
 def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 
 from zexport.errors import ZexportError
@@ -123,7 +123,8 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
         for key in _CHOICES:
             yield Statement(Fact.PATCHES, config.get(key), CONFIG, key)
             yield Statement(Fact.PATCHES, content.get(key), name, key)
-        made, due = _side(_image_size(content)), _side(vision.get("image_size"))
+        brought_to = content.get("crop_size" if content.get("do_center_crop") else "size")
+        made, due = _side(brought_to), _side(vision.get("image_size"))
         if made is not None and due is not None:
             yield Statement(Fact.IMAGE_SIZE, due, CONFIG)
             yield Statement(Fact.IMAGE_SIZE, made, name)
@@ -233,12 +234,6 @@ def _hidden_size(config: ConfigFile) -> Json:
     inner = content.get("text_config")
     tables = (content, inner if isinstance(inner, dict) else {})
     return next((table[key] for table in tables for key in _HIDDEN if key in table), None)
-
-
-def _image_size(content: Mapping[str, Json]) -> Json:
-    """The size that images are brought to, where it is one for both sides."""
-    key = "crop_size" if content.get("do_center_crop") else "size"
-    return content.get(key)
 
 
 def _side(size: Json) -> int | None:

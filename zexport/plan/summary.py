@@ -14,7 +14,7 @@ from zexport.options import ExportOptions, ReshardOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin
 from zexport.ranges.calculator import held_nbytes
 from zexport.ranges.computed import updates_in
-from zexport.store.files import version
+from zexport.store.files import reading, version
 from zexport.store.json import Natural
 
 _PROCESS_NBYTES = 96 << 20
@@ -164,9 +164,11 @@ def summarize(plan: ExportPlan) -> PlanSummary:
 
 def side_nbytes(plan: ExportPlan) -> dict[str, int]:
     """The sizes of the files beside the shards, by name; those that are copied are looked at."""
-    return {
-        side.filename: len(side.content or b"")
-        if side.origin is None
-        else version(side.origin).nbytes
-        for side in plan.side_files
-    }
+    nbytes = {}
+    for side in plan.side_files:
+        if side.origin is None:
+            nbytes[side.filename] = len(side.content or b"")
+        else:
+            with reading(side.origin):
+                nbytes[side.filename] = version(side.origin).nbytes
+    return nbytes

@@ -149,18 +149,14 @@ def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[st
     except CheckpointError:
         return  # it is copied, and told of as not looked into
     epoch = value.get("last_epoch") if isinstance(value, dict) else None
+    there = f"{step:,} times their number on others"
+    if ranks.after is not None:
+        there = f"{step * ranks.after:,} on {ranks.after:,} ranks"
     if type(epoch) is int and epoch == step * ranks.before:
         yield (
             f"{_SCHEDULER} counts ranks x updates ({epoch:,} = {ranks.before:,} x {step:,}) and is "
-            "copied as it is: a schedule made for all ranks' steps stands at "
-            + _steps_of(ranks.after, step)
+            f"copied as it is: a schedule made for all ranks' steps stands at {there}"
         )
-
-
-def _steps_of(ranks: int | None, step: int) -> str:
-    if ranks is None:
-        return f"{step:,} times their number on others"
-    return f"{step * ranks:,} on {ranks:,} ranks"
 
 
 def _for_train(

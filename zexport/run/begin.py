@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from zexport.errors import OutputError
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
+from zexport.plan.summary import side_nbytes
 from zexport.printable import some
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
@@ -25,7 +26,6 @@ from zexport.store.files import (
     open_regular,
     reading,
     sync_path,
-    version,
     writing,
 )
 from zexport.store.folders import is_file
@@ -134,7 +134,7 @@ def entry_of(side: SideFile) -> FileEntry:
 def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: JsonObject) -> None:
     """Take all the room, write the small files, and say what the folder was begun for."""
     plan, folder = work.plan, work.folder
-    sides = sum(map(_side_nbytes, plan.side_files))
+    sides = sum(side_nbytes(plan).values())
     check_space(folder, sum(file.nbytes for file in rest) + sides + _notes_nbytes(plan))
     entries = write_sides(work, [side for side in plan.side_files if side not in work.last_sides])
     _reserve(rest, folder)
@@ -188,13 +188,6 @@ def _notes_nbytes(plan: ExportPlan) -> int:
     )
     provenance = len(json.dumps(dict(plan.provenance)))
     return 2 * (tensors + provenance + _SOURCE_NBYTES * len(plan.sources) + _FIXED_NBYTES)
-
-
-def _side_nbytes(side: SideFile) -> int:
-    if side.origin is None:
-        return len(side.content or b"")
-    with reading(side.origin):
-        return version(side.origin).nbytes
 
 
 def side_content(side: SideFile) -> Iterator[bytes]:

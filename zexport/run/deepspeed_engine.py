@@ -14,16 +14,15 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.extras import to_install
 from zexport.formats.inert import Global
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.plan.plan import TensorPlan
-from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Window
 from zexport.ranges.ledger import Ledger
 from zexport.ranges.mosaic import Mosaic
@@ -89,18 +88,6 @@ def open_reference(
         yield _Reference(tag_dir, _run_converter(root, tag), sources, stored)
 
 
-class _Wanted(Struct, frozen=True):
-    """A tensor that the converter should give: its name in the checkpoint, and how it is stored."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-
-    @classmethod
-    def of_stored(cls, tensor: StoredTensor) -> _Wanted:
-        return cls(tensor.name, tensor.shape, tensor.dtype)
-
-
 class _Reference:
     """The converter's state dict as a ``TensorReader``; holds one tensor at a time."""
 
@@ -111,7 +98,7 @@ class _Reference:
         sources: SourceReader,
         stored: Iterable[StoredTensor],
     ) -> None:
-        self._wanted = {id(tensor.source): _Wanted.of_stored(tensor) for tensor in stored}
+        self._wanted = {id(tensor.source): tensor for tensor in stored}
         self._tag_dir = tag_dir
         self._state = state
         self._sources = sources
@@ -142,9 +129,9 @@ class _Reference:
                 buffer[filled : filled + extent.nbytes] = part
                 filled += extent.nbytes
 
-    def _in_names(self, tensor: TensorPlan) -> tuple[dict[Path, _Wanted], ByteSource]:
+    def _in_names(self, tensor: TensorPlan) -> tuple[dict[Path, StoredTensor], ByteSource]:
         """The tensor as ranges of tensors of DeepSpeed's, whose names stand for files."""
-        named: dict[Path, _Wanted] = {}
+        named: dict[Path, StoredTensor] = {}
 
         def in_names(source: ByteSource) -> ByteSource | None:
             if id(source) in self._wanted:
@@ -166,17 +153,19 @@ class _Reference:
 
         if (places := in_names(tensor.source)) is not None:
             return named, places
-        wanted = _Wanted(tensor.stored_name, tensor.shape, tensor.stored_dtype)
+        wanted = StoredTensor(
+            tensor.stored_name, tensor.shape, tensor.stored_dtype, Role.TRAINABLE, tensor.source
+        )
         return {Path(wanted.name): wanted}, Extent(Path(wanted.name), 0, tensor.source.nbytes)
 
-    def _hold(self, wanted: _Wanted) -> memoryview:
+    def _hold(self, wanted: StoredTensor) -> memoryview:
         """All bytes of a tensor of DeepSpeed's; it stays until another is asked for."""
         if self._held is None or self._held[0] != wanted.name:
             self._held = None  # so that two large tensors are never held at once
             self._held = wanted.name, _flat_bytes(self._stored(wanted)).numpy().data
         return self._held[1]
 
-    def _stored(self, tensor: _Wanted) -> torch.Tensor:
+    def _stored(self, tensor: StoredTensor) -> torch.Tensor:
         """The whole tensor, in the shape and the element type that are stored."""
         import torch  # noqa: PLC0415 - takes seconds
 

@@ -26,11 +26,6 @@ class Piece(Struct, frozen=True):
     last: int
 
     @property
-    def stored_nbytes(self) -> int:
-        """Bytes in the checkpoint."""
-        return (self.last - self.first) * self.tensor.stored_dtype.itemsize
-
-    @property
     def nbytes(self) -> int:
         """Bytes in the output."""
         return (self.last - self.first) * self.tensor.dtype.itemsize
@@ -185,7 +180,9 @@ def convert(
 ) -> Statistics:
     """Fill ``out`` with a piece's bytes as written, and say what was seen of its values."""
     tensor = piece.tensor
-    source = out if tensor.dtype is tensor.stored_dtype else stored[: piece.stored_nbytes]
-    reader.read_into(tensor, piece.first * tensor.stored_dtype.itemsize, source, ledger)
+    size = tensor.stored_dtype.itemsize
+    is_cast = tensor.dtype is not tensor.stored_dtype
+    source = stored[: (piece.last - piece.first) * size] if is_cast else out
+    reader.read_into(tensor, piece.first * size, source, ledger)
     cast_into(source, tensor.stored_dtype, tensor.dtype, out)
     return statistics_of(source, tensor.stored_dtype, tensor.dtype, out)

@@ -126,8 +126,13 @@ def _filled_in_place(
 
 
 def clear_up(partial: Path, error: BaseException) -> None:
-    """Keep the finished shards where a rerun may succeed; else leave nothing."""
-    finished = finished_files(partial) if _may_pass(error) else ()
+    """Keep the finished shards where a rerun may succeed; else leave nothing.
+
+    It may where the cause lies with the user or the system, not in what was read or written.
+    """
+    is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
+    may_pass = is_interrupt or isinstance(error.__cause__, OSError)
+    finished = finished_files(partial) if may_pass else ()
     if not finished:
         with suppress(OSError):
             remove(partial)
@@ -136,12 +141,6 @@ def clear_up(partial: Path, error: BaseException) -> None:
         drop_unfinished(partial)
     count = f"{len(finished)} finished shard{'s' * (len(finished) > 1)}"
     error.add_note(f"Kept {count} in {partial}: the same command goes on from there.")
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the cause lies with the user or the system, and not in what was read or written."""
-    is_interrupt = not isinstance(error, Exception) or isinstance(error, MemoryError)
-    return is_interrupt or isinstance(error.__cause__, OSError)
 
 
 _RANK_FILES = ("*.pt",)
@@ -213,7 +212,9 @@ def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool = False)
     with writing(target):
         is_there, is_a_folder, is_a_mount = exists(target), is_folder(target), is_mount(target)
         holds_something = is_a_folder and bool(children(target))
-        holds_checkpoint = is_a_folder and _holds_checkpoint(target)
+        holds_checkpoint = is_a_folder and (
+            is_tag_dir(target) or bool(list_tags(target) or list_run_checkpoints(target))
+        )
         holds_older = holds_checkpoint and is_checkpoint and _is_resharded(target)
     if is_there and not is_a_folder:
         raise OutputError("is not a folder", path=target, hint="Choose another name")
@@ -242,10 +243,6 @@ def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool = False)
             path=target,
             hint="Choose another name, or remove it yourself",
         )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return is_tag_dir(folder) or bool(list_tags(folder) or list_run_checkpoints(folder))
 
 
 def _is_resharded(folder: Path) -> bool:

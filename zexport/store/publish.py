@@ -257,7 +257,8 @@ def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str
     """Give the folder its name, or leave everything under the names that it had."""
     if isinstance(target, Address):
         return
-    _sync_all(partial)
+    for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # files before their folders
+        sync_path(path)
     if not (overwrite and target.exists()):
         _rename_for_good(partial, target)
         return
@@ -298,10 +299,3 @@ def _rename_for_good(folder: Path, name: Path) -> None:
     except BaseException:  # Ctrl-C while it syncs, too: a name that may not last is none
         name.rename(folder)
         raise
-
-
-def _sync_all(folder: Path) -> None:
-    """Put every file on the disk, then the folders that name them."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        sync_path(path)
-    sync_path(folder)

@@ -49,12 +49,13 @@ def train_steps(
         lr = saver.engine.get_lr()[0]
         losses.append(_step(saver, corpus, place))
         log.add(place.step, losses[-1], lr)
-        if len(losses) == 1 or place.step % every == 0 or place.step == options.steps:
+        is_last = place.step == options.steps
+        if len(losses) == 1 or place.step % every == 0 or is_last:
             say(f"step {place.step}/{options.steps} loss {losses[-1]:.4f} lr {lr:.3g}")
-        if _save_is_due(place.step, options):
+        if is_last or (options.save_every > 0 and place.step % options.save_every == 0):
             tag = tag_of(place.step)
             failure = saver.save(tag, _client_state(place, corpus, saver.ranks))
-            goes_on = ", training goes on" if place.step < options.steps else ""
+            goes_on = "" if is_last else ", training goes on"
             say(f"{tag} not saved{goes_on}: {failure}" if failure else f"saved {tag}")
     checkpoints = tags_in(options.out if options.partitioned else options.out / GATHERED)
     return TrainSummary(
@@ -69,10 +70,6 @@ def train_steps(
         partitioned=options.partitioned,
         save_error=failure,
     )
-
-
-def _save_is_due(step: int, options: TrainOptions) -> bool:
-    return step == options.steps or (options.save_every > 0 and step % options.save_every == 0)
 
 
 def _step(saver: Saver, corpus: Corpus, place: Place) -> float:
