@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zexport.resume.batch import Batch, batch_of, told_of_batch
+from zexport.resume.changes import Batch, batch_of, told_of_batch
 
 
 @pytest.mark.parametrize(

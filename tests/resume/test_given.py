@@ -11,7 +11,7 @@ import pytest
 from tests.support.real_cases import FIXTURES
 from zexport import open_checkpoint
 from zexport.options import ReshardOptions
-from zexport.resume.given import told_of_given
+from zexport.resume.changes import told_of_given
 from zexport.resume.plan import plan_reshard
 
 _OWN = open_checkpoint(FIXTURES / "z3_w2_bf16" / "ckpt")

@@ -19,9 +19,8 @@ from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import ByteSource, paths_of
-from zexport.resume.batch import batch_of, told_of_batch
+from zexport.resume.changes import batch_of, told_of_batch, told_of_given
 from zexport.resume.folders import Beside, Ranks, beside, told_of_resuming
-from zexport.resume.given import told_of_given
 from zexport.resume.loaders import check_loadable, lost_in_loading, told_of_loading
 from zexport.resume.native import native_files
 from zexport.resume.read import read_state

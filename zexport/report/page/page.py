@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -22,7 +23,6 @@ from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import to_install
 from zexport.printable import shown
 from zexport.report.page.drawing import Drawn
-from zexport.report.page.names import group_name, grouped, pattern_of
 from zexport.report.page.treemap import Box
 from zexport.report.text import plural, size
 from zexport.store.files import open_regular, read_at, write_durably, writing
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _MARK = "<!doctype html>\n<!-- a page of zexport -->"
 _ROWS_WHOLE = 300
 """Up to so many tensors, the page lists each also without its script; of more, their patterns."""
+
+_NUMBERS = re.compile(r"\d+")
+_HOLE = "\x01"
+"""Where a number stood; no shown text has it."""
 
 
 class Mood(Enum):
@@ -189,15 +193,45 @@ def _hash(text: str) -> str:
 
 def _groups(rows: Sequence[Row]) -> Iterator[Row]:
     """One row for all tensors whose names differ in numbers alone; and their number."""
-    for places in grouped(row.name for row in rows).values():
+    for places in _grouped(row.name for row in rows).values():
         members = [rows[place] for place in places]
         cells = (
             same[0] if len(set(same)) == 1 else "various"
             for same in zip(*(row.cells for row in members), strict=True)
         )
         color = max(row.color for row in members)
-        name = group_name([row.name for row in members])
+        name = _group_name([row.name for row in members])
         yield Row(name, color, (f"{len(members):,}", *cells))
+
+
+def _pattern_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """A name without its numbers, and the numbers."""
+    text = shown(name)
+    return _NUMBERS.sub(_HOLE, text), tuple(_NUMBERS.findall(text))
+
+
+def _grouped(names: Iterable[str]) -> Mapping[str, list[int]]:
+    """The places of names by their pattern, in the order of their first."""
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        groups.setdefault(_pattern_of(name)[0], []).append(place)
+    return groups
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """One name for many of a pattern: ``layers.{0-31}.up``."""
+    if len(names) == 1:
+        return shown(names[0])
+    found = [_pattern_of(name) for name in names]
+    parts = found[0][0].split(_HOLE)
+    columns = zip(*(numbers for _, numbers in found), strict=True)
+    told = (_range(column) + part for column, part in zip(columns, parts[1:], strict=True))
+    return parts[0] + "".join(told)
+
+
+def _range(numbers: Sequence[str]) -> str:
+    different = sorted(set(numbers), key=lambda one: (len(one), one))
+    return different[0] if len(different) == 1 else f"{{{different[0]}-{different[-1]}}}"
 
 
 def _data(page: Page) -> str:
@@ -220,7 +254,7 @@ def _data(page: Page) -> str:
 def _names(rows: Sequence[Row]) -> Mapping[str, object]:
     """The names by their patterns: thousands of layers differ in numbers alone."""
     numbers: dict[str, int] = {}
-    found = [pattern_of(row.name) for row in rows]
+    found = [_pattern_of(row.name) for row in rows]
     for pattern, _ in found:
         numbers.setdefault(pattern, len(numbers))
     return {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
-from zexport.report.page.names import modules
+from zexport.printable import shown
 
 WIDTH, HEIGHT = 1000.0, 420.0
 _BOXES = 400
@@ -42,6 +42,11 @@ class Box(Struct, frozen=True):
     rect: Rect
 
 
+def _modules(name: str) -> tuple[str, ...]:
+    """The modules that a tensor is in, from the outermost, and its own last name."""
+    return tuple(shown(name).split("."))
+
+
 class _Node:
     """A module: its tensors by the next part of their names."""
 
@@ -56,13 +61,13 @@ class _Node:
         while len(groups) == 1 and len(self.leaves) > 1:
             by_name: dict[tuple[str, ...], list[Leaf]] = {}
             for leaf in self.leaves:
-                by_name.setdefault(modules(leaf.name)[: depth + 1], []).append(leaf)
+                by_name.setdefault(_modules(leaf.name)[: depth + 1], []).append(leaf)
             groups, depth = list(by_name.values()), depth + 1
-            if max(len(modules(leaf.name)) for leaf in self.leaves) < depth:
+            if max(len(_modules(leaf.name)) for leaf in self.leaves) < depth:
                 break
         groups.sort(key=lambda group: -sum(leaf.nbytes for leaf in group))
         rest = [leaf for group in groups[_PARTS:] for leaf in group]
-        found = [_Node(".".join(modules(g[0].name)[:depth]), g, depth) for g in groups[:_PARTS]]
+        found = [_Node(".".join(_modules(g[0].name)[:depth]), g, depth) for g in groups[:_PARTS]]
         if rest:
             found.append(_Node(self.name, rest, depth))
         return found if len(found) > 1 else []
