@@ -7,7 +7,7 @@ from typing import assert_type
 
 import zexport
 from zexport.findings import Finding
-from zexport.run.verify import Problem
+from zexport.run.made_again import Problem
 
 
 def the_whole_job(path: Path, out: Path) -> None:

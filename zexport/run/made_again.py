@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 
 from blake3 import blake3
+from msgspec import Struct
 
 from zexport import __version__
 from zexport.errors import VerificationError
@@ -17,13 +18,22 @@ from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.ledger import Ledger
 from zexport.run.begin import entry_of
 from zexport.run.finish import source_entries
-from zexport.run.manifest import MANIFEST_NAME, FileEntry, Manifest, is_as_written, read_manifest
-from zexport.run.pieces import Buffers, TensorReader, convert, pieces
+from zexport.run.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    SourceEntry,
+    is_as_written,
+    read_manifest,
+)
+from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Meter
 from zexport.run.shares import Share, shares_of
-from zexport.store.files import reading, version
+from zexport.run.written import is_safetensors
+from zexport.store.files import read_range, reading, version
 from zexport.store.folders import exists, is_file
 from zexport.store.json import values_of
+from zexport.weights.proof import WeightReader
 
 
 def digests_from_source(
@@ -52,6 +62,87 @@ def digests_from_source(
     ahead = announced(tensors, lambda tensor: tensor.nbytes, expect)
     with ThreadPoolExecutor(plan.jobs) as workers:
         yield from in_order(workers, digest_of, ahead, ahead=2 * plan.jobs)
+
+
+class Problem(Struct, frozen=True):
+    """One contradiction.
+
+    Attributes:
+        file: name of the file within the output folder; empty where it has none.
+        tensor: name of the tensor in the output; empty where it has none.
+        problem: what is wrong, without a full stop.
+    """
+
+    file: str
+    tensor: str
+    problem: str
+
+
+def source_problems(
+    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
+) -> list[Problem]:
+    """Where an export is not what the checkpoint gives, every tensor of which is made again."""
+    planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
+    values = "has other values in the checkpoint"
+    if manifest.provenance.get("from_base"):
+        values += ", or in the base"
+    problems = [
+        Problem("", name, "is in the checkpoint but not in the export")
+        for name in sorted(planned.keys() - manifest.tensors.keys())
+    ]
+    problems += [
+        Problem("", name, "is in the export but not in the checkpoint")
+        for name in sorted(manifest.tensors.keys() - planned.keys())
+    ]
+    with WeightReader.of_plan(plan) as files:
+        files.compare()
+        reader = FileReader(files)
+        ledger = reader.new_ledger()
+        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+        for tensor, digest in digests_from_source(plan, tensors, reader, ledger):
+            entry = manifest.tensors.get(tensor.name)
+            if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+                other = "has another shape or dtype in the checkpoint"
+                problems.append(Problem(entry.shard, tensor.name, other))
+            elif entry is not None and entry.blake3 != digest:
+                problems.append(Problem(entry.shard, tensor.name, values))
+            on_bytes(tensor.nbytes)
+        reader.take(ledger.ranges())
+        read = source_entries(plan, reader.finish())
+    again = {name for path, name in plan.source_names.items() if path in plan.pruned}
+    return problems or [*_source_file_problems(read, manifest, again)]
+
+
+def frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:
+    """Files of ranks that say something else beside their tensors than the checkpoint does."""
+    for file in plan.shards:
+        path = out_dir / file.filename
+        if not is_safetensors(file.filename) and is_file(path):
+            ways = (file.frame.pieces([number] * len(file.tensors)) for number in (0, 1))
+            known = (one for one, other in zip(*ways, strict=True) if one == other)
+            if any(read_range(path, offset, len(data)) != data for offset, data in known):
+                told = "has other settings, or other values that are no tensors, in the checkpoint"
+                yield Problem(file.filename, "", told)
+
+
+def _source_file_problems(
+    read: Iterable[SourceEntry], manifest: Manifest, again: Set[str]
+) -> Iterator[Problem]:
+    """Where the files that were read are not those that the manifest lists, though the tensors are.
+
+    A file of another modification time is the same file, if its bytes are: it may have been copied.
+    Those that were written ``again``, without the optimizer's states, are known by their tensors.
+    """
+    found = {entry.path: entry for entry in read}
+    listed = {entry.path: entry for entry in manifest.sources}
+    for path in found.keys() - listed:
+        yield Problem("", "", f"source {path} was not read for the export")
+    for path in listed.keys() - found:
+        yield Problem("", "", f"source {path} is not read any more")
+    for path in sorted((found.keys() & listed.keys()) - again):
+        now, then = found[path], listed[path]
+        if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
+            yield Problem("", "", f"source {path} is not what was read for the export")
 
 
 def looks_made(plan: ExportPlan, folder: Path) -> bool:

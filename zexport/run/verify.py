@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,38 +16,19 @@ from zexport.model.hub_cache import GivenBase
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
-from zexport.run.added import added_files
-from zexport.run.finish import source_entries
-from zexport.run.made_again import digests_from_source
+from zexport.run.made_again import Problem, frame_problems, source_problems
 from zexport.run.manifest import (
     MANIFEST_NAME,
     Manifest,
-    SourceEntry,
     is_as_written,
     read_manifest,
 )
-from zexport.run.pieces import FileReader
 from zexport.run.progress import Phase, Progress
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
-from zexport.store.files import read_range, read_regular, reading, version
-from zexport.store.folders import exists, is_file, matching
+from zexport.store.files import read_regular, reading, version
+from zexport.store.folders import exists, is_file, leaves, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART
-from zexport.weights.proof import WeightReader
-
-
-class Problem(Struct, frozen=True):
-    """One contradiction.
-
-    Attributes:
-        file: name of the file within the output folder; empty where it has none.
-        tensor: name of the tensor in the output; empty where it has none.
-        problem: what is wrong, without a full stop.
-    """
-
-    file: str
-    tensor: str
-    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +83,29 @@ INDEX_NAME = "model.safetensors.index.json"
 _OTHER_BYTES = "does not hold the bytes that were written"
 _SHARD_PATTERN = "*.safetensors"
 
+_WEIGHTS, _TOKENIZER = "other weights", "of a tokenizer"
+_ADDED = {
+    "adapter_config.json": "from_pretrained loads an adapter with it",
+    "adapter_model.*": "the weights of an adapter",
+    "chat_template*": "another chat template",
+    "*.jinja": "another chat template",
+    "*.py": "code",
+    "*.safetensors": _WEIGHTS,
+    "*model*.bin": _WEIGHTS,
+    "*.gguf": _WEIGHTS,
+    "*.h5": _WEIGHTS,
+    "*.msgpack": _WEIGHTS,
+    "*.index.json": _WEIGHTS,
+    "tokenizer*": _TOKENIZER,
+    "*vocab*": _TOKENIZER,
+    "merges.txt": _TOKENIZER,
+    "special_tokens_map.json": _TOKENIZER,
+    "added_tokens.json": _TOKENIZER,
+    "*config.json": "a configuration",
+    "modules.json": "an encoder is made of the model with it",
+}
+"""What files change by their names; the first that fits."""
+
 
 def verify_export(
     out_dir: Path,
@@ -139,7 +143,7 @@ def verify_export(
         problems += (one for one in found if one not in problems)
     if plan is not None:
         problems += source_problems(plan, manifest, told.add)
-        problems += _frame_problems(out_dir, plan)
+        problems += frame_problems(out_dir, plan)
     return VerifyReport(
         out_dir=out_dir,
         files=len(manifest.files),
@@ -150,7 +154,7 @@ def verify_export(
         compared_with=plan.origin if plan else None,
         is_checkpoint="settings" in manifest.provenance,
         by_manifest_alone=_by_manifest_alone(manifest, plan),
-        warnings=tuple(added_files(out_dir, manifest.files)),
+        warnings=tuple(_added_files(out_dir, manifest.files)),
         base=GivenBase.recorded(manifest.provenance.get("base")),
         notes=tuple(_told_then(manifest)),
     )
@@ -228,67 +232,73 @@ def _holding_tensors(manifest: Manifest) -> list[str]:
     return [name for name in own if name in told or (is_model and is_safetensors(name))]
 
 
-def _unlisted(out_dir: Path, manifest: Manifest) -> list[Problem]:
+def _unlisted(out_dir: Path, manifest: Manifest) -> Iterator[Problem]:
     """Files that would be loaded beside those that the manifest lists."""
     places = {(out_dir, _SHARD_PATTERN)}
     for name in _holding_tensors(manifest):
         if not is_safetensors(name):
             places.add(((out_dir / name).parent, f"*{Path(name).suffix}"))
     found = {path.relative_to(out_dir).as_posix() for at in places for path in matching(*at)}
-    return [
-        Problem(name, "", "is not listed in the manifest")
-        for name in sorted(found - manifest.files.keys())
-    ]
+    for name in sorted(found - manifest.files.keys()):
+        yield Problem(name, "", "is not listed in the manifest")
 
 
-def _header_problems(manifest: Manifest, headers: dict[str, WrittenFile]) -> list[Problem]:
+def _added_files(out_dir: Path, listed: Container[str]) -> Iterator[str]:
+    """What is to be known of files that the manifest does not list, where they change what loads.
+
+    Safetensors files beside the export's own are told as contradictions.
+    """
+    for path in leaves(out_dir):
+        name = path.relative_to(out_dir).as_posix()
+        kind = next((kind for pattern, kind in _ADDED.items() if path.match(pattern)), "")
+        if not kind or name in listed or name == MANIFEST_NAME:
+            continue
+        if path.parent != out_dir or path.suffix != ".safetensors":
+            yield f"{name} was added to the export and changes what loads: {kind}"
+
+
+def _header_problems(manifest: Manifest, headers: dict[str, WrittenFile]) -> Iterator[Problem]:
     """Where the headers and the manifest differ about a tensor."""
-    problems = []
     if not manifest.tensors:
-        problems.append(Problem(MANIFEST_NAME, "", "lists no tensor"))
+        yield Problem(MANIFEST_NAME, "", "lists no tensor")
     for shard, header in headers.items():
         for name, tensor in header.tensors.items():
             entry = manifest.tensors.get(name)
             if entry is None or entry.shard != shard:
-                problems.append(Problem(shard, name, "is not listed for this file"))
+                yield Problem(shard, name, "is not listed for this file")
             elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-                problems.append(Problem(shard, name, "has another shape or dtype than listed"))
+                yield Problem(shard, name, "has another shape or dtype than listed")
     for name, entry in manifest.tensors.items():
         there = headers.get(entry.shard)
         if there is not None and name not in there.tensors:
-            problems.append(Problem(entry.shard, name, "is listed but not in the file"))
+            yield Problem(entry.shard, name, "is listed but not in the file")
         elif entry.shard not in manifest.files or not is_of_tensors(entry.shard):
-            problems.append(Problem(entry.shard, name, "is listed in a file that is not"))
-    return problems
+            yield Problem(entry.shard, name, "is listed in a file that is not")
 
 
-def _index_problems(out_dir: Path, written: dict[str, WrittenFile]) -> list[Problem]:
+def _index_problems(out_dir: Path, written: dict[str, WrittenFile]) -> Iterator[Problem]:
     """Where the index and the headers differ; one shard of the plain name needs no index."""
     path = out_dir / INDEX_NAME
     own = {name for name in written if is_safetensors(name) and name not in FILES_APART}
     headers = {name: written[name] for name in sorted(own)}
     if not exists(path):
         if sum("/" not in name for name in headers) > 1:
-            return [Problem(INDEX_NAME, "", "is missing though there are several shards")]
-        return []
+            yield Problem(INDEX_NAME, "", "is missing though there are several shards")
+        return
     try:
         index = json.loads(read_regular(path, _INDEX_NBYTES_MAX) or b"")
         weight_map = msgspec.convert(index["weight_map"], dict[str, str])
         total_nbytes = index["metadata"]["total_size"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return [Problem(INDEX_NAME, "", f"is not an index: {type(error).__name__}: {error}")]
+        yield Problem(INDEX_NAME, "", f"is not an index: {type(error).__name__}: {error}")
+        return
     placed = {name: shard for shard, header in headers.items() for name in header.tensors}
-    problems = [
-        Problem(INDEX_NAME, name, "lies in another file than the index says")
-        for name in sorted(weight_map.keys() | placed.keys())
-        if weight_map.get(name) != placed.get(name)
-    ]
+    for name in sorted(weight_map.keys() | placed.keys()):
+        if weight_map.get(name) != placed.get(name):
+            yield Problem(INDEX_NAME, name, "lies in another file than the index says")
     nbytes = sum(t.nbytes for header in headers.values() for t in header.tensors.values())
     if total_nbytes != nbytes:
-        problems.append(
-            Problem(INDEX_NAME, "", f"total_size is {total_nbytes}, the shards hold {nbytes}")
-        )
-    return problems
+        yield Problem(INDEX_NAME, "", f"total_size is {total_nbytes}, the shards hold {nbytes}")
 
 
 def _byte_problems(
@@ -329,71 +339,4 @@ def _tensor_problems(
         listed = manifest.tensors.get(tensor)
         if listed is not None and listed.blake3 != digest:
             problems.append(Problem(name, tensor, "does not hold the values that were written"))
-    return problems
-
-
-def source_problems(
-    plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
-) -> list[Problem]:
-    """Where an export is not what the checkpoint gives, every tensor of which is made again."""
-    planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
-    values = "has other values in the checkpoint"
-    if manifest.provenance.get("from_base"):
-        values += ", or in the base"
-    problems = [
-        Problem("", name, "is in the checkpoint but not in the export")
-        for name in sorted(planned.keys() - manifest.tensors.keys())
-    ] + [
-        Problem("", name, "is in the export but not in the checkpoint")
-        for name in sorted(manifest.tensors.keys() - planned.keys())
-    ]
-    with WeightReader.of_plan(plan) as files:
-        files.compare()
-        reader = FileReader(files)
-        ledger = reader.new_ledger()
-        tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
-        for tensor, digest in digests_from_source(plan, tensors, reader, ledger):
-            entry = manifest.tensors.get(tensor.name)
-            if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-                other = "has another shape or dtype in the checkpoint"
-                problems.append(Problem(entry.shard, tensor.name, other))
-            elif entry is not None and entry.blake3 != digest:
-                problems.append(Problem(entry.shard, tensor.name, values))
-            on_bytes(tensor.nbytes)
-        reader.take(ledger.ranges())
-        read = source_entries(plan, reader.finish())
-    again = {name for path, name in plan.source_names.items() if path in plan.pruned}
-    return problems or _source_file_problems(read, manifest, again)
-
-
-def _frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:
-    """Files of ranks that say something else beside their tensors than the checkpoint does."""
-    for file in plan.shards:
-        path = out_dir / file.filename
-        if not is_safetensors(file.filename) and is_file(path):
-            ways = (file.frame.pieces([number] * len(file.tensors)) for number in (0, 1))
-            known = (one for one, other in zip(*ways, strict=True) if one == other)
-            if any(read_range(path, offset, len(data)) != data for offset, data in known):
-                told = "has other settings, or other values that are no tensors, in the checkpoint"
-                yield Problem(file.filename, "", told)
-
-
-def _source_file_problems(
-    read: Iterable[SourceEntry], manifest: Manifest, again: Set[str]
-) -> list[Problem]:
-    """Where the files that were read are not those that the manifest lists, though the tensors are.
-
-    A file of another modification time is the same file, if its bytes are: it may have been copied.
-    Those that were written ``again``, without the optimizer's states, are known by their tensors.
-    """
-    found = {entry.path: entry for entry in read}
-    listed = {entry.path: entry for entry in manifest.sources}
-    problems = [
-        Problem("", "", f"source {path} was not read for the export")
-        for path in found.keys() - listed
-    ] + [Problem("", "", f"source {path} is not read any more") for path in listed.keys() - found]
-    for path in sorted((found.keys() & listed.keys()) - again):
-        now, then = found[path], listed[path]
-        if (now.nbytes, now.blake3) != (then.nbytes, then.blake3):
-            problems.append(Problem("", "", f"source {path} is not what was read for the export"))
     return problems
