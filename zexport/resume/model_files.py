@@ -13,7 +13,7 @@ from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.stripes import Stripe, Stripes
-from zexport.resume.cuts import Place, flat_leaf
+from zexport.resume.optimizer_files import Place, flat_leaf
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, ModuleEntry, Parameter
 from zexport.resume.values import with_leaves, written

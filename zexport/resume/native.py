@@ -9,9 +9,8 @@ from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import UsageError
 from zexport.plan.plan import FilePlan, plan_torch_file
-from zexport.resume.cuts import Place, cuts_of
 from zexport.resume.model_files import ModelFiles
-from zexport.resume.optimizer_files import optimizer_value
+from zexport.resume.optimizer_files import Place, cuts_of, optimizer_value
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, TrainingState, is_of
 from zexport.resume.values import with_leaves

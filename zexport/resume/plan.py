@@ -65,7 +65,7 @@ class ReshardProvenance(Struct, frozen=True):
     warnings: tuple[str, ...] | UnsetType = UNSET
 
 
-class Recorded(Struct, frozen=True):
+class Decided(Struct, frozen=True):
     """What a resharding that was made was decided by, to be planned again."""
 
     settings: Settings
@@ -76,18 +76,18 @@ def plan_reshard(
     checkpoint: ZeroCheckpoint,
     out_dir: Path | str,
     options: ReshardOptions,
-    recorded: Recorded | None = None,
+    decided: Decided | None = None,
 ) -> ExportPlan:
     """The whole plan of a resharding; nothing is written.
 
-    ``recorded`` is what one that was made was decided by, in place of what options say.
+    ``decided`` is what one that was made was decided by, in place of what options say.
     """
     given: Mapping[str, object] | None
-    if recorded is None:
+    if decided is None:
         settings, told = _settled(checkpoint, options)
         given = values_of(read_json_object(options.ds_config)) if options.ds_config else None
     else:
-        settings, told, given = recorded.settings, (), recorded.ds_config
+        settings, told, given = decided.settings, (), decided.ds_config
     findings = raise_problems(checkpoint, options.allow)
     state = read_state(checkpoint)
     dropped = _dropped(state, options)
@@ -162,7 +162,7 @@ def plan_again(
         check=check,
     )
     given = msgspec.convert(manifest.provenance.get("ds_config"), dict[str, object] | None)
-    return plan_reshard(checkpoint, out_dir, options, Recorded(settings, given))
+    return plan_reshard(checkpoint, out_dir, options, Decided(settings, given))
 
 
 def _around(

@@ -22,9 +22,8 @@ from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import UnsafeError
 from zexport.formats.leaves import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
-from zexport.resume.cuts import Place
 from zexport.resume.model_files import ModelFiles
-from zexport.resume.optimizer_files import inner_of, kept_of_run, version_in
+from zexport.resume.optimizer_files import Place, inner_of, kept_of_run, version_in
 from zexport.resume.settings import TargetSettings, UniversalSettings
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
 from zexport.resume.values import with_leaves, written
