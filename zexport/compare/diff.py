@@ -24,7 +24,7 @@ from zexport.compare.verdict import Cause, Verdict, judge
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
-from zexport.run.progress import Phase, Progress
+from zexport.run.progress import Progress, Teller
 from zexport.store.folders import real
 from zexport.store.json import Natural
 
@@ -139,18 +139,11 @@ def diff_tensors(
     """How the tensors of two sides differ, wherever they lie."""
     a_weights, b_weights = weights
     pairs, a_alone, b_alone = _paired(a_weights, b_weights)
-    total, done = sum(pair.nbytes for pair in pairs), 0
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(Progress(done, total, Phase.VERIFY))
-
+    told = Teller(progress, sum(pair.nbytes for pair in pairs))
     files = {file.path: file for file in (*a_weights.files, *b_weights.files)}
     with SourceReader(files.values()) as reader:
         alike = (pair for pair in pairs if pair.numel > 0 or pair.a.shape == pair.b.shape)
-        sums = sums_of(alike, reader, jobs, tell)
+        sums = sums_of(alike, reader, jobs, told.add)
         first = {pair: _judged(pair, sums.get(pair)) for pair in pairs}
         look = SecondLook(sums, reader, jobs)
         found = [*_looked_at(first, look), *_alone(a_alone, b_alone, look)]

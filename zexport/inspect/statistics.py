@@ -20,7 +20,7 @@ from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportErro
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
-from zexport.run.progress import Phase, Progress
+from zexport.run.progress import Progress, Teller
 from zexport.weights.accounting import account
 from zexport.weights.proof import WeightReader
 
@@ -65,7 +65,7 @@ def measure(
     Memory does not grow with the tensors; every byte is read once, but for those of second copies.
     """
     sources = [(t, t.source) for t in checkpoint.tensors if t.source is not None]
-    done, total = 0, sum(source.nbytes for _, source in sources)
+    told = Teller(progress, sum(source.nbytes for _, source in sources))
     buffer = memoryview(mmap(-1, max(buffer_nbytes, 8)))
     with WeightReader(checkpoint.torch_files, checkpoint.replicas) as reader:
         problems = tuple(_problems(checkpoint, reader))
@@ -73,9 +73,7 @@ def measure(
         groups = groupby(_parts(sources, reader, buffer), key=lambda part: part[0])
         for (tensor, source), (_, parts) in zip(sources, groups, strict=True):
             found.append(_measured(tensor, (part for _, part in parts)))
-            done += source.nbytes
-            if progress is not None:
-                progress(Progress(done, total, Phase.VERIFY))
+            told.add(source.nbytes)
         reader.finish()
     return Measured(tuple(found), problems)
 

@@ -34,6 +34,21 @@ class Progress:
     nbytes_resumed: int = 0
 
 
+class Teller:
+    """Adds up bytes that are read to be compared, in the calling thread, and tells of them."""
+
+    def __init__(self, tell: Callable[[Progress], None] | None, nbytes_total: int) -> None:
+        self._tell = tell
+        self._total = nbytes_total
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Note bytes read."""
+        self._done += nbytes
+        if self._tell is not None:
+            self._tell(Progress(self._done, self._total, Phase.VERIFY))
+
+
 class Meter:
     """Adds up bytes from several threads, and tells of them one at a time, phase after phase.
 

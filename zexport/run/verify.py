@@ -23,7 +23,7 @@ from zexport.run.manifest import (
     is_as_written,
     read_manifest,
 )
-from zexport.run.progress import Phase, Progress
+from zexport.run.progress import Progress, Teller
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.store.files import read_regular, reading, version
 from zexport.store.folders import exists, is_file, leaves, matching
@@ -131,7 +131,7 @@ def verify_export(
     except VerificationError as error:
         unread = (Problem(MANIFEST_NAME, "", error.problem),)
         return VerifyReport(out_dir, 0, 0, plan is not None, unread)
-    told = _Teller(progress, _nbytes_to_read(manifest, plan))
+    told = Teller(progress, _nbytes_to_read(manifest, plan))
     headers, problems = _written(out_dir, manifest)
     if not is_as_written(out_dir):
         problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
@@ -185,20 +185,6 @@ def _by_manifest_alone(manifest: Manifest, plan: ExportPlan | None) -> tuple[str
     """The files that were held against nothing but the manifest."""
     of_tensors = () if plan is None else _holding_tensors(manifest)
     return tuple(sorted(manifest.files.keys() - {*of_tensors}))
-
-
-class _Teller:
-    """Adds up bytes, in the calling thread, and tells of them."""
-
-    def __init__(self, tell: Callable[[Progress], None] | None, nbytes_total: int) -> None:
-        self._tell = tell
-        self._total = nbytes_total
-        self._done = 0
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._tell is not None:
-            self._tell(Progress(self._done, self._total, Phase.VERIFY))
 
 
 def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
