@@ -42,7 +42,7 @@ from zexport.model.hub_layout import Box, HubLayout, HubTensor
 from zexport.options import ExportOptions
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.store.files import same_bytes
+from zexport.store.contents import same_bytes
 from zexport.train import launch
 from zexport.train.options import TrainOptions, TrainSummary, resumed
 from zexport.weights.autoep_experts import fuse_experts

@@ -27,7 +27,7 @@ from zexport.formats.pickles import Pickle
 from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.files import LFS_POINTER
+from zexport.store.contents import LFS_POINTER
 from zexport.store.versions import Version
 
 VALUE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5, dtype=torch.int16), "n": 7}

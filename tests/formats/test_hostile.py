@@ -42,7 +42,7 @@ from zexport.inspect.inspect import inspect_checkpoint
 from zexport.model.config import ConfigFile, mend_sizes
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
-from zexport.store import json as json_files
+from zexport.store import contents as json_files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _COMMAND = "touch {seen}"

@@ -27,7 +27,7 @@ from zexport.ranges.dtypes import DType
 from zexport.run import part
 from zexport.run.execute import run_plan
 from zexport.run.receipts import finished_files
-from zexport.store.files import write_durably
+from zexport.store.contents import write_durably
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -18,7 +18,8 @@ from zexport.ranges.digests import digest_file
 from zexport.ranges.extents import Extent
 from zexport.ranges.reader import SourceReader
 from zexport.store import retries
-from zexport.store.files import open_input, open_output, write_durably
+from zexport.store.contents import write_durably
+from zexport.store.files import open_input, open_output
 from zexport.store.retries import PAUSES_SECONDS, steadily, synced
 
 TRIES = len(PAUSES_SECONDS) + 1

@@ -24,7 +24,7 @@ from tests.support.train_runs import (
     trained,
 )
 from zexport.errors import CheckpointError, OutputError, TrainingError, UsageError
-from zexport.store.files import write_durably
+from zexport.store.contents import write_durably
 from zexport.train.launch import failure_of
 from zexport.train.options import TrainOptions, check_free
 from zexport.train.save import cause_of, recorded_failures

@@ -20,7 +20,7 @@ from zexport.model.fit import ModelNames, NamesUnknown, best_fit
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.store.files import LFS_POINTER
+from zexport.store.contents import LFS_POINTER
 from zexport.weights.base import Base
 from zexport.weights.hub_names import Selection, settle_names
 from zexport.weights.named import Weights

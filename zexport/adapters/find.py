@@ -25,8 +25,8 @@ from zexport.errors import (
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.printable import some
+from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file, matching
-from zexport.store.json import read_json_object
 from zexport.weights.named import PEFT_PREFIX, Weights
 
 

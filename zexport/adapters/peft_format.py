@@ -17,8 +17,9 @@ from zexport.checkpoint.layouts.patterns import match_whole
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file
-from zexport.store.json import Json, read_json_object
+from zexport.store.json import Json
 
 DEFAULT_ADAPTER = "default"
 """The name of an adapter that was given none; peft saves it without a folder of its own."""

@@ -27,7 +27,8 @@ from zexport.ranges.extents import paths_of
 from zexport.resume.pruned import Rewriting
 from zexport.run.execute import Progress, fill
 from zexport.run.receipts import drop_unfinished
-from zexport.store.files import reading, sync_path, version, write_durably, writing
+from zexport.store.contents import write_durably
+from zexport.store.files import reading, sync_path, version, writing
 from zexport.store.folders import (
     children,
     exists,

@@ -21,14 +21,8 @@ from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address
-from zexport.store.files import (
-    read_edition,
-    read_whole,
-    rewrite,
-    version,
-    write_durably,
-    writing,
-)
+from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
+from zexport.store.files import version, writing
 from zexport.store.folders import (
     exists,
     is_file,

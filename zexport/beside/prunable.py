@@ -18,9 +18,9 @@ from zexport.options import AdapterMode, ExportDType, ExportOptions
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, Manifest
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.files import version
 from zexport.store.folders import exists, is_file, is_link, is_mount, leaves
-from zexport.store.json import read_json_object
 
 _OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
 """Names of folders made for one checkpoint; a number alone, or a date, may be a run's."""

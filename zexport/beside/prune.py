@@ -27,7 +27,8 @@ from zexport.run.execute import Progress
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import clear_up
 from zexport.store.address import Address, place
-from zexport.store.files import read_whole, reading, version
+from zexport.store.contents import read_whole
+from zexport.store.files import reading, version
 from zexport.store.folders import absolute, is_file, is_folder, matching, real
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked, workplaces

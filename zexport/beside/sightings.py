@@ -20,9 +20,9 @@ from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.pruned import PREFIX, original_name
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.files import changed_ns, listed_version
 from zexport.store.folders import exists, leaves, list_below
-from zexport.store.json import read_json_object
 from zexport.store.versions import Version
 
 STILL_S = 600

@@ -20,7 +20,7 @@ from zexport.findings import FindingKind
 from zexport.formats.inert import Opaque
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
-from zexport.store.files import read_range
+from zexport.store.contents import read_range
 
 _STEP_BITS = 64
 _DECIDING = (

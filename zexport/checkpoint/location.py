@@ -12,7 +12,7 @@ from zexport.errors import DamagedCheckpointError, UnsafeError, UsageError
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.store.address import last_names
 from zexport.store.boundary import Boundary
-from zexport.store.files import read_regular
+from zexport.store.contents import read_regular
 from zexport.store.folders import is_file, real
 
 _LATEST_NBYTES_MAX = 4096

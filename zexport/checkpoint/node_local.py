@@ -16,7 +16,7 @@ from zexport.checkpoint.model_states import ModelStates, read_model_states
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
-from zexport.store.files import same_bytes
+from zexport.store.contents import same_bytes
 
 
 def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.files import read_regular, reading
+from zexport.store.contents import read_regular
+from zexport.store.files import reading
 from zexport.store.folders import is_file
 from zexport.store.json import SCHEMA, Natural
 

@@ -20,8 +20,9 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.printable import some
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.folders import children, is_file
-from zexport.store.json import Json, JsonObject, read_json_object
+from zexport.store.json import Json, JsonObject
 
 _STATE = "trainer_state.json"
 _TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)

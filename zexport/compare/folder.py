@@ -20,9 +20,9 @@ from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
-from zexport.store.json import read_json_object
 from zexport.weights.base import weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"

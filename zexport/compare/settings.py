@@ -16,8 +16,9 @@ from zexport.model.config import ConfigFile
 from zexport.model.config_facts import run_statements
 from zexport.model.hub_cache import plain_name
 from zexport.resume.state import CellState
+from zexport.store.contents import read_json_object
 from zexport.store.folders import exists, is_file
-from zexport.store.json import JsonObject, read_json_object
+from zexport.store.json import JsonObject
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _OF_BASE = ("base_model_name_or_path", "revision", "task_type")

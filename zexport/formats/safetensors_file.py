@@ -15,8 +15,8 @@ from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.formats.inert import MAX_NDIM, MAX_SIZE
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
-from zexport.store.files import LFS_POINTER, open_regular, reading, version_of
-from zexport.store.json import read_json_object
+from zexport.store.contents import LFS_POINTER, read_json_object
+from zexport.store.files import open_regular, reading, version_of
 from zexport.store.versions import Version
 
 HEADER_NBYTES_LIMIT = 100_000_000

@@ -22,7 +22,8 @@ from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.files import LFS_POINTER, OpenFile, version_of
+from zexport.store.contents import LFS_POINTER
+from zexport.store.files import OpenFile, version_of
 from zexport.store.object_files import ObjectBytes, ObjectReader
 from zexport.store.versions import Version
 

@@ -22,7 +22,8 @@ from zexport.model.config import ConfigFile
 from zexport.model.custom_code import modules_named
 from zexport.model.sidecars import BASE, MODULES, PROCESSOR, SENTENCE_CONFIGS, Files, Sidecars
 from zexport.model.tokenizer import content_of, read_tokenizer, table_of
-from zexport.store.json import Json, read_json_list, repeated_keys
+from zexport.store.contents import read_json_list, repeated_keys
+from zexport.store.json import Json
 
 _TOKENIZER_KEYS = re.compile(
     r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy|tokenizer_class"

@@ -14,7 +14,7 @@ from zexport.model.hub_cache import hub_id_of, is_hub_id, plain_name
 from zexport.model.sidecars import Sidecars, read_card
 from zexport.printable import printable
 from zexport.ranges.dtypes import DType
-from zexport.store.files import read_range
+from zexport.store.contents import read_range
 
 _TAGS = ("zexport", "deepspeed")
 _TASKS = (

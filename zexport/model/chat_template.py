@@ -13,8 +13,8 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import TOKENIZER_CONFIG
 from zexport.model.sidecars import BASE, CHAT_TEMPLATES, Files, Sidecars
-from zexport.store.files import read_regular
-from zexport.store.json import Json, read_json_object
+from zexport.store.contents import read_json_object, read_regular
+from zexport.store.json import Json
 
 TEMPLATE_FILES = (*CHAT_TEMPLATES, TOKENIZER_CONFIG)
 """Files that hold one, that first which goes before the others.

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.files import read_regular, reading, version
+from zexport.store.contents import read_regular
+from zexport.store.files import reading, version
 from zexport.store.folders import is_file
 from zexport.store.json import Json
 

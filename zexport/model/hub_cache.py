@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.store.address import last_names
-from zexport.store.files import read_regular, reading
+from zexport.store.contents import read_json_object, read_regular
+from zexport.store.files import reading
 from zexport.store.folders import exists, hub_cache_folder, is_folder, real
-from zexport.store.json import read_json_object
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")

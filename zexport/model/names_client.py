@@ -17,7 +17,7 @@ from typing import IO, Self, cast
 
 from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
-from zexport.store.files import read_regular
+from zexport.store.contents import read_regular
 from zexport.store.folders import cache_folder, matching, replace_content
 from zexport.store.json import JsonObject
 

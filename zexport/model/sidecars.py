@@ -24,9 +24,10 @@ from zexport.filenames import (
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
-from zexport.store.files import open_regular, read_range, version
+from zexport.store.contents import read_json_list, read_json_object, read_range
+from zexport.store.files import open_regular, version
 from zexport.store.folders import children, is_file, is_folder, matching, real
-from zexport.store.json import Json, read_json_list, read_json_object
+from zexport.store.json import Json
 
 _CARD_NBYTES_MAX = 64 << 10
 _COPIED_NBYTES_MAX = 1 << 30

@@ -12,8 +12,8 @@ from msgspec import Raw, Struct
 from zexport.errors import ZexportError
 from zexport.filenames import TOKENIZER
 from zexport.model.sidecars import Files
-from zexport.store.files import read_regular
-from zexport.store.json import JsonObject, read_json_object
+from zexport.store.contents import read_json_object, read_regular
+from zexport.store.json import JsonObject
 
 _NBYTES_MAX = 64 << 20
 _NUMBERED = re.compile(rb'("(?:[^"\\]|\\.)*+")\s*:\s*(\d{1,12})')

@@ -18,8 +18,8 @@ from zexport.errors import CheckpointError
 from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import SideFile
 from zexport.printable import some
+from zexport.store.contents import read_json_object
 from zexport.store.folders import children, exists, is_file, is_folder, leaves
-from zexport.store.json import read_json_object
 from zexport.train.options import OPTIONS_FILE, without_auto
 
 

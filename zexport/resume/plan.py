@@ -38,7 +38,8 @@ from zexport.resume.values import unwritable
 from zexport.resume.whole import join_cells
 from zexport.run.manifest import Manifest
 from zexport.store.address import place
-from zexport.store.json import JsonObject, read_json_object, values_of
+from zexport.store.contents import read_json_object
+from zexport.store.json import JsonObject, values_of
 from zexport.weights.accounting import Accounting, account
 
 

@@ -15,7 +15,7 @@ from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.ranks import WORLD_SIZE_MAX, models_of
 from zexport.errors import UsageError, ZexportError
 from zexport.options import ReshardOptions
-from zexport.store.json import read_json_object
+from zexport.store.contents import read_json_object
 
 _AUTO = "auto"
 SUB_GROUP_SIZE = 1_000_000_000

@@ -19,15 +19,8 @@ from zexport.run.readback import Checks, VerifyMode
 from zexport.run.receipts import Begun, Receipts
 from zexport.run.shares import Stretch, whole
 from zexport.store.address import Address
-from zexport.store.files import (
-    blocks,
-    check_space,
-    open_output,
-    open_regular,
-    reading,
-    sync_path,
-    writing,
-)
+from zexport.store.contents import blocks
+from zexport.store.files import check_space, open_output, open_regular, reading, sync_path, writing
 from zexport.store.folders import is_file
 from zexport.store.json import JsonObject
 from zexport.store.retries import steadily

@@ -30,7 +30,8 @@ from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, piece
 from zexport.run.progress import Meter
 from zexport.run.shares import Share, shares_of
 from zexport.run.written import is_safetensors
-from zexport.store.files import read_range, reading, version
+from zexport.store.contents import read_range
+from zexport.store.files import reading, version
 from zexport.store.folders import exists, is_file
 from zexport.store.json import values_of
 from zexport.weights.proof import WeightReader

@@ -17,7 +17,7 @@ from zexport import __version__
 from zexport.errors import VerificationError
 from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
-from zexport.store.files import read_regular
+from zexport.store.contents import read_regular
 from zexport.store.json import Json, Natural, plain_of
 
 MANIFEST_NAME = "zexport_manifest.json"

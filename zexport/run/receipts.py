@@ -26,7 +26,8 @@ from zexport.ranges.ledger import Range
 from zexport.run.manifest import FileEntry
 from zexport.run.shares import Stretch
 from zexport.store.address import Address
-from zexport.store.files import changed_ns, read_whole, version, write_durably, writing
+from zexport.store.contents import read_whole, write_durably
+from zexport.store.files import changed_ns, version, writing
 from zexport.store.folders import (
     children,
     is_file,

@@ -14,6 +14,7 @@ from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.receipts import RECEIPTS_NAME, drop_receipts, drop_unfinished, finished_files
 from zexport.store.address import Address
+from zexport.store.contents import read_json_object
 from zexport.store.files import writing
 from zexport.store.folders import (
     children,
@@ -30,7 +31,6 @@ from zexport.store.folders import (
     subfolders,
     working_folder,
 )
-from zexport.store.json import read_json_object
 from zexport.store.publish import (
     check_no_parts,
     locked,

@@ -25,7 +25,8 @@ from zexport.run.manifest import (
 )
 from zexport.run.progress import Progress, Teller
 from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
-from zexport.store.files import read_regular, reading, version
+from zexport.store.contents import read_regular
+from zexport.store.files import reading, version
 from zexport.store.folders import exists, is_file, leaves, matching
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.targets.hf import FILES_APART

@@ -17,7 +17,6 @@ from zexport.errors import CheckpointError, OutputError, ZexportError
 from zexport.store import objects
 from zexport.store.address import Address
 from zexport.store.object_files import ObjectInput, ObjectOutput, ObjectReader
-from zexport.store.objects import Edition
 from zexport.store.retries import steadily, synced
 from zexport.store.versions import Version
 
@@ -159,32 +158,6 @@ def read_at(file: OpenFile, offset: int, nbytes: int) -> bytes:
     return os.pread(file.fileno(), nbytes, offset)
 
 
-def same_bytes(one: Path, other: Path) -> bool:
-    """Whether two files are equal; both are read to the first difference, a megabyte at a time."""
-    with reading(other):
-        if version(one).nbytes != version(other).nbytes:
-            return False
-        return all(a == b for a, b in zip(_blocks_of(one), _blocks_of(other), strict=True))
-
-
-def _blocks_of(path: Path) -> Iterator[bytes]:
-    with open_regular(path) as file:
-        while block := file.read(_BLOCK_NBYTES):
-            yield block
-
-
-def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Bytes of a file, or what there is of them."""
-    if isinstance(path, Address):
-        return ObjectReader(path).read_at(offset, nbytes)
-    buffer = memoryview(bytearray(nbytes))
-    done = 0
-    with open_input(path) as file:
-        while done < nbytes and (count := file.read(offset + done, buffer[done:])):
-            done += count
-    return bytes(buffer[:done])
-
-
 def open_regular(path: Path) -> OpenFile:
     """The file, open for reading, without a buffer.
 
@@ -205,44 +178,6 @@ def open_descriptor(path: Path) -> int:
     return descriptor
 
 
-def read_whole(path: Path) -> bytes:
-    """The content of a file of our own, however large."""
-    with open_regular(path) as file:
-        return file.readall()
-
-
-def read_edition(path: Path) -> tuple[bytes, Edition | None]:
-    """The content of a small file of our own, and of an object which edition of it that is."""
-    if isinstance(path, Address):
-        return objects.read_edition(path)
-    return read_whole(path), None
-
-
-def rewrite(path: Path, content: bytes, known: Edition | None) -> Edition | None:
-    """A small file of our own holds ``content``, on the disk; of an object, which edition it is.
-
-    Raises:
-        FileExistsError: another edition of an object is there than was ``known``, if any was.
-        OSError: it cannot be written.
-    """
-    if isinstance(path, Address):
-        return objects.replace(path, content, known)
-    write_durably(path, content)
-    return None
-
-
-def read_regular(path: Path, nbytes_max: int) -> bytes | None:
-    """The content of the file; ``None`` where it has more than ``nbytes_max`` bytes."""
-    with open_regular(path) as file:
-        content = file.read(nbytes_max + 1)
-        while content and len(content) <= nbytes_max and (more := file.read(nbytes_max)):
-            content += more
-    return content if len(content) <= nbytes_max else None
-
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How the file begins that a clone has in the place of one that git-lfs keeps."""
-
 HINTS = {
     errno.ENOSPC: "Free some space, or choose another disk",
     errno.EDQUOT: "Free some of your quota, or choose another disk",
@@ -252,8 +187,6 @@ HINTS = {
 }
 _NO_ROOM_TO_TAKE = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """What a file system says that cannot take room before there are bytes."""
-
-_BLOCK_NBYTES = 1 << 20
 
 
 @contextmanager
@@ -375,38 +308,6 @@ def sync_path(path: Path) -> None:
         synced(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_durably(path: Path, content: bytes, *, is_new: bool = False) -> None:
-    """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before.
-
-    An object that is to be new and is there already is a ``FileExistsError``.
-    """
-    if isinstance(path, Address):
-        objects.put(path, content, is_new=is_new)
-        return
-    fresh = path.with_name(f".{path.name}.new")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        fresh.write_bytes(content)
-        sync_path(fresh)
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
-
-
-def blocks(content: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """A file's content in few pieces, each with its place in the file."""
-    offset, gathered = 0, bytearray()
-    for data in content:
-        gathered += data
-        if len(gathered) >= _BLOCK_NBYTES:
-            yield offset, bytes(gathered)
-            offset += len(gathered)
-            gathered.clear()
-    yield offset, bytes(gathered)
 
 
 class _Fallocate(Protocol):

@@ -28,7 +28,7 @@ from zexport.model.fit import NamesUnknown
 from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
-from zexport.store.files import read_range
+from zexport.store.contents import read_range
 from zexport.weights.base import check_plain
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import PEFT_PREFIX, Weights

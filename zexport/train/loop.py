@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zexport.errors import CheckpointError, UsageError
-from zexport.store.files import write_durably
+from zexport.store.contents import write_durably
 from zexport.train.options import TrainOptions, TrainSummary
 from zexport.train.ranks import Ranks
 from zexport.train.save import GATHERED, Saver, tag_of, tags_in

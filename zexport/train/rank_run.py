@@ -12,7 +12,7 @@ import torch
 
 from zexport.errors import OutputError
 from zexport.filenames import SOURCE_SIDECAR
-from zexport.store.files import write_durably
+from zexport.store.contents import write_durably
 from zexport.store.retries import steadily
 from zexport.train.loop import Place, resumed_place, train_steps
 from zexport.train.model import add_adapter, freeze, make_model, meta_twin

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE
-from zexport.store.files import sync_path, write_durably
+from zexport.store.contents import write_durably
+from zexport.store.files import sync_path
 from zexport.store.retries import steadily
 from zexport.train.options import TrainOptions
 from zexport.train.ranks import Ranks

@@ -21,8 +21,8 @@ from zexport.printable import some
 from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file, is_link, matching
-from zexport.store.json import read_json_object
 
 _WEIGHTS = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

@@ -30,9 +30,9 @@ from zexport.options import AdapterMode
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosines
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
-from zexport.store.json import read_json_object
 from zexport.weights.base import Base, base_of, read_base
 
 _MANIFEST = "zexport_manifest.json"

@@ -13,7 +13,7 @@ from zexport.checkpoint.ranks import RankStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain
-from zexport.store.files import read_range, same_bytes
+from zexport.store.contents import read_range, same_bytes
 
 _SAMPLE_NUMEL = 1024
 _DISTINCT_MIN = 64

@@ -25,7 +25,8 @@ from zexport.printable import shown
 from zexport.report.page.drawing import Drawn
 from zexport.report.page.treemap import Box
 from zexport.report.text import plural, size
-from zexport.store.files import open_regular, read_at, write_durably, writing
+from zexport.store.contents import write_durably
+from zexport.store.files import open_regular, read_at, writing
 from zexport.store.folders import exists, is_file
 
 if TYPE_CHECKING:
