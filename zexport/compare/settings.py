@@ -10,7 +10,7 @@ from msgspec import Struct
 from zexport.adapters.stated import SCALING
 from zexport.checkpoint.untrusted import Value
 from zexport.facts.statements import disagreements
-from zexport.filenames import ADAPTER_FILE, CONFIG
+from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import run_statements
@@ -20,7 +20,6 @@ from zexport.store.contents import read_json_object
 from zexport.store.folders import exists, is_file
 from zexport.store.json import JsonObject
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _OF_BASE = ("base_model_name_or_path", "revision", "task_type")
 """What an adapter is loaded onto; paths count by their last name, wherever a base lies."""
 
@@ -44,7 +43,7 @@ class Setting(Struct, frozen=True):
 
 def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
     """What the configs in two folders say otherwise of what is computed with their weights."""
-    for name in (_ADAPTER_CONFIG,) if are_adapters else (CONFIG,):
+    for name in (ADAPTER_CONFIG,) if are_adapters else (CONFIG,):
         if is_file(a / name) and is_file(b / name):
             one, other = read_json_object(a / name), read_json_object(b / name)
             if are_adapters:
@@ -62,11 +61,11 @@ def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
 def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:
     for key in SCALING:
         if a.get(key) != b.get(key):
-            yield Setting(f"{_ADAPTER_CONFIG}: {key}", str(a.get(key)), str(b.get(key)))
+            yield Setting(f"{ADAPTER_CONFIG}: {key}", str(a.get(key)), str(b.get(key)))
     for key in _OF_BASE:
         one, other = str(a.get(key) or ""), str(b.get(key) or "")
         if one and other and plain_name(Path(one).name) != plain_name(Path(other).name):
-            yield Setting(f"{_ADAPTER_CONFIG}: {key}", one, other)
+            yield Setting(f"{ADAPTER_CONFIG}: {key}", one, other)
 
 
 def of_trainings(a: CellState, b: CellState) -> Iterator[Setting]:

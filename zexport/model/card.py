@@ -71,16 +71,10 @@ def model_card(
 ) -> bytes:
     """The content of ``README.md``, with metadata as the hub takes them.
 
-    Args:
-        checkpoint: what was exported.
-        dtype: the element type that it was exported in.
-        sidecars: the files around it.
-        architecture: the class, where the config has none.
-        apart: weights that the class does not know, by file.
-        origin: what came from elsewhere, or was exported all the same, in paragraphs.
-        trained_on: what an adapter calls its base; empty where nothing shows that it is the one,
-            ``None`` where files differ in which base it was.
-        is_adapter: whether this is the adapter, not a model.
+    ``architecture`` is the class where the config has none, and ``apart`` are weights that it does
+    not know, by file; ``origin`` is what came from elsewhere, or was exported all the same, in
+    paragraphs. ``trained_on`` is what an adapter calls its base: empty where nothing shows that it
+    is the one, ``None`` where files differ in which base it was.
     """
     named = sidecars.config.architectures if sidecars.config is not None else ()
     architecture = next(iter(named), architecture)

@@ -142,13 +142,7 @@ def find_sidecars(
     ``parts`` are further folders, with their own boundaries, in which nodes kept parts of the
     checkpoint: what they have is compared, and nothing of it taken.
     """
-    if base is not None and not is_folder(base):
-        raise NotACheckpointError(
-            "is no folder",
-            path=base,
-            hint="Give --base a model folder, or the name of a model in the hub's cache",
-        )
-    given = [] if base is None else [base]
+    given = _given(base)
     folders = [root, root.parent, *given]
     copied = _present(root, (README,))
     copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
@@ -182,6 +176,17 @@ def find_sidecars(
             BASE: {} if base is None else _stating(base, boundary.including(base), code),
         },
     )
+
+
+def _given(base: Path | None) -> list[Path]:
+    """The base, where one was given."""
+    if base is not None and not is_folder(base):
+        raise NotACheckpointError(
+            "is no folder",
+            path=base,
+            hint="Give --base a model folder, or the name of a model in the hub's cache",
+        )
+    return [] if base is None else [base]
 
 
 def _configs(

@@ -161,8 +161,9 @@ def real_path(out_dir: Path) -> Path:
 
 def check_place(target: Path, sources: Iterable[Path]) -> None:
     """Refuse a folder that holds where the user is or lives, or that what is read lies in."""
-    for place, what in _inhabited():
-        if place.is_relative_to(target):
+    inhabited = {"your home folder": home(), "the working directory": working_folder()}
+    for what, place in inhabited.items():
+        if place is not None and place.is_relative_to(target):
             raise OutputError(
                 f"is or holds {what}, which an export never replaces",
                 path=target,
@@ -170,13 +171,6 @@ def check_place(target: Path, sources: Iterable[Path]) -> None:
                 hint="Choose a folder of its own for the output",
             )
     _check_apart(target, sources)
-
-
-def _inhabited() -> Iterator[tuple[Path, str]]:
-    if (own := home()) is not None:
-        yield own, "your home folder"
-    if (here := working_folder()) is not None:
-        yield here, "the working directory"
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:

@@ -116,13 +116,8 @@ def verify_export(
 ) -> VerifyReport:
     """Everything that is wrong with an exported folder; nothing is changed, and every byte is read.
 
-    Memory does not grow with the model. Damage to the export is gathered, never raised.
-
-    Args:
-        out_dir: the folder.
-        plan: what the checkpoint would give today; every tensor is then made again from it and
-            compared.
-        progress: told of bytes read.
+    Memory does not grow with the model. Damage to the export is gathered, never raised. ``plan`` is
+    what the checkpoint would give today: then every tensor is made again from it and compared.
 
     Raises:
         CheckpointError: a source of ``plan`` cannot be read, is damaged, or was changed.
