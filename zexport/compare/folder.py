@@ -45,13 +45,7 @@ class PlacedTensor(Struct, frozen=True):
 
 
 class ModelWeights(Struct, frozen=True):
-    """The tensors of a folder.
-
-    Attributes:
-        path: the folder, or the one file, that was named.
-        tensors: by name.
-        files: those that hold them.
-    """
+    """The tensors of a folder, or of the one file that was named, and the files that hold them."""
 
     path: Path
     tensors: Mapping[str, PlacedTensor]

@@ -36,12 +36,7 @@ class Evidence(Enum):
 
 @dataclass(frozen=True)
 class Models:
-    """All tensors, and what is known beside them.
-
-    Attributes:
-        tensors: every one.
-        exported: the side that is known to be an export, where one alone is.
-    """
+    """All tensors, and the side that is known to be an export, where one alone is."""
 
     tensors: Sequence[TensorDiff]
     exported: Side | None

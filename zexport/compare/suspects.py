@@ -42,11 +42,8 @@ Found = dict[Pair, TensorDiff]
 class SecondLook(Struct):
     """What reads suspects again.
 
-    Attributes:
-        sums: what was seen of each pair at first.
-        reader: the files of both.
-        jobs: threads.
-        misses: tensors read again whose rows were nowhere else.
+    ``sums`` are what was seen of each pair at first, ``misses`` the tensors read again whose rows
+    were nowhere else.
     """
 
     sums: Mapping[Pair, PairSums]

@@ -29,12 +29,9 @@ _APART = 0.25
 
 
 class Lost(Struct, frozen=True):
-    """Places where one side alone is zero.
+    """Places where one side alone is zero, and the sum of the other side's squares there.
 
-    Attributes:
-        count: how many.
-        squares: sum of the other side's squares there.
-        run: the most of them without a gap, among elements that were looked at together.
+    ``run`` is the most of them without a gap, among elements that were looked at together.
     """
 
     count: int = 0

@@ -63,10 +63,8 @@ def judge(
 ) -> Verdict:
     """What made the difference between two models, of whose tensors this was seen.
 
-    Args:
-        tensors: every tensor of both.
-        adapters: of A and of B, whether it is a peft adapter without its base model.
-        exported: the side that is an export where the other is not; by default A is.
+    ``adapters`` says of A and of B whether it is a peft adapter without its base model,
+    ``exported`` which side is an export where the other is not; by default A is.
     """
     compared = [tensor for tensor in tensors if tensor.values is not None]
     if not compared:

@@ -42,9 +42,7 @@ from zexport.model.vocabulary import vocabulary_statements
 def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[Statement]:
     """What the files that are copied state, and those of other folders; no model is needed.
 
-    Args:
-        sidecars: the files, of which those count that the export has.
-        named_bases: who names the base model, with the name.
+    ``named_bases`` are those who name the base model, with the name.
     """
     yield from template_statements(sidecars)
     yield from added_statements(sidecars.copied)

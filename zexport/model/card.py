@@ -109,9 +109,7 @@ def model_card(
 def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[Statement]:
     """What cards and licences say, and who else names the base model.
 
-    Args:
-        sidecars: the files around the weights.
-        named: the name of each who names it; what is no name of the hub counts for none.
+    ``named`` has the name of each who names it; what is no name of the hub counts for none.
     """
     path, readme = sidecars.copied.get("README.md"), "the checkpoint's README.md"
     card = read_card(path.parent) if path is not None else ""

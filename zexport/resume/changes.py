@@ -40,12 +40,9 @@ def told_of_given(
 ) -> Iterator[tuple[bool, str]]:
     """What to know of a given configuration, in sentences, each with whether it is a warning.
 
-    Args:
-        given: the configuration.
-        source: the checkpoint's own.
-        groups: the optimizer's groups, as the checkpoint holds them.
-        ranks: how many are to load it, where that is one number.
-        is_whole: whether nobody adds to it what it leaves out, as frameworks do.
+    ``source`` is the checkpoint's own, ``groups`` are the optimizer's as the checkpoint holds them,
+    and ``ranks`` is how many are to load it, where that is one number. ``is_whole`` says that
+    nobody adds to it what it leaves out, as frameworks do.
     """
     recorded = [one.settings.values for one in groups if one.settings is not None]
     lacking = _NOTHING if is_whole else None

@@ -22,13 +22,7 @@ _DEPTH_MAX = 6
 
 
 class Rewriting(Struct, frozen=True):
-    """One optimizer file as it is to be.
-
-    Attributes:
-        file: its plan, in the folder of its tag.
-        nbytes_before: its size now.
-        left_out: keys whose values cannot be written again.
-    """
+    """One optimizer file as it is to be, its size now, and keys that cannot be written again."""
 
     file: FilePlan
     nbytes_before: int

@@ -59,12 +59,9 @@ class Group(Struct, frozen=True):
 class ModuleEntry(Struct, frozen=True):
     """One name of the module's state dict.
 
-    Attributes:
-        name: as the state dict has it.
-        owner: the tensor that it is; tied names have the same.
-        dtype: the element type that the module has it in.
-        value: its elements, maybe of another type; ``None`` where they are in no file.
-        is_parameter: whether ZeRO-3 stripes it, and leaves a placeholder here.
+    ``owner`` is the tensor that it is: tied names have the same. ``dtype`` is the element type that
+    the module has it in, ``value`` its elements, maybe of another type, and ``None`` where they are
+    in no file. What ``is_parameter`` is striped by ZeRO-3, with a placeholder here.
     """
 
     name: str
@@ -122,12 +119,10 @@ class CellState(Struct, frozen=True):
 class TrainingState(Struct, frozen=True):
     """The state of a training.
 
-    Attributes:
-        cells: by model-parallel index, and expert-parallel rank; the degree of data parallelism
-            alone can change.
-        carried: files of no rank that go along unchanged, such as a pipeline's layers.
-        replicas: second copies of states, which must be equal.
-        files: files that states lie in and that are no rank's.
+    ``cells`` are by model-parallel index, and expert-parallel rank; the degree of data parallelism
+    alone can change. ``carried`` are files of no rank that go along unchanged, such as a pipeline's
+    layers, ``replicas`` second copies of states, which must be equal, and ``files`` those that
+    states lie in and that are no rank's.
     """
 
     cells: tuple[CellState, ...]

@@ -30,12 +30,10 @@ _AUTOTP = "autotp_unsupported_parameter_patterns"
 
 
 class Whole(Struct, frozen=True):
-    """The parameters of all ranks, whole.
+    """The parameters of all ranks, whole; the groups of all stages in one place are one.
 
-    Attributes:
-        groups: the parameter groups; those of all stages in one place are one.
-        told: by parameter, what its files say beside its elements.
-        replicas: second copies, which must be equal.
+    ``told`` has by parameter what its files say beside its elements, ``replicas`` are second
+    copies, which must be equal.
     """
 
     groups: tuple[Group, ...]

@@ -32,12 +32,7 @@ def is_of_tensors(filename: str) -> bool:
 
 
 class WrittenFile(Struct, frozen=True):
-    """A file of tensors.
-
-    Attributes:
-        path: the file.
-        tensors: its tensors by their names in the whole output, in file order.
-    """
+    """A file of tensors: these by their names in the whole output, in file order."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]

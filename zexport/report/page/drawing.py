@@ -19,9 +19,8 @@ _TALL_MAX = 48
 class Cut(Struct, frozen=True):
     """The pieces of one strip, or of several that are alike.
 
-    Attributes:
-        pieces: colour, first and last tensor and bytes of each.
-        paths: colour and outline of all pieces that are coloured so.
+    ``pieces`` have colour, first and last tensor and bytes of each; ``paths`` colour and outline of
+    all pieces that are coloured so.
     """
 
     pieces: tuple[tuple[int, int, int, int], ...]
@@ -32,11 +31,8 @@ class Cut(Struct, frozen=True):
 class Drawn(Struct, frozen=True):
     """Every strip below the other.
 
-    Attributes:
-        cuts: the different ones.
-        strips: of each strip its file, its offset, and the number of its cut.
-        step: points from one strip to the next.
-        hidden: strips that are not drawn.
+    ``cuts`` are the different ones; ``strips`` have of each its file, its offset, and the number of
+    its cut. ``step`` is the points from one strip to the next, ``hidden`` how many are not drawn.
     """
 
     cuts: tuple[Cut, ...]
