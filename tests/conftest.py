@@ -14,7 +14,7 @@ from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 from tests.support.published import check_all_printed
 from tests.support.warm_names import WarmSubprocess
-from zexport.checkpoint import problems
+from zexport.checkpoint import reading
 from zexport.model import names_client
 
 _UPDATE = pytest.StashKey[Update]()
@@ -112,7 +112,7 @@ def _warm_names(warm_subprocess: WarmSubprocess, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def _an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a test makes is a checkpoint that may still be being written."""
-    monkeypatch.setattr(problems, "now", lambda: time.time() + 3600)
+    monkeypatch.setattr(reading, "now", lambda: time.time() + 3600)
 
 
 @pytest.fixture

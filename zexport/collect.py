@@ -24,8 +24,7 @@ from zexport.adapters.stated import (
 )
 from zexport.adapters.untrained import effect_statements
 from zexport.adapters.updates import BaseModel
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.problems import raise_problems
+from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.collected import Collected
 from zexport.errors import raise_all
 from zexport.facts.statements import judge

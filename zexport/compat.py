@@ -20,9 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint, source_of
+from zexport.checkpoint.contents import (
+    Role,
+    StoredTensor,
+    ZeroCheckpoint,
+    raise_problems,
+    source_of,
+)
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
 from zexport.extras import to_install

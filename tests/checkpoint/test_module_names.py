@@ -16,9 +16,8 @@ import zexport
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, edit, save
 from tests.support.hf_models import differing, load, tiny_config, tiny_model, write_config
-from zexport.checkpoint.contents import Role
+from zexport.checkpoint.contents import Role, raise_problems
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.problems import raise_problems
 from zexport.model.fit import without_inner_wrappers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 

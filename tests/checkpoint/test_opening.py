@@ -14,9 +14,9 @@ import torch
 from tests.support.checkpoints import Run, edit, model_file, save, small_model
 from tests.support.expert_checkpoints import MoeRun, save_moe
 from zexport import consolidate
-from zexport.checkpoint import problems
+from zexport.checkpoint import reading
+from zexport.checkpoint.contents import raise_problems
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.problems import raise_problems
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -94,7 +94,7 @@ def test_a_checkpoint_whose_files_changed_just_now_may_still_be_being_written(
     damage: Callable[[Path], object], zero2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(next(zero2.glob("*/*rank_1*optim*")))
-    monkeypatch.setattr(problems, "now", lambda: 10_000.0)
+    monkeypatch.setattr(reading, "now", lambda: 10_000.0)
     for seconds, is_told in ((9_900, True), (1_000, False), (10_050, True)):
         for path in zero2.glob("*/*"):
             os.utime(path, (seconds, seconds))

@@ -22,12 +22,12 @@ from zexport.formats.inert import (
     OpaqueKey,
     Ordered,
     Size,
+    TensorLeaf,
     TensorRef,
     as_key,
 )
-from zexport.formats.leaves import TensorLeaf, tensors_in
 from zexport.formats.torch_file import read_torch_file
-from zexport.formats.torch_writer import lay_out
+from zexport.formats.torch_writer import lay_out, tensors_in
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.run.written import read_written

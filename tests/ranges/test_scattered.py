@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.ranges import scattered
+from zexport.ranges import mosaic as mosaics
 from zexport.ranges.extents import ByteSource, Extent
-from zexport.ranges.mosaic import Mosaic, Tile, row_major
-from zexport.ranges.scattered import gather
+from zexport.ranges.mosaic import Mosaic, Tile, gather, row_major
 
 _FILE = Path("file")
 
@@ -68,8 +67,8 @@ def test_any_window_of_strided_tiles_is_that_window_of_the_whole(
     last = data.draw(st.integers(first, whole.size))
     start, stop = first * mosaic.itemsize, last * mosaic.itemsize
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scattered, "_SPAN_NBYTES_MIN", span * mosaic.itemsize)
-        patch.setattr(scattered, "_GAP_NBYTES", gap * mosaic.itemsize)
+        patch.setattr(mosaics, "_SPAN_NBYTES_MIN", span * mosaic.itemsize)
+        patch.setattr(mosaics, "_GAP_NBYTES", gap * mosaic.itemsize)
         found = bytearray(stop - start)
         gather(mosaic, start, memoryview(found), _Reads(file))
     assert found == whole.tobytes()[start:stop]

@@ -7,9 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zexport.ranges.computed import ComputedExtent
+from zexport.ranges.computed import ComputedExtent, Stripe, Stripes
 from zexport.ranges.extents import Extent
-from zexport.ranges.stripes import Stripe, Stripes
 
 _CONTENT = bytes(range(1, 201))
 

@@ -12,8 +12,7 @@ from msgspec import structs
 from tests.support.plans import export_plan, save, saved
 from tests.support.stopping import files, files_of, stopped_after
 from zexport.errors import VerificationError
-from zexport.formats.inert import Ordered
-from zexport.formats.leaves import TensorLeaf
+from zexport.formats.inert import Ordered, TensorLeaf
 from zexport.plan.plan import ExportPlan, plan_torch_file
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType

@@ -15,9 +15,8 @@ from zexport import __version__
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import delete, hollow_out, of_a_resume, prove, rename, stage
 from zexport.beside.prunable import Place, check_prunable, check_stands_for, place_of
-from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.pruned import NOTE, Note, Sizes, original_name, pruned_name, read_note
 from zexport.errors import CheckpointError, OutputError, VerificationError
 from zexport.options import CheckMode

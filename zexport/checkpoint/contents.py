@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.checkpoint.ranks import RankStates
-from zexport.errors import ZexportError
-from zexport.findings import Finding
+from zexport.errors import ZexportError, raise_all
+from zexport.findings import Finding, FindingKind
 from zexport.formats.inert import Global, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import brief
@@ -321,3 +322,25 @@ class ZeroCheckpoint:
     def of_role(self, role: Role) -> tuple[StoredTensor, ...]:
         """The tensors of one role."""
         return tuple(tensor for tensor in self.tensors if tensor.role is role)
+
+
+def raise_problems(
+    checkpoint: ZeroCheckpoint, allow: Set[FindingKind] = frozenset()
+) -> tuple[Finding, ...]:
+    """Raise what stands in the way of an export, if anything: all of it, as the gravest kind.
+
+    What is only told, or was allowed by name, is given back.
+    """
+    raise_all(
+        [problem for problem in checkpoint.problems if problem.finding not in allow],
+        checkpoint.location.tag_dir,
+    )
+    found = [finding for problem in checkpoint.problems if (finding := finding_of(problem))]
+    return tuple(replace(one, accepted=one.kind in allow) for one in (*checkpoint.findings, *found))
+
+
+def finding_of(problem: ZexportError) -> Finding | None:
+    """A problem as what it is where it was allowed."""
+    if problem.finding is None:
+        return None
+    return Finding(problem.finding, "", 0, problem.statement())

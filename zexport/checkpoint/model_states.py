@@ -1,20 +1,21 @@
-"""Model states, the dictionary of a ``*_model_states.pt``, as a typed record.
+"""What each kind of ``*_model_states.pt`` holds, as a typed record: model states, or module parts.
 
-Source of the keys: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
-``client_state`` is merged into its top level, so unknown keys are ignored there and known keys are
-checked before they are believed.
+Source of the model states' keys: DeepSpeed 0.10 to 0.19, ``runtime/engine.py``
+(``_save_checkpoint``). ``client_state`` is merged into its top level, so unknown keys are ignored
+there and known keys are checked before they are believed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, check_written_as_named
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.inert import TensorRef
-from zexport.formats.torch_file import TorchFile
+from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.dtypes import DType, Shape
 
 ZERO3 = 3
@@ -202,3 +203,44 @@ def _saved_without_masters(root: Value) -> bool:
         and not root.get("module").is_none
         and root.get("num_experts").is_empty
     )
+
+
+class ModuleFile(Struct, frozen=True):
+    """The weights and buffers of one layer of a pipeline, or one expert; numbers are its name's.
+
+    Names are relative to a pipeline's layer, and whole for an expert. Source: DeepSpeed 0.10 to
+    0.19, ``runtime/pipe/module.py`` (``save_state_dict``: every layer that has a state dict; a
+    second use of a tied layer through a function of its own has none) and ``runtime/engine.py``
+    (``_save_moe_checkpoint``).
+    """
+
+    file: TorchFile
+    layer: int
+    expert: int
+    tensor_rank: int
+    tensors: Mapping[str, TensorRef]
+
+
+def read_module_files(files: Iterable[RankFile]) -> tuple[ModuleFile, ...]:
+    """The contents of ``files``, by tensor rank, layer and expert."""
+    read: dict[tuple[int, int, int], ModuleFile] = {}
+    for file in files:
+        torch_file = read_torch_file(file.path)
+        check_written_as_named(torch_file)
+        key = file.tensor_rank, file.layer, file.expert
+        if key in read:
+            raise DamagedCheckpointError(
+                f"is a second file of the same {file.kind.value}",
+                path=file.path,
+                found=f"{read[key].file.path.name} beside it",
+                hint="Remove the files of the other run",
+            )
+        read[key] = module_file(file, torch_file)
+    return tuple(read[key] for key in sorted(read))
+
+
+def module_file(name: RankFile, file: TorchFile) -> ModuleFile:
+    """The content of a file that is read already."""
+    where = "expert states" if name.kind is RankFileKind.EXPERT else "layer states"
+    tensors = Value(file.path, where, file.value).tensors()
+    return ModuleFile(file, name.layer, name.expert, name.tensor_rank, tensors)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.errors import DamagedCheckpointError
+from zexport.formats.torch_file import TorchFile
 from zexport.store.folders import children, is_file
 
 
@@ -109,6 +111,29 @@ def parse_rank_file(path: Path) -> RankFile | None:
             numbers = {field: int(digits or 0) for field, digits in said.items()}
             return RankFile(path, kind, prefix=prefix, **numbers)
     return None
+
+
+def written_as(file: TorchFile) -> RankFile | None:
+    """What the name says that a file was written under, which its zip's root folder keeps.
+
+    A root that is no rank file's name says nothing: it is ``archive`` for a file written through a
+    stream (torch 2.13, ``torch/serialization.py``, ``_open_zipfile_writer_buffer``), and any word
+    for one that was written beside its place and then renamed into it.
+    """
+    return parse_rank_file(file.path.with_name(f"{file.root}.pt"))
+
+
+def check_written_as_named(file: TorchFile) -> None:
+    """Refuse a file with another rank file's name."""
+    first = written_as(file)
+    if first is not None and first.path != file.path:
+        raise DamagedCheckpointError(
+            "was written under another name",
+            path=file.path,
+            found=f"{file.root}.pt inside",
+            expected=file.path.name,
+            hint="Give the rank files their own names back, or copy them again",
+        )
 
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:

@@ -17,8 +17,8 @@ from zexport.checkpoint.optimizer_states import OptimizerStates, read_optimizer_
 from zexport.checkpoint.rank_files import (
     RankFile,
     RankFileKind,
+    check_written_as_named,
     name_ranks,
-    parse_rank_file,
     ranges_of,
     rank_file_name,
 )
@@ -155,24 +155,6 @@ def _read_all(
         except ZexportError as error:
             problems.append(error)
     return states
-
-
-def check_written_as_named(file: TorchFile) -> None:
-    """Refuse a file with another rank file's name: its zip's root folder keeps the first name.
-
-    A root that is no rank file's name says nothing: it is ``archive`` for a file written through a
-    stream (torch 2.13, ``torch/serialization.py``, ``_open_zipfile_writer_buffer``), and any word
-    for one that was written beside its place and then renamed into it.
-    """
-    written_as = parse_rank_file(file.path.with_name(f"{file.root}.pt"))
-    if written_as is not None and written_as.path != file.path:
-        raise DamagedCheckpointError(
-            "was written under another name",
-            path=file.path,
-            found=f"{file.root}.pt inside",
-            expected=file.path.name,
-            hint="Give the rank files their own names back, or copy them again",
-        )
 
 
 def _world_size(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from zexport.checkpoint.contents import (
     Role,
     Structure,
     ZeroCheckpoint,
+    finding_of,
 )
 from zexport.checkpoint.layouts.copied_files import copied_files
 from zexport.checkpoint.layouts.structure import (
@@ -26,17 +28,24 @@ from zexport.checkpoint.layouts.structure import (
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
-from zexport.checkpoint.problems import finding_of, unless_unfinished
 from zexport.checkpoint.pruned import NOTE, read_note
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.trainer_state import stated_beside
-from zexport.errors import IncompleteCheckpointError, UnsupportedError, ZexportError
+from zexport.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    UnsupportedError,
+    ZexportError,
+)
 from zexport.facts.statements import judge
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.ranges.extents import paths_of
 from zexport.store.files import version
 from zexport.store.folders import is_folder
+
+now = time.time
+_RECENT_SECONDS = 600
 
 
 def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
@@ -63,7 +72,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
         problems.append(_no_files(location.tag_dir))
     problems += _missing_frozen(location.tag_dir, cells, inventory)
     problems += _being_removed(locations)
-    told = tuple(unless_unfinished(problems, files))
+    told = tuple(_unless_unfinished(problems, files))
     found = _describe(locations, files, cells, structure, inventory, told)
     beside = judge(stated_beside(found), None)
     return replace(
@@ -146,7 +155,7 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         flats=inventory.flats,
         problems=tuple(p for p in problems if p.finding is None or p.finding.is_refused),
         warnings=(*_steps(model), *_without_checksums(torch_files), *inventory.warnings),
-        notes=(*_not_here(cells), *_pruned(cells), *inventory.notes),
+        notes=(*_told_of(cells), *inventory.notes),
         newer=(),
         findings=tuple(told),
         cells=cells,
@@ -243,7 +252,7 @@ def _steps(model: ModelStates | None) -> Iterator[str]:
         )
 
 
-def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:
+def _told_of(cells: Mapping[int, RankStates]) -> Iterator[str]:
     for cell in cells.values():
         missing = [rank for rank in cell.missing_model_ranks if rank != 0]
         if missing:
@@ -251,9 +260,6 @@ def _not_here(cells: Mapping[int, RankStates]) -> Iterator[str]:
                 f"the model files of {name_ranks(missing)} are missing; without frozen "
                 "weights no value comes from them"
             )
-
-
-def _pruned(cells: Mapping[int, RankStates]) -> Iterator[str]:
     if any(one.is_pruned for cell in cells.values() for one in cell.optimizer.values()):
         yield (
             "the optimizer's states were removed (zexport prune): the weights are all there, and "
@@ -314,3 +320,29 @@ def swapped_out(tag_dir: Path) -> UnsupportedError | None:
         path=swapped,
         hint="Resume the run with the optimizer offloaded to the CPU, save, and export that",
     )
+
+
+def _unless_unfinished(
+    problems: Sequence[ZexportError], files: Sequence[RankFile]
+) -> Iterator[ZexportError]:
+    """The problems; that files are missing, or are not whole ones, may be a save that is going on.
+
+    So may a copy that is; and files that were copied, whole or not, look the same (``latest`` tells
+    nothing: rank 0 writes it before the other ranks are done). The clock of a storage may be ahead
+    of this machine's.
+    """
+    times = {file.path: version(file.path).mtime_ns / 1e9 for file in files} if problems else {}
+    is_recent = bool(times) and abs(now() - max(times.values())) < _RECENT_SECONDS
+    for problem in problems:
+        is_lacking = isinstance(problem, IncompleteCheckpointError) or problem.path in times
+        if is_recent and is_lacking and isinstance(problem, CheckpointError):
+            yield type(problem)(
+                problem.problem,
+                path=problem.path,
+                found=problem.found,
+                expected=problem.expected,
+                hint=f"{problem.hint}; if it is still being saved or copied, wait: files "
+                "changed in the last minutes",
+            )
+        else:
+            yield problem

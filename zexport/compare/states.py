@@ -9,9 +9,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems
 from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.problems import raise_problems
 from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
 from zexport.compare.settings import of_trainings

@@ -13,7 +13,8 @@ from typing import TypeGuard
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource
 
 MAX_NDIM = 64  # torch's own bound on dimensions
 MAX_SIZE = 2**63 - 1  # torch's sizes, strides and offsets are int64
@@ -155,6 +156,35 @@ class TensorRef(Struct, frozen=True, gc=False):
                 return False
             dense *= count
         return True
+
+
+class TensorLeaf(Struct, frozen=True):
+    """A tensor that is to be written: elements of ``source``, row-major, cast where types differ.
+
+    One object at several places of a tree is one tensor there, as tied weights are; equal ones
+    are tensors of their own.
+
+    Attributes:
+        shape: its shape.
+        dtype: the element type it is written in.
+        source: where its elements come from.
+        stored_dtype: the element type that ``source`` has them in.
+    """
+
+    shape: Shape
+    dtype: DType
+    source: ByteSource
+    stored_dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output."""
+        return self.numel * self.dtype.itemsize
 
 
 class FragmentAddress(Struct, frozen=True):

@@ -174,6 +174,10 @@ def _globals(module: str, *names: str) -> frozenset[Global]:
     return frozenset(Global(module, name) for name in names)
 
 
+FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+"""DeepSpeed's place of a parameter in a partition: two numbers."""
+
+_LOSS_SCALERS = _globals("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")
 _ZERO_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _ZERO_STAGES = {
     "disabled": 0,
@@ -251,9 +255,7 @@ for _builtins in _BUILTINS:
     }
 
 # What NEWOBJ of a listed global gives; None as above.
-CONSTRUCTORS: dict[Global, Call] = {
-    Global("deepspeed.utils.tensor_fragment", "fragment_address"): _fragment_address,
-}
+CONSTRUCTORS: dict[Global, Call] = {FRAGMENT: _fragment_address}
 
 HARMLESS = (
     CALLS.keys()
@@ -263,7 +265,7 @@ HARMLESS = (
     | DTYPES.keys()
     | _globals("torch", "Tensor", "device")
     | _globals("torch.nn.parameter", "Parameter")
-    | _globals("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler")
+    | _LOSS_SCALERS
     | {
         Global(module, name)
         for module in _BUILTINS
@@ -271,40 +273,21 @@ HARMLESS = (
     }
 )
 
-
-FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-"""DeepSpeed's place of a parameter in a partition: two numbers."""
-
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ENCODE = Global("_codecs", "encode")
 _NUMPY_DTYPE = Global("numpy", "dtype")
 _NUMBERS = re.compile("[<>|=]?(?:[?bBhHiIlLqQefdgFD]|[biufcSU][0-9]{1,4})")
 """What NumPy calls an element type that holds no objects."""
 
-_CALLED = frozenset(
-    {
-        Global("torch", "device"),
-        Global("collections", "OrderedDict"),
-        Global("collections", "defaultdict"),
-        Global("collections", "deque"),
-        Global("collections", "Counter"),
-        Global("deepspeed.runtime.zero.config", "ZeroStageEnum"),
-        Global("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum"),
-        Global("numpy", "ndarray"),
-        _ENCODE,
-        _NUMPY_DTYPE,
-    }
+_CALLED = (
+    _globals("collections", "OrderedDict", "defaultdict", "deque", "Counter")
+    | _globals("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum")
+    | {_ZERO_STAGE_ENUM, _ENCODE, _NUMPY_DTYPE}
+    | {Global("torch", "device"), Global("numpy", "ndarray")}
     | {Global(module, name) for module in _NUMPY for name in ("scalar", "_reconstruct")}
     | {Global(module, "bytearray") for module in _BUILTINS}
 )
-_NEW = frozenset(
-    {
-        Global("argparse", "Namespace"),
-        Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
-        Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-        FRAGMENT,
-    }
-)
+_NEW = _LOSS_SCALERS | {Global("argparse", "Namespace"), FRAGMENT}
 _NAMED = (
     DTYPES.keys()
     | {Global("torch", "Size"), Global("numpy", "ndarray")}

@@ -17,7 +17,7 @@ from operator import mul
 from typing import TypeAlias
 
 from zexport.errors import UnsafeError
-from zexport.formats.inert import Global, Made, Opaque, OpaqueKey, Ordered, Size
+from zexport.formats.inert import Global, Made, Opaque, OpaqueKey, Ordered, Size, TensorLeaf
 from zexport.formats.known_globals import (
     REBUILD_TENSOR,
     REBUILD_TENSOR_V3,
@@ -25,7 +25,6 @@ from zexport.formats.known_globals import (
     is_carried,
     is_carried_call,
 )
-from zexport.formats.leaves import TensorLeaf
 from zexport.ranges.dtypes import Shape
 
 _ORDERED_DICT = Global("collections", "OrderedDict")

@@ -62,14 +62,10 @@ class SafetensorsFrame(Struct, frozen=True):
         yield 0, self.header
 
 
-class StoredTensor(Struct, frozen=True, gc=False):
+class FileTensor(HeaderEntry, frozen=True, gc=False):
     """One tensor of an existing file; ``offset`` counts from the first byte of the file."""
 
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
     offset: int
-    nbytes: int
 
 
 class SafetensorsHeader(Struct, frozen=True):
@@ -81,7 +77,7 @@ class SafetensorsHeader(Struct, frozen=True):
     path: Path
     version: Version
     data_offset: int
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
     metadata: Mapping[str, str]
 
     @property
@@ -162,19 +158,9 @@ def read_header(
         text = file.read(_header_nbytes(path, prefix, version.nbytes, error))
     data_offset = len(prefix) + len(text)
     table, metadata = _parsed(path, text, error)
-    tensors = _checked(path, table, version.nbytes - data_offset, error)
-    return SafetensorsHeader(
-        path=path,
-        version=version,
-        data_offset=data_offset,
-        tensors={
-            entry.name: StoredTensor(
-                entry.name, entry.dtype, entry.shape, data_offset + begin, entry.nbytes
-            )
-            for begin, entry in tensors
-        },
-        metadata=metadata,
-    )
+    tensors = _checked(path, table, (data_offset, version.nbytes), error)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return SafetensorsHeader(path, version, data_offset, by_name, metadata)
 
 
 def read_index(path: Path, hint: str) -> dict[Path, set[str]]:
@@ -243,16 +229,17 @@ def _parsed(
 
 
 def _checked(
-    path: Path, table: Mapping[str, object], data_nbytes: int, error: type[ZexportError]
-) -> list[tuple[int, HeaderEntry]]:
+    path: Path, table: Mapping[str, object], data: tuple[int, int], error: type[ZexportError]
+) -> list[FileTensor]:
     """Tensors in file order, each beginning where the last ended, the last at the end of the file.
 
     The same rules as safetensors 0.8 (``tensor.rs``, ``Metadata::validate``): without holes, no
     byte of a file is outside a tensor, and no two tensors share one.
     """
+    first, last = data
     entries = sorted(
         (_entry(path, name, fields, error) for name, fields in table.items()),
-        key=lambda item: (item[0], item[1]),
+        key=lambda item: item[:2],
     )
     position = 0
     for begin, end, entry in entries:
@@ -271,14 +258,14 @@ def _checked(
                 expected=f"{entry.nbytes} for {entry.dtype.value} {list(entry.shape)}",
             )
         position = end
-    if position != data_nbytes:
+    if position != last - first:
         raise error(
             "has another size than its header says",
             path=path,
-            found=f"{data_nbytes} bytes of data",
+            found=f"{last - first} bytes of data",
             expected=position,
         )
-    return [(begin, entry) for begin, _, entry in entries]
+    return [FileTensor(one.name, one.dtype, one.shape, first + begin) for begin, _, one in entries]
 
 
 def _entry(

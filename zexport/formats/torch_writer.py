@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TypeVar
 
 from msgspec import Struct
 
-from zexport.formats.leaves import TensorLeaf, tensors_in
+from zexport.formats.inert import Opaque, OpaqueKey, Ordered, TensorLeaf
 from zexport.formats.pickle_writer import dump
+from zexport.printable import printable
 
 _ALIGNMENT = 64
 
@@ -41,6 +45,10 @@ _TOLD_BEHIND = 0x8
 _VERSION, _VERSION64 = 20, 45
 _DATE = 0x21  # 1980-01-01, the first that a zip can tell
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_PATH_LENGTH_MAX = 400
+"""Characters of a path beyond which it is not made longer: a value may be nested to any depth."""
+
+T = TypeVar("T")
 
 
 class Record(Struct, frozen=True):
@@ -240,3 +248,65 @@ def _end(start: int, nbytes: int, count: int) -> bytes:
         ) + _LOCATOR64.pack(b"PK\x06\x07", 0, start + nbytes, 1)
     counts, places = min(count, _MAX16), (min(nbytes, _MAX32), min(start, _MAX32))
     return end + _END.pack(b"PK\x05\x06", 0, 0, counts, counts, *places, 0)
+
+
+def tensors_in(value: object, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """The objects of ``kind`` in a tree, each once, and the path of the first place of each.
+
+    A path is made of keys and indices with ``/`` between them, and is nobody else's. The same tree
+    gives the same paths, whether its tensors are to be written or were read.
+    """
+    seen: set[int] = set()
+    names = _Names()
+    waiting: list[tuple[str, Iterator[tuple[object, object]]]] = [("", iter([("", value)]))]
+    while waiting:
+        above, parts = waiting[-1]
+        if (part := next(parts, None)) is None:
+            waiting.pop()
+            continue
+        key, one = part
+        if id(one) in seen:
+            continue
+        if isinstance(one, kind):
+            seen.add(id(one))
+            yield names.free(_joined(above, key) or "tensor"), one
+        elif isinstance(one, dict | list | tuple | Opaque):
+            seen.add(id(one))
+            waiting.append((_joined(above, key), iter(_parts(one))))
+
+
+def _parts(
+    value: dict[object, object] | list[object] | tuple[object, ...] | Opaque,
+) -> Iterable[tuple[object, object]]:
+    """What a value consists of that may be or hold tensors, by key, index or attribute."""
+    if isinstance(value, Ordered) and value.attributes is not None:
+        return chain(value.items(), (("attributes", value.attributes),))
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, Opaque):
+        return ((name, getattr(value, name)) for name in ("args", "items", "pairs", "state"))
+    return enumerate(value)
+
+
+def _joined(path: str, key: object) -> str:
+    if len(path) > _PATH_LENGTH_MAX:
+        return path
+    text = key if isinstance(key, str) else "*" if isinstance(key, OpaqueKey) else str(key)
+    return f"{path}/{printable(text[:_PATH_LENGTH_MAX])}".lstrip("/")
+
+
+class _Names:
+    """Names that were given, and how often each was asked for."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._asked: Counter[str] = Counter()
+
+    def free(self, name: str) -> str:
+        """The name, numbered where it was given before."""
+        free = name
+        while free in self._taken:
+            self._asked[name] += 1
+            free = f"{name} ({self._asked[name] + 1})"
+        self._taken.add(free)
+        return free

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from zexport.ranges.casts import cast_into
 from zexport.ranges.computed import Computed, Elements, LowRankUpdate, Recast, ScaledSum, Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource
+from zexport.ranges.extents import Read
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -71,7 +71,7 @@ class Calculator:
     shared by all that read the same files.
     """
 
-    def __init__(self, read: Callable[[ByteSource, int, memoryview], None], kept: Kept) -> None:
+    def __init__(self, read: Read, kept: Kept) -> None:
         self._read = read
         self._kept = kept
 
@@ -87,7 +87,7 @@ class Calculator:
         first = start // DType.F32.itemsize
         if isinstance(computed, ScaledSum):
             self._sum(computed, first, out)
-        else:
+        elif isinstance(computed, LowRankUpdate):
             self._low_rank(computed, first, out)
 
     def _recast(self, recast: Recast, start: int, buffer: memoryview) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -169,3 +170,44 @@ def _largest_safe(stored: DType, target: DType) -> int:
         bits = limit.astype(_FLOAT[stored])
     as_integer = int(bits.view(np.dtype(f"u{stored.itemsize}")))
     return as_integer if float(bits) <= float(limit) else as_integer - 1
+
+
+_INFINITY = {
+    DType.F64: 0x7FF << 52,
+    DType.F32: 0xFF << 23,
+    DType.BF16: 0xFF << 7,
+    DType.F16: 0x1F << 10,
+}
+_SIGN = {dtype: 1 << (8 * dtype.itemsize - 1) for dtype in _INFINITY}
+_Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def bits_seen_as(elements: bytearray, stored: DType, seen_as: DType) -> _Bits:
+    """The bits of the elements after a cast, with one pattern for every NaN.
+
+    A NaN's other bits differ between a cast on a GPU and one on a CPU.
+    """
+    result = elements
+    if seen_as is not stored:
+        result = bytearray(len(elements) // stored.itemsize * seen_as.itemsize)
+        cast_into(memoryview(elements), stored, seen_as, memoryview(result))
+    bits = np.frombuffer(result, np.dtype(f"u{seen_as.itemsize}"))
+    infinity = _INFINITY[seen_as]
+    bits[(bits & (_SIGN[seen_as] - 1)) > infinity] = infinity + 1
+    return bits
+
+
+def distances(one: _Bits, two: _Bits, dtype: DType) -> npt.NDArray[np.int64]:
+    """By how many representable numbers elements lie apart; 0 for equal bits alone."""
+    if np.array_equal(one, two):
+        return np.zeros(one.size, np.int64)
+    apart: npt.NDArray[np.int64] = np.abs(_ordinal(one, dtype) - _ordinal(two, dtype))
+    apart[(apart == 0) & (one != two)] = 1  # zeros of both signs
+    return apart
+
+
+def _ordinal(bits: _Bits, dtype: DType) -> npt.NDArray[np.int64]:
+    """The number of a value in the order of its type; zeros of both signs have one number."""
+    magnitude: npt.NDArray[np.int64] = (bits & (_SIGN[dtype] - 1)).astype(np.int64)
+    magnitude[(bits & _SIGN[dtype]) != 0] *= -1
+    return magnitude

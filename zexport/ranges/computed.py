@@ -1,4 +1,4 @@
-"""Tensors that lie in no file: adapters merged into their base, casts, and zeros.
+"""Bytes that lie in no file: adapters merged into their base, casts, and ranks' parts with zeros.
 
 Descriptions only, and byte sources like any other: a window of one may be cut, laid end to end or
 tiled. What its elements are is worked out where it is read (``zexport.ranges.calculator``).
@@ -6,10 +6,12 @@ tiled. What its elements are is worked out where it is read (``zexport.ranges.ca
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -27,13 +29,22 @@ class Elements(Struct, frozen=True):
     dtype: DType
 
 
+class Computed(Struct, frozen=True):
+    """What is worked out where it is read: any window of it is one range of the result."""
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The window, as one range of the result."""
+        if start < stop:
+            yield ComputedExtent(_PLACE, start, stop - start, self)
+
+
 class ComputedExtent(Extent, frozen=True):
     """Bytes of a tensor that is computed; ``offset`` counts from its first."""
 
     of: Computed
 
 
-class Recast(Struct, frozen=True):
+class Recast(Computed, frozen=True):
     """The elements of another tensor, rounded to ``dtype``."""
 
     elements: Elements
@@ -45,16 +56,12 @@ class Recast(Struct, frozen=True):
         stored = self.elements
         return stored.source.nbytes // stored.dtype.itemsize * self.dtype.itemsize
 
-    def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window, as one range of the result."""
-        return _window(self, start, stop)
-
     def constituents(self) -> tuple[ByteSource, ...]:
         """Where the elements come from."""
         return (self.elements.source,)
 
 
-class ScaledSum(Struct, frozen=True):
+class ScaledSum(Computed, frozen=True):
     """``base + scaling * addend`` in float32, element by element."""
 
     base: Elements
@@ -65,10 +72,6 @@ class ScaledSum(Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes of the result."""
         return self.base.source.nbytes // self.base.dtype.itemsize * DType.F32.itemsize
-
-    def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window, as one range of the result."""
-        return _window(self, start, stop)
 
     def constituents(self) -> tuple[ByteSource, ...]:
         """Both terms."""
@@ -92,7 +95,7 @@ class Factors(Struct, frozen=True):
     matrices: int = 1
 
 
-class LowRankUpdate(Struct, frozen=True):
+class LowRankUpdate(Computed, frozen=True):
     """``base + scaling * (b @ a)`` in float32, each row or column then scaled to a magnitude.
 
     DoRA's, an element for each output. Each matrix of ``base`` is ``(outputs, inputs)``, unless
@@ -120,38 +123,66 @@ class LowRankUpdate(Struct, frozen=True):
         """Bytes of the result."""
         return prod((self.factors.matrices, self.rows, self.columns)) * DType.F32.itemsize
 
-    def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window, as one range of the result."""
-        return _window(self, start, stop)
-
     def constituents(self) -> tuple[ByteSource, ...]:
         """The base, both factors, and the magnitude."""
         magnitude = () if self.magnitude is None else (self.magnitude.source,)
         return self.base.source, self.factors.a.source, self.factors.b.source, *magnitude
 
 
-class Zeros(Struct, frozen=True):
+class Zeros(Computed, frozen=True):
     """Zero bytes that are in no file, such as the padding of a flat group."""
 
     nbytes: int
-
-    def extents(self, start: int, stop: int) -> Iterator[Extent]:
-        """The window, as one range of the result."""
-        return _window(self, start, stop)
 
     def constituents(self) -> tuple[ByteSource, ...]:
         """Nothing."""
         return ()
 
 
-Computed: TypeAlias = Recast | ScaledSum | LowRankUpdate | Zeros
-
-
-def _window(of: Computed, start: int, stop: int) -> Iterator[Extent]:
-    if start < stop:
-        yield ComputedExtent(_PLACE, start, stop - start, of)
-
-
 def updates_in(sources: Iterable[ByteSource]) -> Iterator[LowRankUpdate]:
     """The low-rank updates that some of ``sources`` are, or are made of; each once."""
     return (source for source in all_within(sources) if isinstance(source, LowRankUpdate))
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Several runs, each cut into stripes of ``nbytes`` of its own; all ranks' stripes share it."""
+
+    runs: tuple[ByteSource, ...]
+    nbytes: tuple[int, ...]
+    ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", tuple(accumulate(self.nbytes)))
+
+
+class Stripe(Struct, frozen=True):
+    """Stripe ``rank`` of every run, end to end; where a run has ended, zeros fill it up."""
+
+    of: Stripes
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one rank, padding included."""
+        return self.of.ends[-1] if self.of.ends else 0
+
+    def extents(self, start: int, stop: int) -> Iterator[Extent]:
+        """The ranges of a window, run after run."""
+        index = bisect_right(self.of.ends, start)
+        while start < stop:
+            run, size, end = self.of.runs[index], self.of.nbytes[index], self.of.ends[index]
+            until = min(stop, end)
+            first = self.rank * size + start - (end - size)
+            last = first + until - start
+            kept = min(last, run.nbytes)
+            if first < kept:
+                yield from run.extents(first, kept)
+            if (lacking := last - max(first, kept)) > 0:
+                yield from Zeros(lacking).extents(0, lacking)
+            start = max(start, until)
+            index += 1
+
+    def constituents(self) -> tuple[ByteSource, ...]:
+        """The runs."""
+        return self.of.runs

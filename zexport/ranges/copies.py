@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 from msgspec import Struct
 
 from zexport.ranges.dtypes import DType
-from zexport.ranges.extents import ByteSource
-from zexport.ranges.scattered import Read
+from zexport.ranges.extents import ByteSource, Read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,9 +141,11 @@ def fingerprint(read: Read, source: ByteSource, stored: DType, seen_as: DType) -
 
     Copies of one tensor have the same fingerprint; the reverse need not be so.
     """
+    from zexport.ranges.casts import bits_seen_as  # noqa: PLC0415 - as most are opened without
+
     samples = _samples(0, source.nbytes // stored.itemsize, _FINGERPRINT_NUMEL)
     elements = _elements(read, [(source, span) for span in samples], stored)
-    return blake3(_bits(elements, stored, seen_as).tobytes()).digest()
+    return blake3(bits_seen_as(elements, stored, seen_as).tobytes()).digest()
 
 
 def cosines(
@@ -259,15 +260,17 @@ def _types(one: Comparison) -> tuple[DType, DType]:
 
 def _compare(batch: Sequence[_Part], read: Read) -> None:
     """Read a batch, cast it, and note what is seen."""
+    from zexport.ranges.casts import bits_seen_as, distances  # noqa: PLC0415
+
     kept_dtype, other_dtype = _types(batch[0][0])
     kept = _elements(read, [(one.replica.kept, span) for one, span in batch], kept_dtype)
     other = _elements(read, [(one.replica.other, span) for one, span in batch], other_dtype)
     narrower = min(other_dtype, kept_dtype, key=lambda dtype: dtype.itemsize)
-    bits = _bits(kept, kept_dtype, narrower), _bits(other, other_dtype, narrower)
-    distances = _distances(*bits, narrower)
+    one_bits = bits_seen_as(kept, kept_dtype, narrower)
+    found = distances(one_bits, bits_seen_as(other, other_dtype, narrower), narrower)
     at = 0
     for one, (start, stop) in batch:
-        one.add(start, distances[at : at + stop - start])
+        one.add(start, found[at : at + stop - start])
         at += stop - start
 
 
@@ -280,57 +283,3 @@ def _elements(read: Read, spans: Sequence[tuple[ByteSource, Span]], dtype: DType
         read(source, start * dtype.itemsize, room[:nbytes])
         room = room[nbytes:]
     return elements
-
-
-def _distances(
-    one: npt.NDArray[np.unsignedinteger[Any]],
-    two: npt.NDArray[np.unsignedinteger[Any]],
-    dtype: DType,
-) -> npt.NDArray[np.int64]:
-    """By how many representable numbers elements lie apart; 0 for equal bits alone."""
-    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
-
-    if np.array_equal(one, two):
-        return np.zeros(one.size, np.int64)
-    apart: npt.NDArray[np.int64] = np.abs(_ordinal(one, dtype) - _ordinal(two, dtype))
-    apart[(apart == 0) & (one != two)] = 1  # zeros of both signs
-    return apart
-
-
-def _ordinal(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: DType) -> npt.NDArray[np.int64]:
-    """The number of a value in the order of its type; zeros of both signs have one number."""
-    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
-
-    magnitude: npt.NDArray[np.int64] = (bits & (_SIGN[dtype] - 1)).astype(np.int64)
-    magnitude[(bits & _SIGN[dtype]) != 0] *= -1
-    return magnitude
-
-
-def _bits(
-    elements: bytearray, stored: DType, seen_as: DType
-) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """The bits of the elements after a cast, with one pattern for every NaN.
-
-    A NaN's other bits differ between a cast on a GPU and one on a CPU.
-    """
-    import numpy as np  # noqa: PLC0415 - opening most checkpoints reads no values
-
-    from zexport.ranges.casts import cast_into  # noqa: PLC0415
-
-    result = elements
-    if seen_as is not stored:
-        result = bytearray(len(elements) // stored.itemsize * seen_as.itemsize)
-        cast_into(memoryview(elements), stored, seen_as, memoryview(result))
-    bits = np.frombuffer(result, np.dtype(f"u{seen_as.itemsize}"))
-    infinity = _INFINITY[seen_as]
-    bits[(bits & (_SIGN[seen_as] - 1)) > infinity] = infinity + 1
-    return bits
-
-
-_INFINITY = {
-    DType.F64: 0x7FF << 52,
-    DType.F32: 0xFF << 23,
-    DType.BF16: 0xFF << 7,
-    DType.F16: 0x1F << 10,
-}
-_SIGN = {dtype: 1 << (8 * dtype.itemsize - 1) for dtype in _INFINITY}

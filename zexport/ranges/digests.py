@@ -19,7 +19,7 @@ def digest_file(path: Path) -> str:
     with open_input(path) as file:
         nbytes = file.version().nbytes
         file.expect([(0, nbytes)])
-        return _digest(file, 0, nbytes, None)
+        return _take_in(blake3(), file, 0, nbytes).hexdigest()
 
 
 def digest_of_parts(
@@ -44,7 +44,7 @@ def digest_of_parts(
         between = [*_between(ranges, nbytes)]
         file.expect(between)
         for start, stop in between:
-            _take_in(digest, file, start, stop - start, None)
+            _take_in(digest, file, start, stop - start)
     for tensor_digest in digests:
         digest.update(bytes.fromhex(tensor_digest))
     return digest.hexdigest()
@@ -75,14 +75,8 @@ def digest_ranges(
     ranges = list(ranges)
     with open_input(path) as file:
         file.expect((offset, offset + nbytes) for offset, nbytes in ranges if nbytes)
-        return tuple(_digest(file, offset, nbytes, on_bytes) for offset, nbytes in ranges)
-
-
-def _digest(
-    file: InputFile, offset: int, nbytes: int, on_bytes: Callable[[int], None] | None
-) -> str:
-    """The digest of ``nbytes`` bytes, or of what there is of them."""
-    return _take_in(blake3(), file, offset, nbytes, on_bytes).hexdigest()
+        taken = (_take_in(blake3(), file, *one, on_bytes) for one in ranges)
+        return tuple(digest.hexdigest() for digest in taken)
 
 
 def _take_in(
@@ -90,8 +84,9 @@ def _take_in(
     file: InputFile,
     offset: int,
     nbytes: int,
-    on_bytes: Callable[[int], None] | None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> blake3:
+    """The digest with ``nbytes`` bytes more, or with what there is of them."""
     buffer = memoryview(bytearray(min(_CHUNK_NBYTES, max(nbytes, 1))))
     while nbytes > 0 and (count := file.read(offset, buffer[:nbytes])):
         digest.update(buffer[:count])

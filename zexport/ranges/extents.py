@@ -9,11 +9,11 @@ tensors is stored once.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -33,6 +33,10 @@ class ByteSource(Protocol):
     def constituents(self) -> tuple[ByteSource, ...]:
         """The sources it is made of; nothing for a range of a file."""
         ...
+
+
+Read: TypeAlias = Callable[[ByteSource, int, memoryview], None]
+"""Fills memory with the bytes of a source, from one of them on."""
 
 
 class Member(Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """Tensors laid together from boxes of others, as a tensor-parallel weight is from its shards.
 
 Still a byte source: any window of the whole can be asked for, and no more than the ranges of that
-window are ever named.
+window are ever named. What lies scattered in its sources is gathered in few reads.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.errors import LayoutError
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.extents import ByteSource, Extent
+from zexport.ranges.extents import ByteSource, Extent, Read
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def row_major(shape: Sequence[int]) -> Shape:
@@ -190,3 +196,88 @@ def _overlap(one: Tile, other: Tile) -> bool:
         a < b + m and b < a + n
         for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
     )
+
+
+_GAP_NBYTES = 64 << 10
+"""A gap that is read costs about as much time as one more read."""
+
+_SPAN_NBYTES_MIN = 64 << 10
+
+
+def gather(mosaic: Mosaic, start: int, buffer: memoryview, read: Read) -> None:
+    """Fill ``buffer`` with the bytes of ``mosaic`` from ``start`` on, both in whole elements.
+
+    Read run by run, a transposed matrix would take a read for each element. So whatever lies close
+    together is read as one span, gaps and all, and its elements are put in their places in memory.
+    No span is longer than ``buffer``, or than 64 KiB where that is short; that much memory is held
+    besides it for each level of mosaics within mosaics.
+    """
+    itemsize = mosaic.itemsize
+    first = start // itemsize
+    limit = max(buffer.nbytes, _SPAN_NBYTES_MIN) // itemsize
+    for box in mosaic.boxes(first, first + buffer.nbytes // itemsize):
+        for span in _spans(box, limit, itemsize):
+            _fill(span, itemsize, buffer, read)
+
+
+def _fill(box: Box, itemsize: int, buffer: memoryview, read: Read) -> None:
+    """Read the span that a box lies in, and put its elements in their places."""
+    begin, nbytes = box.offset * itemsize, _span(box) * itemsize
+    if _is_run(box):
+        out = box.out_offset * itemsize
+        read(box.source, begin, buffer[out : out + nbytes])
+        return
+    scratch = memoryview(bytearray(nbytes))
+    read(box.source, begin, scratch)
+    placed = _array(buffer, itemsize, box.shape, box.out_offset, box.out_stride)
+    placed[...] = _array(scratch, itemsize, box.shape, 0, box.stride)
+
+
+def _array(
+    memory: memoryview, itemsize: int, shape: Shape, offset: int, stride: Shape
+) -> npt.NDArray[np.void | np.unsignedinteger[Any]]:
+    import numpy as np  # noqa: PLC0415 - most exports gather nothing
+
+    kind = "u" if itemsize in (1, 2, 4, 8) else "V"
+    steps = tuple(step * itemsize for step in stride)
+    return np.ndarray(shape, np.dtype(f"{kind}{itemsize}"), memory, offset * itemsize, steps)
+
+
+def _spans(box: Box, limit: int, itemsize: int) -> Iterator[Box]:
+    """The box in parts that each lie in a span of ``limit`` elements, without wide gaps."""
+    if _is_run(box):
+        yield box
+        return
+    dim = max(range(len(box.shape)), key=lambda d: (box.shape[d] > 1, box.stride[d]))
+    step, count = box.stride[dim], box.shape[dim]
+    within = _span(box) - (count - 1) * step
+    wide = (step - within) * itemsize > _GAP_NBYTES
+    if not wide and _span(box) <= limit:
+        yield box
+        return
+    each = 1 if wide else max(1, (limit - within) // step + 1)
+    for index in range(0, count, each):
+        size = min(each, count - index)
+        part = replace(
+            box,
+            shape=(*box.shape[:dim], size, *box.shape[dim + 1 :]),
+            offset=box.offset + index * step,
+            out_offset=box.out_offset + index * box.out_stride[dim],
+        )
+        yield from _spans(part, limit, itemsize)
+
+
+def _span(box: Box) -> int:
+    """Elements of the source from the box's first to its last."""
+    return 1 + sum((n - 1) * step for n, step in zip(box.shape, box.stride, strict=True))
+
+
+def _is_run(box: Box) -> bool:
+    """Whether its elements lie one after another, both where they are and where they belong."""
+    dims = [d for d, count in enumerate(box.shape) if count > 1]
+    dense = 1
+    for dim in reversed(dims):
+        if not box.stride[dim] == box.out_stride[dim] == dense:
+            return False
+        dense *= box.shape[dim]
+    return dense == prod(box.shape)

@@ -17,8 +17,7 @@ from zexport.ranges.calculator import Calculator, Kept
 from zexport.ranges.computed import ComputedExtent
 from zexport.ranges.extents import ByteSource, Extent, Member, Window
 from zexport.ranges.ledger import Ledger, Range
-from zexport.ranges.mosaic import Mosaic
-from zexport.ranges.scattered import gather
+from zexport.ranges.mosaic import Mosaic, gather
 from zexport.store.address import Address
 from zexport.store.files import InputFile, open_input, version
 from zexport.store.versions import Version

@@ -23,16 +23,15 @@ from zexport.checkpoint.layouts.expert_layers import (
 from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.experts import stored_experts
 from zexport.checkpoint.layouts.master_matching import Weight
-from zexport.checkpoint.layouts.module_files import module_file
 from zexport.checkpoint.layouts.zero import bind_trained, owners_of, with_untrained
 from zexport.checkpoint.layouts.zero0_experts import Share, shares_of
-from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.model_states import ModelStates, module_file
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.optimizer_states import optimizer_in
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, parse_rank_file, rank_file_name
 from zexport.checkpoint.ranks import RankStates, is_zero0, no_first_model, no_optimizer_files
 from zexport.errors import UnsupportedError
-from zexport.formats.leaves import TensorLeaf
+from zexport.formats.inert import TensorLeaf
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import DType

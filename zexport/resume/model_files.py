@@ -8,11 +8,9 @@ from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
 from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import FrozenLeftOutError
-from zexport.formats.inert import Ordered, Size, TensorRef
-from zexport.formats.leaves import TensorLeaf
-from zexport.ranges.computed import Zeros
+from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
+from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType
-from zexport.ranges.stripes import Stripe, Stripes
 from zexport.resume.optimizer_files import Place, flat_leaf
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, ModuleEntry, Parameter

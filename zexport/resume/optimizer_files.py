@@ -13,11 +13,10 @@ from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, UnsupportedError
-from zexport.formats.leaves import TensorLeaf
-from zexport.ranges.computed import Zeros
+from zexport.formats.inert import TensorLeaf
+from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Chain, Window
-from zexport.ranges.stripes import Stripe, Stripes
 from zexport.resume.cells import is_by_parameter
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, Group, Parameter, Recorded

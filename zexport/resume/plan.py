@@ -9,9 +9,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.location import Framework
-from zexport.checkpoint.problems import raise_problems
 from zexport.checkpoint.ranks import models_of
 from zexport.decide import CheckpointRecord, recorded_warnings
 from zexport.errors import UnsafeError, UsageError

@@ -20,7 +20,7 @@ from zexport.checkpoint.layouts.universal_weights import FOLDER, OPTIMIZER_STATE
 from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import UnsafeError
-from zexport.formats.leaves import TensorLeaf
+from zexport.formats.inert import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resume.model_files import ModelFiles
 from zexport.resume.optimizer_files import Place, inner_of, kept_of_run, version_in

@@ -7,9 +7,16 @@ from dataclasses import replace
 
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import UnsafeError
-from zexport.formats.inert import FragmentAddress, Global, Made, Opaque, Ordered, TensorRef
+from zexport.formats.inert import (
+    FragmentAddress,
+    Global,
+    Made,
+    Opaque,
+    Ordered,
+    TensorLeaf,
+    TensorRef,
+)
 from zexport.formats.known_globals import FRAGMENT
-from zexport.formats.leaves import TensorLeaf
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
 from zexport.resume.state import Recorded

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from zexport.errors import CheckpointError, UnsafeError, UnsupportedError, VerificationError
 from zexport.formats.inert import TensorRef
-from zexport.formats.leaves import tensors_in
-from zexport.formats.safetensors_file import StoredTensor, read_header
+from zexport.formats.safetensors_file import FileTensor, read_header
 from zexport.formats.torch_file import read_torch_file
+from zexport.formats.torch_writer import tensors_in
 from zexport.plan.plan import FilePlan, qualified, qualified_by_file
 from zexport.ranges.extents import Extent
 from zexport.store.address import Address
@@ -35,7 +35,7 @@ class WrittenFile(Struct, frozen=True):
     """A file of tensors: these by their names in the whole output, in file order."""
 
     path: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
 
 
 def read_written(path: Path, filename: str) -> WrittenFile:
@@ -54,11 +54,11 @@ def read_written(path: Path, filename: str) -> WrittenFile:
         raise VerificationError(cause.problem, path=path, found=cause.found) from cause
 
 
-def _in_torch_file(path: Path, filename: str) -> dict[str, StoredTensor]:
+def _in_torch_file(path: Path, filename: str) -> dict[str, FileTensor]:
     """The tensors that have bytes, by offset; each is a record of its own."""
     file = read_torch_file(path)
     records = {(member.offset, member.nbytes) for member in file.members}
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, FileTensor] = {}
     for own, tensor in tensors_in(file.value, TensorRef):
         if not tensor.nbytes:
             continue
@@ -67,7 +67,7 @@ def _in_torch_file(path: Path, filename: str) -> dict[str, StoredTensor]:
         if not isinstance(source, Extent) or (source.offset, source.nbytes) not in records:
             problem = "holds a tensor that is no record of its own"
             raise VerificationError(problem, path=path, found=name)
-        found[name] = StoredTensor(name, tensor.dtype, tensor.shape, source.offset, source.nbytes)
+        found[name] = FileTensor(name, tensor.dtype, tensor.shape, source.offset)
     return dict(sorted(found.items(), key=lambda item: item[1].offset))
 
 

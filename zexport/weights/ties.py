@@ -13,8 +13,8 @@ from zexport.facts.table import Fact
 from zexport.filenames import CONFIG
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.ranges.copies import are_equal
+from zexport.ranges.extents import Read
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.ranges.scattered import Read
 from zexport.weights.base import Base
 from zexport.weights.hub_names import Selection
 from zexport.weights.named import Weights

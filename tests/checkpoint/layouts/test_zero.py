@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
-from zexport.checkpoint.contents import Role, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.problems import raise_problems
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
 from zexport.ranges.dtypes import DType
 

@@ -8,10 +8,9 @@ from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.layouts.zero3 import StripedParameter, stripe_parameters
 from zexport.checkpoint.model_states import ZERO3
 from zexport.checkpoint.optimizer_states import OptimizerStates
-from zexport.checkpoint.rank_files import parse_rank_file
+from zexport.checkpoint.rank_files import written_as
 from zexport.checkpoint.ranks import RankStates
 from zexport.errors import DamagedCheckpointError, ZexportError
-from zexport.formats.torch_file import TorchFile
 from zexport.ranges.extents import ByteSource, Chain
 from zexport.store.contents import read_range, same_bytes
 
@@ -55,11 +54,7 @@ def copied_files(ranks: RankStates) -> Iterator[ZexportError]:
 
 def _is_anonymous(states: OptimizerStates) -> bool:
     """Whether it is a file of plain ZeRO-3 whose container does not say which rank's it is."""
-    return states.stage == ZERO3 and not states.stripes_experts and not _names_rank(states.file)
-
-
-def _names_rank(file: TorchFile) -> bool:
-    return parse_rank_file(file.path.with_name(f"{file.root}.pt")) is not None
+    return states.stage == ZERO3 and not states.stripes_experts and written_as(states.file) is None
 
 
 def _sample(states: OptimizerStates, rank: int, largest: StripedParameter) -> bytes:

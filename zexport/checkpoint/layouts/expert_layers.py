@@ -11,8 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.layouts.expert_placement import held_by, unknown_version
-from zexport.checkpoint.layouts.module_files import ModuleFile
-from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.model_states import ModelStates, ModuleFile
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates
 from zexport.checkpoint.untrusted import Value
@@ -21,7 +20,9 @@ from zexport.errors import (
     IncompleteCheckpointError,
     LayoutError,
 )
-from zexport.ranges.extents import ByteSource, Window
+from zexport.formats.inert import TensorRef
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource, Chain, Window
 
 _T = TypeVar("_T")
 AUTOEP_WEIGHTS = ("w1", "w2", "w3")
@@ -283,6 +284,23 @@ def in_expert_order(sources: Sequence[ByteSource], layer: AutoEpLayer) -> Iterat
         ep_rank, position = run[0]
         nbytes = sources[ep_rank].nbytes // len(layer.held[ep_rank])
         yield Window(sources[ep_rank], position * nbytes, len(run) * nbytes)
+
+
+def stack_slices(name: str, files: Sequence[ModuleFile]) -> tuple[Shape, DType, Chain]:
+    """Shape, type and bytes of a weight of all experts of a layer, one slice out of each file."""
+    slices: list[tuple[TensorRef, ByteSource]] = []
+    for states in files:
+        tensor = states.tensors.get(f"{name}.{states.expert}")
+        if tensor is None:
+            raise LayoutError(
+                f"{states.file.path.name} lacks its part of {name!r}", "no such weight", "one"
+            )
+        slices.append((tensor, states.file.source(tensor)))
+    kinds = {(tensor.shape, tensor.dtype) for tensor, _ in slices}
+    if len(kinds) != 1:
+        raise LayoutError(f"the experts of {name!r} are not alike", sorted(map(str, kinds)), "one")
+    ((shape, dtype),) = kinds
+    return (len(slices), *shape), dtype, Chain(tuple(part for _, part in slices))
 
 
 def _dense(by_name: Mapping[str, _T], layers: ExpertLayers) -> dict[str, _T]:

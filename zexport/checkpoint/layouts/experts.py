@@ -24,10 +24,10 @@ from zexport.checkpoint.layouts.expert_layers import (
     find_layers,
     in_expert_order,
     parse_native,
+    stack_slices,
     without_experts,
 )
 from zexport.checkpoint.layouts.expert_placement import uniform
-from zexport.checkpoint.layouts.module_files import read_module_files, stack_slices
 from zexport.checkpoint.layouts.pipeline import merge_stages
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
@@ -37,7 +37,7 @@ from zexport.checkpoint.layouts.zero import (
     with_untrained,
 )
 from zexport.checkpoint.layouts.zero0_experts import read_expert_optimizers, take_unsharded_experts
-from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.model_states import ModelStates, read_module_files
 from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.rank_files import RankFile, RankFileKind
 from zexport.checkpoint.ranks import RankStates, check_cells, is_zero0, models_of, no_first_model

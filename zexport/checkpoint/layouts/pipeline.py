@@ -11,7 +11,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
-from zexport.checkpoint.layouts.module_files import ModuleFile, read_module_files
 from zexport.checkpoint.layouts.pipeline_masters import (
     TIED,
     StageMasters,
@@ -24,7 +23,7 @@ from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero import commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
-from zexport.checkpoint.model_states import Grid
+from zexport.checkpoint.model_states import Grid, ModuleFile, read_module_files
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import RankStates, check_cells, models_of
 from zexport.errors import (

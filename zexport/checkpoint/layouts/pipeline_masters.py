@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Inventory, StoredTensor
 from zexport.checkpoint.layouts.master_matching import Weight
-from zexport.checkpoint.layouts.module_files import ModuleFile
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero import bind_trained, take_inventory, with_untrained
 from zexport.checkpoint.layouts.zero0 import stored_weights
-from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.model_states import ModelStates, ModuleFile
 from zexport.checkpoint.optimizer_states import OptimizerStates, read_inner_states
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates

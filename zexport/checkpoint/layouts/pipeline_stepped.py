@@ -14,16 +14,14 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.layouts.module_files import ModuleFile
-from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.model_states import ModelStates, ModuleFile
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import Shape
-from zexport.ranges.extents import ByteSource
+from zexport.ranges.extents import ByteSource, Read
 from zexport.ranges.reader import SourceReader
-from zexport.ranges.scattered import Read
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ADAM = {*_MOMENTS, "step", "max_exp_avg_sq"}

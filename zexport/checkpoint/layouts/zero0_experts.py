@@ -22,16 +22,20 @@ from zexport.checkpoint.layouts.expert_layers import (
     ExpertLayers,
     in_expert_order,
     parse_native,
+    stack_slices,
 )
 from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
-from zexport.checkpoint.layouts.module_files import stack_slices
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
 from zexport.checkpoint.layouts.zero0 import casts, contradictions, inventory_of, weights_of
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.optimizer_states import optimizer_in
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
-from zexport.checkpoint.ranks import check_written_as_named
+from zexport.checkpoint.rank_files import (
+    RankFile,
+    RankFileKind,
+    check_written_as_named,
+    rank_file_name,
+)
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import CastReplica, Replica, fingerprint
