@@ -22,6 +22,7 @@ from tests.support.model_parallel import cells, joined_ranks, joined_stages, sav
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.layouts.tensor_parallel import join_tensor_ranks
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.ranks import Save
 from zexport.cli import main
 from zexport.errors import (
     CheckpointError,
@@ -165,7 +166,7 @@ def test_tensor_ranks_without_any_model_states_are_refused(tmp_path: Path) -> No
     for path in tag.glob("mp_rank_*"):
         path.unlink()
     with pytest.raises(DamagedCheckpointError, match="no model states that can be read"):
-        join_tensor_ranks(tag, cells(tag), {})
+        join_tensor_ranks(Save(tag, (), cells(tag)), {})
 
 
 def test_a_pipeline_without_layer_files_is_incomplete(tmp_path: Path) -> None:

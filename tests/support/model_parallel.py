@@ -17,7 +17,7 @@ from tests.support.checkpoints import Tensors
 from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.structure import Structure, assemble
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
-from zexport.checkpoint.ranks import RankStates, read_ranks
+from zexport.checkpoint.ranks import RankStates, Save, read_ranks
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
@@ -51,7 +51,7 @@ def cells(tag: Path) -> dict[int, RankStates]:
 
 
 def assembled(tag: Path, structure: Structure) -> Inventory:
-    return assemble(tag, list_rank_files(tag), cells(tag), structure)
+    return assemble(Save(tag, list_rank_files(tag), cells(tag)), structure)
 
 
 def joined_ranks(tag: Path) -> Inventory:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.model_states import read_model_states
 from zexport.checkpoint.pruned import original_name
-from zexport.checkpoint.rank_files import RankFileKind, list_rank_files, parse_rank_file
+from zexport.checkpoint.rank_files import MODEL_FILES, list_rank_files, parse_rank_file
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
@@ -36,8 +36,6 @@ _AGES = frozenset(
     )
 )
 """Words that say when a checkpoint was made, and not what it is of."""
-
-_MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
 
 
 class Candidate(Struct, frozen=True):
@@ -193,7 +191,7 @@ def recorded_steps(folders: Mapping[str, Path], boundary: Boundary) -> dict[str,
 
 def recorded_step(tag_dir: Path, boundary: Boundary) -> int | None:
     """The steps taken, as a model file says; ``None`` where none does, or it lies outside."""
-    models = [file.path for file in list_rank_files(tag_dir) if file.kind in _MODEL_FILES]
+    models = [file.path for file in list_rank_files(tag_dir) if file.kind in MODEL_FILES]
     if not models or not boundary.holds(models[0]):
         return None
     try:

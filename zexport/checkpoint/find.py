@@ -121,45 +121,6 @@ def locate_named(path: Path, tag: str, *, follow_symlinks: bool = False) -> tupl
         )
 
 
-def newer_than(location: Location, step: int | None) -> tuple[Location, ...]:
-    """Newer checkpoints of the same run, newest first, where the tag was not chosen by the user.
-
-    Args:
-        location: a tag in a folder that may be a run's ``output_dir``.
-        step: the steps that it records.
-    """
-    if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
-        return ()
-    if len(location.tags) <= 1 and not list_ages(location.root):
-        return ()
-    candidates = list_candidates(location.root, location.boundary)
-    names = [one.name for one in candidates]
-    later = candidates[names.index(location.tag) + 1 :] if location.tag in names else ()
-    return tuple(
-        location_of(one.root, one.tags[-1], TagChoice.NEWEST, location.boundary)
-        for one in reversed(later)
-        if (one.step is None or one.step > step) and are_of_one_run((one.name, location.tag))
-    )
-
-
-def name_beside(location: Location, other: Location) -> str:
-    """What ``--tag`` takes for another checkpoint of a run: the tag's name, or its folder's."""
-    return other.tag if other.root == location.root else other.root.name
-
-
-def no_newest(one: Location, others: Sequence[Location]) -> AmbiguousTagError:
-    """The refusal to take one of several for the newest."""
-    first, *rest = (location.tag_dir for location in (one, *others))
-    above = next(parent for parent in first.parents if all(p.is_relative_to(parent) for p in rest))
-    names = [str(folder.relative_to(above).parts[0]) for folder in (first, *rest)]
-    return AmbiguousTagError(
-        "holds several checkpoints of one step, and nothing says which is the newest",
-        path=above,
-        found=_listed(sorted(names)),
-        hint="Choose one with --tag",
-    )
-
-
 def _folder(path: Path) -> Path:
     path = absolute(path)  # not resolve(): messages should say what the user wrote
     if not is_folder(path):

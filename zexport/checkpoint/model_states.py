@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, check_written_as_named
+from zexport.checkpoint.rank_files import RankFile, RankFileKind, read_rank_file
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError
 from zexport.formats.inert import TensorRef
-from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType, Shape
 
 ZERO3 = 3
@@ -225,8 +225,7 @@ def read_module_files(files: Iterable[RankFile]) -> tuple[ModuleFile, ...]:
     """The contents of ``files``, by tensor rank, layer and expert."""
     read: dict[tuple[int, int, int], ModuleFile] = {}
     for file in files:
-        torch_file = read_torch_file(file.path)
-        check_written_as_named(torch_file)
+        torch_file = read_rank_file(file)
         key = file.tensor_rank, file.layer, file.expert
         if key in read:
             raise DamagedCheckpointError(

@@ -8,19 +8,19 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TypeAlias
 
-from zexport.checkpoint.candidates import are_tied, recorded_step
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.find import (
-    locate,
-    locate_all,
-    locate_named,
-    name_beside,
-    newer_than,
-    no_newest,
+from zexport.checkpoint.candidates import (
+    are_of_one_run,
+    are_tied,
+    list_ages,
+    list_candidates,
+    recorded_step,
 )
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.find import locate, locate_all, locate_named
+from zexport.checkpoint.location import Location, TagChoice, location_of
 from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import AmbiguousTagError, NoSuchTagError, UsageError
+from zexport.printable import some
 from zexport.store.address import place
 from zexport.store.files import reading
 
@@ -119,14 +119,14 @@ def _check_alone(newest: ZeroCheckpoint, older: Iterable[Location]) -> None:
         if are_tied(one.tag_dir, here.tag_dir) and not read_checkpoint([one]).problems
     ]
     if rivals:
-        raise no_newest(here, rivals)
+        raise _no_newest(here, rivals)
 
 
 def _newer(opened: ZeroCheckpoint) -> Iterator[str]:
     """Tells of newer checkpoints of the run, where the tag was not chosen by the user."""
     location, step = opened.location, opened.global_steps
-    for other in newer_than(location, step):
-        name = name_beside(location, other)
+    for other in _newer_than(location, step):
+        name = _name_beside(location, other)
         newer = read_checkpoint([other])
         if newer.problems:
             yield _passed_over(location, newer)
@@ -142,4 +142,43 @@ def _passed_over(location: Location, other: ZeroCheckpoint) -> str:
     step = "unknown step" if other.global_steps is None else f"step {other.global_steps:,}"
     first, *more = (problem.statement() for problem in other.problems)
     rest = f", and {len(more)} more problems" if more else ""
-    return f"{name_beside(location, other.location)} ({step}) was passed over: it {first}{rest}"
+    return f"{_name_beside(location, other.location)} ({step}) was passed over: it {first}{rest}"
+
+
+def _newer_than(location: Location, step: int | None) -> tuple[Location, ...]:
+    """Newer checkpoints of the same run, newest first, where the tag was not chosen by the user.
+
+    Args:
+        location: a tag in a folder that may be a run's ``output_dir``.
+        step: the steps that it records.
+    """
+    if location.chosen not in (TagChoice.LATEST, TagChoice.ONLY) or step is None:
+        return ()
+    if len(location.tags) <= 1 and not list_ages(location.root):
+        return ()
+    candidates = list_candidates(location.root, location.boundary)
+    names = [one.name for one in candidates]
+    later = candidates[names.index(location.tag) + 1 :] if location.tag in names else ()
+    return tuple(
+        location_of(one.root, one.tags[-1], TagChoice.NEWEST, location.boundary)
+        for one in reversed(later)
+        if (one.step is None or one.step > step) and are_of_one_run((one.name, location.tag))
+    )
+
+
+def _name_beside(location: Location, other: Location) -> str:
+    """What ``--tag`` takes for another checkpoint of a run: the tag's name, or its folder's."""
+    return other.tag if other.root == location.root else other.root.name
+
+
+def _no_newest(one: Location, others: Sequence[Location]) -> AmbiguousTagError:
+    """The refusal to take one of several for the newest."""
+    first, *rest = (location.tag_dir for location in (one, *others))
+    above = next(parent for parent in first.parents if all(p.is_relative_to(parent) for p in rest))
+    names = [str(folder.relative_to(above).parts[0]) for folder in (first, *rest)]
+    return AmbiguousTagError(
+        "holds several checkpoints of one step, and nothing says which is the newest",
+        path=above,
+        found=some(sorted(names)),
+        hint="Choose one with --tag",
+    )

@@ -16,7 +16,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError
-from zexport.formats.torch_file import TorchFile
+from zexport.formats.pickles import Pickle
+from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.store.folders import children, is_file
 
 
@@ -31,6 +32,10 @@ class RankFileKind(Enum):
     PIPELINE_LAYER = "pipeline layer"
     PARAMETER = "parameter of all ranks"
     """Of a universal checkpoint; its name is that of its folder."""
+
+
+MODEL_FILES = (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+"""The two kinds of what a model-parallel index says of its weights."""
 
 
 class RankFile(Struct, frozen=True):
@@ -123,17 +128,19 @@ def written_as(file: TorchFile) -> RankFile | None:
     return parse_rank_file(file.path.with_name(f"{file.root}.pt"))
 
 
-def check_written_as_named(file: TorchFile) -> None:
-    """Refuse a file with another rank file's name."""
-    first = written_as(file)
+def read_rank_file(file: RankFile, known: dict[bytes, Pickle] | None = None) -> TorchFile:
+    """What a rank file holds (``read_torch_file``); one with another's name is refused."""
+    read = read_torch_file(file.path, known)
+    first = written_as(read)
     if first is not None and first.path != file.path:
         raise DamagedCheckpointError(
             "was written under another name",
             path=file.path,
-            found=f"{file.root}.pt inside",
+            found=f"{read.root}.pt inside",
             expected=file.path.name,
             hint="Give the rank files their own names back, or copy them again",
         )
+    return read
 
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:

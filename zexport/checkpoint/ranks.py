@@ -15,17 +15,18 @@ from zexport.checkpoint.model_states import MAX_DEGREE, ZERO3, ModelStates, read
 from zexport.checkpoint.module_names import with_checkpointing_named
 from zexport.checkpoint.optimizer_states import OptimizerStates, read_optimizer_states
 from zexport.checkpoint.rank_files import (
+    MODEL_FILES,
     RankFile,
     RankFileKind,
-    check_written_as_named,
     name_ranks,
     ranges_of,
     rank_file_name,
+    read_rank_file,
 )
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import Pickle
-from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
 
 WORLD_SIZE_MAX = 1 << 20
@@ -67,6 +68,23 @@ class RankStates(Struct, frozen=True):
         return self.optimizer[min(self.optimizer)] if self.optimizer else None
 
 
+class Save(Struct, frozen=True):
+    """The rank files of one tag, and what those of each model-parallel index say."""
+
+    tag_dir: Path
+    files: Sequence[RankFile]
+    cells: Mapping[int, RankStates]
+
+    @property
+    def models(self) -> dict[int, ModelStates]:
+        """The model states of every model-parallel index that has some, in order."""
+        return models_of(self.cells)
+
+    def of_kind(self, *kinds: RankFileKind) -> list[RankFile]:
+        """The files of some kinds."""
+        return [file for file in self.files if file.kind in kinds]
+
+
 def is_zero0(ranks: RankStates) -> bool:
     """Whether the model file holds all there is: whole weights, and no flat groups elsewhere.
 
@@ -86,28 +104,24 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     """The states in ``files`` and every contradiction between them; raises nothing of its own."""
     files = tuple(files)
     problems: list[ZexportError] = []
+    of_models = [f for f in files if f.kind in MODEL_FILES]
+    of_optimizers = [f for f in files if f.kind is RankFileKind.OPTIMIZER]
     model = _read_all(
-        [f for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)],
-        lambda file: with_checkpointing_named(read_model_states(file)),
-        problems,
+        of_models, lambda file: with_checkpointing_named(read_model_states(file)), problems
     )
-    optimizer = _read_all(
-        [f for f in files if f.kind is RankFileKind.OPTIMIZER], read_optimizer_states, problems
-    )
+    optimizer = _read_all(of_optimizers, read_optimizer_states, problems)
     world_size = _world_size(model, optimizer)
     if world_size is not None and not 0 < world_size <= WORLD_SIZE_MAX:
         problems.append(_impossible(tag_dir, world_size))
         world_size = None
-    named = {f.rank for f in files if f.kind is RankFileKind.OPTIMIZER}
+    named = {f.rank for f in of_optimizers}
     missing = tuple(sorted(set(range(world_size or 0)) - named))
     per_rank = any(f.kind is RankFileKind.MODEL_PER_RANK for f in files)
     is_zero3 = per_rank or any(states.stage == ZERO3 for states in optimizer.values())
     model_expected = range(world_size or 1) if is_zero3 else range(1)
-    model_named = {
-        f.rank for f in files if f.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
-    }
+    model_named = {f.rank for f in of_models}
     missing_model = tuple(sorted(set(model_expected) - model_named))
-    problems += _missing(files, tag_dir, missing, world_size)
+    problems += _missing(of_optimizers, tag_dir, missing, world_size)
     if 0 in missing_model:
         mp_rank = files[0].mp_rank if files else 0
         problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
@@ -139,8 +153,7 @@ def _read_all(
     known: dict[bytes, Pickle] = {}
     for file in files:
         try:
-            torch_file = read_torch_file(file.path, known)
-            check_written_as_named(torch_file)
+            torch_file = read_rank_file(file, known)
             if file.rank in states:
                 raise DamagedCheckpointError(
                     f"is a second file of rank {file.rank}",
@@ -205,9 +218,8 @@ def no_optimizer_files(tag_dir: Path, mp_rank: int, model: ModelStates | None) -
 
 
 def _missing(
-    files: Sequence[RankFile], tag_dir: Path, missing: Sequence[int], world_size: int | None
+    written: Sequence[RankFile], tag_dir: Path, missing: Sequence[int], world_size: int | None
 ) -> Iterable[ZexportError]:
-    written = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
     if missing and written:
         here = written[0]
         name = rank_file_name(here.kind, missing[0], here.mp_rank, prefix=here.prefix)
@@ -253,8 +265,9 @@ def models_of(cells: Mapping[int, RankStates]) -> dict[int, ModelStates]:
     return {index: model for index, model in found.items() if model is not None}
 
 
-def check_cells(tag_dir: Path, cells: Mapping[int, RankStates], count: int, what: str) -> None:
+def check_cells(save: Save, count: int, what: str) -> None:
     """Refuse a grid in which cells are missing or in excess."""
+    tag_dir, cells, have = save.tag_dir, save.cells, save.models.keys()
     if count > MAX_DEGREE:
         raise DamagedCheckpointError(
             f"records an impossible number of {what}",
@@ -263,7 +276,6 @@ def check_cells(tag_dir: Path, cells: Mapping[int, RankStates], count: int, what
             expected=f"1 to {MAX_DEGREE}",
             hint="Copy the model files again",
         )
-    have = models_of(cells).keys()
     missing = sorted(set(range(count)) - have)
     if missing:
         name = rank_file_name(RankFileKind.MODEL, mp_rank=missing[0])

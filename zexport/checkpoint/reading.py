@@ -29,8 +29,14 @@ from zexport.checkpoint.location import Location
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.pruned import NOTE, read_note
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks, rank_file_name
-from zexport.checkpoint.ranks import RankStates, is_zero0, no_optimizer_files, read_ranks
+from zexport.checkpoint.rank_files import (
+    MODEL_FILES,
+    RankFile,
+    RankFileKind,
+    name_ranks,
+    rank_file_name,
+)
+from zexport.checkpoint.ranks import RankStates, Save, is_zero0, no_optimizer_files, read_ranks
 from zexport.checkpoint.trainer_state import stated_beside
 from zexport.errors import (
     CheckpointError,
@@ -55,25 +61,26 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
         one.boundary.check_tree(one.tag_dir)
     files = unite(locations)
     cells = _read_cells(location.tag_dir, files)
-    structure = recognise(location.tag_dir, files, cells)
+    save = Save(location.tag_dir, files, cells)
+    structure = recognise(save)
     problems = [p for cell in cells.values() for p in (*cell.problems, *copied_files(cell))]
     problems += [
-        no_optimizer_files(location.tag_dir, index, cells[index].first_model)
-        for index in lacking_optimizer_files(structure, files, cells)
+        no_optimizer_files(save.tag_dir, index, cells[index].first_model)
+        for index in lacking_optimizer_files(save, structure)
     ]
-    problems += disagreements(location.tag_dir, cells)
+    problems += disagreements(save)
     inventory = Inventory((), {}, ())
     try:
-        inventory = assemble(location.tag_dir, files, cells, structure)
+        inventory = assemble(save, structure)
     except ZexportError as error:
-        problems.append(swapped_out(location.tag_dir) or error)
+        problems.append(swapped_out(save.tag_dir) or error)
     problems += inventory.problems
     if not (files or inventory.files or problems):
-        problems.append(_no_files(location.tag_dir))
-    problems += _missing_frozen(location.tag_dir, cells, inventory)
+        problems.append(_no_files(save.tag_dir))
+    problems += _missing_frozen(save, inventory)
     problems += _being_removed(locations)
     told = tuple(_unless_unfinished(problems, files))
-    found = _describe(locations, files, cells, structure, inventory, told)
+    found = _describe(locations, save, structure, inventory, told)
     beside = judge(stated_beside(found), None)
     return replace(
         found,
@@ -84,7 +91,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
 
 def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankStates]:
     """The states of the ranks of each model-parallel index."""
-    plain = [file for file in files if file.kind in _READ_BY_RANK]
+    plain = [file for file in files if file.kind in (RankFileKind.OPTIMIZER, *MODEL_FILES)]
     by_index = {
         index: [file for file in plain if file.mp_rank == index]
         for index in sorted({file.mp_rank for file in plain})
@@ -96,7 +103,7 @@ def _read_cells(tag_dir: Path, files: Sequence[RankFile]) -> dict[int, RankState
 
 def _whole_model_files(files: Sequence[RankFile]) -> list[RankFile]:
     """Of a universal checkpoint for all stages, without the model file that ZeRO-3 looks for."""
-    if {file.kind for file in files} != {RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK}:
+    if {file.kind for file in files} != {*MODEL_FILES}:
         return [*files]
     return [file for file in files if file.kind is RankFileKind.MODEL]
 
@@ -109,21 +116,18 @@ def _no_files(tag_dir: Path) -> ZexportError:
     )
 
 
-_READ_BY_RANK = (RankFileKind.OPTIMIZER, RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
-
-
-def _describe(  # noqa: PLR0917 - what opening has found, all of it
+def _describe(
     locations: Sequence[Location],
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
+    save: Save,
     structure: Structure,
     inventory: Inventory,
     problems: tuple[ZexportError, ...],
 ) -> ZeroCheckpoint:
+    cells = save.cells
     cell = cells[min(cells)] if cells else RankStates({}, {}, False, None, (), (), ())
     model, optimizer = cell.first_model, cell.first_optimizer
     stage = _stage(cell, structure)
-    parallelism = parallelism_of(structure, files, cells)
+    parallelism = parallelism_of(save, structure)
     masters = [t for t in inventory.tensors if t.role is Role.TRAINABLE]
     missing_model_ranks = {rank for one in cells.values() for rank in one.missing_model_ranks}
     told = (found for p in problems if (found := finding_of(p)) and not found.kind.is_refused)
@@ -148,8 +152,8 @@ def _describe(  # noqa: PLR0917 - what opening has found, all of it
         frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
         missing_ranks=_missing_ranks(cells, structure),
         missing_model_ranks=tuple(sorted(missing_model_ranks)),
-        missing_files=missing_files(structure, parallelism, files, cells, inventory),
-        files=_describe_files((*files, *_others(files, inventory)), torch_files, inventory),
+        missing_files=missing_files(save, structure, parallelism, inventory),
+        files=_describe_files(save, torch_files, inventory),
         torch_files=torch_files,
         replicas=inventory.replicas,
         flats=inventory.flats,
@@ -206,24 +210,20 @@ def _layout(
     return f"{words}, {', '.join(parallelism.words()) or structure.value}"
 
 
-def _others(files: Sequence[RankFile], inventory: Inventory) -> Iterator[RankFile]:
-    """Files that were read and are of no rank: a universal checkpoint's parameters."""
-    listed = {file.path for file in files}
-    for torch_file in inventory.files:
-        if torch_file.path not in listed:
-            yield RankFile(torch_file.path, RankFileKind.PARAMETER)
-
-
 def _describe_files(
-    files: Iterable[RankFile], torch_files: Iterable[TorchFile], inventory: Inventory
+    save: Save, torch_files: Iterable[TorchFile], inventory: Inventory
 ) -> tuple[CheckpointFile, ...]:
+    """The rank files, and those of no rank that were read: a universal checkpoint's parameters."""
+    listed = {file.path for file in save.files}
+    others = (file.path for file in inventory.files if file.path not in listed)
+    files = (*save.files, *(RankFile(path, RankFileKind.PARAMETER) for path in others))
     opened = {torch_file.path: torch_file for torch_file in torch_files}
     read = paths_of(t.source for t in inventory.tensors if t.source is not None)
     return tuple(_describe_file(file, opened.get(file.path), read) for file in files)
 
 
 def _describe_file(file: RankFile, opened: TorchFile | None, read: Set[Path]) -> CheckpointFile:
-    holds_names = file.rank == 0 and file.kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+    holds_names = file.rank == 0 and file.kind in MODEL_FILES
     return CheckpointFile(
         path=file.path,
         kind=file.kind,
@@ -287,20 +287,18 @@ def _without_checksums(files: Iterable[TorchFile]) -> Iterator[str]:
         )
 
 
-def _missing_frozen(
-    tag_dir: Path, cells: Mapping[int, RankStates], inventory: Inventory
-) -> Iterator[ZexportError]:
+def _missing_frozen(save: Save, inventory: Inventory) -> Iterator[ZexportError]:
     """A missing model file matters where frozen weights are striped over all of them."""
     if not any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors):
         return
-    for index, cell in cells.items():
+    for index, cell in save.cells.items():
         missing = [rank for rank in cell.missing_model_ranks if rank != 0]
         if missing:
             name = rank_file_name(RankFileKind.MODEL_PER_RANK, missing[0], index)
             yield IncompleteCheckpointError(
                 f"lacks the model files of {name_ranks(missing)}, which have parts of frozen "
                 "weights",
-                path=tag_dir,
+                path=save.tag_dir,
                 found=f"{len(cell.model)} of {cell.world_size} model files",
                 expected=f"{name} and the like",
                 hint="Copy them from the nodes that wrote them",

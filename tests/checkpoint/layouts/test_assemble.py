@@ -21,7 +21,7 @@ from zexport.checkpoint.contents import Inventory, Parallelism, ZeroCheckpoint
 from zexport.checkpoint.layouts.structure import Structure, recognise
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_file
-from zexport.checkpoint.ranks import read_ranks
+from zexport.checkpoint.ranks import Save, read_ranks
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
 from zexport.options import ExportDType, ExportOptions, NameLayout
 from zexport.ranges.copies import Replica
@@ -55,20 +55,20 @@ def _files(*names: str) -> list[RankFile]:
 def test_a_structure_is_known_by_the_names_of_its_files(
     names: tuple[str, ...], structure: Structure, tmp_path: Path
 ) -> None:
-    assert recognise(tmp_path, _files(*PLAIN, *names), {}) is structure
+    assert recognise(Save(tmp_path, _files(*PLAIN, *names), {})) is structure
 
 
 def test_a_second_model_parallel_index_is_tensor_parallelism(tmp_path: Path) -> None:
     cells = {index: read_ranks(tmp_path, []) for index in (0, 1)}
-    assert recognise(tmp_path, _files(*PLAIN), cells) is Structure.TENSOR
+    assert recognise(Save(tmp_path, _files(*PLAIN), cells)) is Structure.TENSOR
 
 
 def test_a_folder_of_weights_is_a_conversion_unless_optimizer_files_lie_beside_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "zero").mkdir()
-    assert recognise(tmp_path, _files(PLAIN[0]), {}) is Structure.UNIVERSAL
-    assert recognise(tmp_path, _files(*PLAIN), {}) is Structure.DATA
+    assert recognise(Save(tmp_path, _files(PLAIN[0]), {})) is Structure.UNIVERSAL
+    assert recognise(Save(tmp_path, _files(*PLAIN), {})) is Structure.DATA
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_structure_is_known_by_what_the_files_say(
 ) -> None:
     folder = save(small_model(), Run(stage=2, client_state=state), tmp_path) / TAG
     files = list_rank_files(folder)
-    assert recognise(folder, files, {0: read_ranks(folder, files)}) is structure
+    assert recognise(Save(folder, files, {0: read_ranks(folder, files)})) is structure
 
 
 def test_experts_that_are_striped_over_groups_are_known_by_the_optimizer_alone(
@@ -96,7 +96,7 @@ def test_experts_that_are_striped_over_groups_are_known_by_the_optimizer_alone(
     for path in folder.glob("*_optim_states.pt"):
         edit(path, lambda s: s["optimizer_state_dict"].update(ds_zero_partition_groups=[]))
     files = list_rank_files(folder)
-    assert recognise(folder, files, {0: read_ranks(folder, files)}) is Structure.EXPERTS
+    assert recognise(Save(folder, files, {0: read_ranks(folder, files)})) is Structure.EXPERTS
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,7 @@ def bind_experts(
     if len(optimizers) < world_size:
         some = (optimizers[0], None)
         return BoundExperts(tuple((bind_own(one.run, some),) * one.ep_size for one in groups))
-    warnings: tuple[str, ...] = ()
-    if ranks.is_zero3:
-        sets = _named_sets(ranks, optimizers, groups)
-    else:
-        placement, warnings = find_placement(model, optimizers, groups)
-        sets = [placement.sets(one.ep_size, world_size) for one in groups]
+    sets, warnings = _sharing(ranks, model, optimizers, groups)
     bound = (
         tuple(bind_own(group.run, [optimizers[rank] for rank in sharing]) for sharing in of_group)
         for group, of_group in zip(groups, sets, strict=True)
@@ -111,10 +106,20 @@ def sharing_of_experts(
     """
     optimizers = [ranks.optimizer[rank] for rank in range(world_size)]
     groups = [_group(ranks, model, optimizers, index, world_size) for index in indices]
+    return _sharing(ranks, model, optimizers, groups)[0]
+
+
+def _sharing(
+    ranks: RankStates,
+    model: ModelStates,
+    optimizers: Sequence[OptimizerStates],
+    groups: Sequence[ExpertGroup],
+) -> tuple[list[Sequence[Sequence[int]]], tuple[str, ...]]:
+    """The sets of ranks that share each group, and what is to be told of how they were found."""
     if ranks.is_zero3:
-        return _named_sets(ranks, optimizers, groups)
-    placement, _ = find_placement(model, optimizers, groups)
-    return [placement.sets(one.ep_size, world_size) for one in groups]
+        return _named_sets(ranks, optimizers, groups), ()
+    placement, warnings = find_placement(model, optimizers, groups)
+    return [placement.sets(one.ep_size, len(optimizers)) for one in groups], warnings
 
 
 def _check_counts(ranks: RankStates, model: ModelStates, all_: list[OptimizerStates]) -> None:

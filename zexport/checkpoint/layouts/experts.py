@@ -7,10 +7,9 @@ what is no master (frozen weights, buffers) nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 from msgspec import structs
 
@@ -36,63 +35,57 @@ from zexport.checkpoint.layouts.zero import (
     rounded_copy,
     with_untrained,
 )
-from zexport.checkpoint.layouts.zero0_experts import read_expert_optimizers, take_unsharded_experts
+from zexport.checkpoint.layouts.zero0_experts import take_unsharded_experts
 from zexport.checkpoint.model_states import ModelStates, read_module_files
 from zexport.checkpoint.module_names import with_parameter_names
-from zexport.checkpoint.rank_files import RankFile, RankFileKind
-from zexport.checkpoint.ranks import RankStates, check_cells, is_zero0, models_of, no_first_model
+from zexport.checkpoint.rank_files import RankFileKind, read_rank_file
+from zexport.checkpoint.ranks import RankStates, Save, check_cells, is_zero0, no_first_model
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.extents import Chain, Window
 
 
-def take_experts(
-    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
-) -> Inventory:
+def take_experts(save: Save) -> Inventory:
     """The tensors of a checkpoint with experts; several model-parallel indices are stages.
 
     Source: DeepSpeed 0.19, ``runtime/engine.py`` (``_save_moe_checkpoint``): with experts a stage's
     dense weights are in its model file, not in layer files, and its MoE layers are counted anew.
     """
-    if not cells:
-        raise no_first_model(tag_dir)
-    models = [*models_of(cells).values()]
-    if len(cells) > 1 or any(model.tensor_parallel > 1 for model in models):
-        _check_is_pipeline(tag_dir, cells, models)
-    taken = [
-        _take_cell(cells[index], [file for file in files if file.mp_rank == index])
-        for index in sorted(cells)
-    ]
+    if not save.cells:
+        raise no_first_model(save.tag_dir)
+    models = [*save.models.values()]
+    if len(save.cells) > 1 or any(model.tensor_parallel > 1 for model in models):
+        _check_is_pipeline(save, models)
+    taken = [_take_cell(save, index) for index in sorted(save.cells)]
     return taken[0] if len(taken) == 1 else merge_stages(taken)
 
 
-def _check_is_pipeline(
-    tag_dir: Path, cells: Mapping[int, RankStates], models: Sequence[ModelStates]
-) -> None:
+def _check_is_pipeline(save: Save, models: Sequence[ModelStates]) -> None:
     """Refuse experts of several model-parallel indices unless these are a pipeline's stages."""
     grid = models[0].grid if models else None
     if grid is None or grid.tensor > 1:
         raise UnsupportedError(
             "combines experts with tensor parallelism, or does not say with what",
-            path=tag_dir,
-            found=f"{len(cells)} model-parallel ranks, {grid.tensor} of them tensor ranks"
-            if grid
-            else f"{len(cells)} model-parallel ranks",
+            path=save.tag_dir,
+            found=f"{len(save.cells)} model-parallel ranks"
+            + (f", {grid.tensor} of them tensor ranks" if grid else ""),
             expected="stages of a pipeline, in checkpoint_parallel_dimensions",
             hint="Resume the run without tensor parallelism, with DeepSpeed 0.19 or later, save "
             "once more, and export that",
         )
-    check_cells(tag_dir, cells, grid.stages, "pipeline stages")
+    check_cells(save, grid.stages, "pipeline stages")
 
 
-def _take_cell(ranks: RankStates, files: Sequence[RankFile]) -> Inventory:
+def _take_cell(save: Save, index: int) -> Inventory:
     """What one model-parallel index holds, its experts numbered as in the whole layer."""
+    ranks = save.cells[index]
     model = ranks.first_model
     if model is None:
         return Inventory((), {}, ())
-    parts = read_module_files(file for file in files if file.kind is RankFileKind.EXPERT)
-    masters = [file for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
-    optimizers = read_expert_optimizers(masters) if is_zero0(ranks) else {}
+    own = [file for file in save.files if file.mp_rank == index]
+    parts = read_module_files(file for file in own if file.kind is RankFileKind.EXPERT)
+    masters = [file for file in own if file.kind is RankFileKind.EXPERT_OPTIMIZER]
+    optimizers = {one.rank: read_rank_file(one) for one in masters if is_zero0(ranks)}
     _refuse_folded(model)
     layers = find_layers(ranks, model, parts)
     dense = without_experts(model, layers)

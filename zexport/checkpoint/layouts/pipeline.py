@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,8 +23,8 @@ from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero import commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.model_states import Grid, ModuleFile, read_module_files
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, rank_file_name
-from zexport.checkpoint.ranks import RankStates, check_cells, models_of
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
+from zexport.checkpoint.ranks import Save, check_cells
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -50,25 +49,23 @@ class _Known(Struct, frozen=True):
     tied: Mapping[str, Mapping[str, int | None]]
 
 
-def join_stages(
-    tag_dir: Path, files: Sequence[RankFile], cells: Mapping[int, RankStates]
-) -> Inventory:
+def join_stages(save: Save) -> Inventory:
     """The whole tensors of a pipeline, under the names its module has: ``<layer>.<name>``.
 
     A tied layer's tensors are exported once, from the first stage that has them, and returned as
     replicas for every other. What has no master comes from the layer files: buffers, frozen
     weights, and without ZeRO all weights of an fp32 run.
     """
-    layers = read_module_files(file for file in files if file.kind is RankFileKind.PIPELINE_LAYER)
-    grid = _grid(tag_dir, cells, layers)
+    layers = read_module_files(save.of_kind(RankFileKind.PIPELINE_LAYER))
+    grid = _grid(save, layers)
     what = "pipeline stages" if grid.tensor == 1 else "model-parallel ranks"
-    check_cells(tag_dir, cells, grid.stages * grid.tensor, what)
+    check_cells(save, grid.stages * grid.tensor, what)
     ranks = range(grid.tensor)
-    columns = [_column(tag_dir, grid, cells, layers, rank) for rank in ranks]
+    columns = [_column(save, grid, layers, rank) for rank in ranks]
     stages = [
         shards[0]
         if grid.tensor == 1
-        else join_shards([model_of(cells[grid.index(stage, rank)]) for rank in ranks], shards)
+        else join_shards([model_of(save.cells[grid.index(stage, rank)]) for rank in ranks], shards)
         for stage, shards in enumerate(zip(*columns, strict=True))
     ]
     weights = [tensor for layer in layers for tensor in layer.tensors.values()]
@@ -79,14 +76,14 @@ def join_stages(
     )
 
 
-def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[ModuleFile]) -> Grid:
+def _grid(save: Save, layers: Sequence[ModuleFile]) -> Grid:
     """The recorded degrees, or what follows from layer files and model-parallel world size."""
-    models = [*models_of(cells).values()]
+    models = [*save.models.values()]
     if not models or not layers:
         lacking = RankFileKind.PIPELINE_LAYER if models else RankFileKind.MODEL
         raise IncompleteCheckpointError(
             "lacks the layer files of its pipeline" if models else "lacks all model files",
-            path=tag_dir,
+            path=save.tag_dir,
             expected=rank_file_name(lacking) + ("" if models else " and the like"),
             hint="Copy them from the nodes that wrote them",
         )
@@ -95,7 +92,7 @@ def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[Modul
     if recorded is None and models[0].tensor_parallel % tensor:
         raise UnsupportedError(
             "does not say how its ranks form pipeline stages and tensor ranks",
-            path=tag_dir,
+            path=save.tag_dir,
             found=f"{models[0].tensor_parallel} model-parallel ranks, {tensor} of them in layers",
             hint="Resume it with DeepSpeed 0.19 or later, save once more, and export that",
         )
@@ -103,16 +100,13 @@ def _grid(tag_dir: Path, cells: Mapping[int, RankStates], layers: Sequence[Modul
 
 
 def _column(
-    tag_dir: Path,
-    grid: Grid,
-    cells: Mapping[int, RankStates],
-    layers: Sequence[ModuleFile],
-    tensor_rank: int,
+    save: Save, grid: Grid, layers: Sequence[ModuleFile], tensor_rank: int
 ) -> list[Inventory]:
     """The inventories of every stage of one tensor rank."""
     own = {layer.layer: layer for layer in layers if layer.tensor_rank == tensor_rank}
     column = [
-        take_masters(cells[grid.index(stage, tensor_rank)], own) for stage in range(grid.stages)
+        take_masters(save.cells[grid.index(stage, tensor_rank)], own)
+        for stage in range(grid.stages)
     ]
     named = {layer_of(name) for cell in column for name in cell.names} - {None}
     everywhere = {layer.layer for layer in layers} | {layer for layer in named if layer is not None}
@@ -124,13 +118,13 @@ def _column(
         )
         raise IncompleteCheckpointError(
             f"lacks {len(missing)} layer files, which hold buffers and frozen weights",
-            path=tag_dir,
+            path=save.tag_dir,
             found=f"{len(own)} layer files",
             expected=", ".join(names),
             hint="Copy them from the nodes that wrote them",
         )
     stepped = [cell.model for cell in column if cell.weights_are_masters]
-    check_weights_are_there(tag_dir, stepped, [*own.values()])
+    check_weights_are_there(save.tag_dir, stepped, [*own.values()])
     column = tie_unnamed(column, own.values())
     homes, known = _homes(column, own), _known(column)
     return [

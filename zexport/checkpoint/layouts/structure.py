@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -13,7 +12,7 @@ from zexport.checkpoint.contents import Inventory, Parallelism, Role, Structure
 from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
-from zexport.checkpoint.ranks import RankStates, is_zero0, models_of
+from zexport.checkpoint.ranks import Save, is_zero0
 from zexport.errors import DamagedCheckpointError, LayoutError, ZexportError
 from zexport.facts import statements as facts
 from zexport.facts.table import Fact
@@ -33,14 +32,12 @@ _HINTS = {
 """What to do where the numbers of a layout contradict each other."""
 
 
-def recognise(
-    tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
-) -> Structure:
-    """The structure of the checkpoint in ``tag_dir``."""
-    kinds = {file.kind for file in files}
-    models = models_of(cells).values()
-    optimizers = [cell.first_optimizer for cell in cells.values()]
-    if is_folder(tag_dir / "zero") and RankFileKind.OPTIMIZER not in kinds:
+def recognise(save: Save) -> Structure:
+    """The structure of a checkpoint."""
+    kinds = {file.kind for file in save.files}
+    models = save.models.values()
+    optimizers = [cell.first_optimizer for cell in save.cells.values()]
+    if is_folder(save.tag_dir / "zero") and RankFileKind.OPTIMIZER not in kinds:
         return Structure.UNIVERSAL
     if RankFileKind.PIPELINE_LAYER in kinds:
         return Structure.PIPELINE
@@ -49,14 +46,12 @@ def recognise(
         or any(states is not None and states.stripes_experts for states in optimizers)
     ):
         return Structure.EXPERTS
-    if max(cells, default=0) > 0 or any(model.tensor_parallel > 1 for model in models):
+    if max(save.cells, default=0) > 0 or any(model.tensor_parallel > 1 for model in models):
         return Structure.TENSOR
     return Structure.DATA
 
 
-def lacking_optimizer_files(
-    structure: Structure, files: Iterable[RankFile], cells: Mapping[int, RankStates]
-) -> list[int]:
+def lacking_optimizer_files(save: Save, structure: Structure) -> list[int]:
     """The model-parallel indices without any of the optimizer files that their weights lie in.
 
     Wherever ZeRO holds weights, ``param_shapes`` names them; under ZeRO-0 it is ``None``. Only a
@@ -64,24 +59,22 @@ def lacking_optimizer_files(
     """
     if structure is Structure.UNIVERSAL:
         return []
-    written = {file.mp_rank for file in files if file.kind is RankFileKind.OPTIMIZER}
-    models = {i: model for i, model in models_of(cells).items() if i not in written}
+    written = {file.mp_rank for file in save.of_kind(RankFileKind.OPTIMIZER)}
+    models = {i: model for i, model in save.models.items() if i not in written}
     return [index for index, model in models.items() if any(model.param_shapes)]
 
 
-def parallelism_of(
-    structure: Structure, files: Sequence[RankFile], cells: Mapping[int, RankStates]
-) -> Parallelism:
+def parallelism_of(save: Save, structure: Structure) -> Parallelism:
     """The degrees that a checkpoint states; ones where it says nothing that can be read."""
-    models = [*models_of(cells).values()]
+    models = [*save.models.values()]
     if structure in (Structure.DATA, Structure.UNIVERSAL) or not models:
         return Parallelism()
     try:
         if structure is Structure.TENSOR:
-            return Parallelism(tensor_ranks=max(models[0].tensor_parallel, len(cells)))
+            return Parallelism(tensor_ranks=max(models[0].tensor_parallel, len(save.cells)))
         if structure is Structure.PIPELINE:
-            return _stages(models[0], files)
-        return _experts(models, files)
+            return _stages(models[0], save.files)
+        return _experts(models, save)
     except (ZexportError, LayoutError):  # assembling tells it as a problem
         return Parallelism()
 
@@ -94,7 +87,7 @@ def _stages(model: ModelStates, files: Sequence[RankFile]) -> Parallelism:
     return Parallelism(max(model.tensor_parallel // tensor, 1), tensor)
 
 
-def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parallelism:
+def _experts(models: Sequence[ModelStates], save: Save) -> Parallelism:
     from zexport.checkpoint.layouts.expert_layers import (  # noqa: PLC0415
         read_autoep_layers,
     )
@@ -103,7 +96,7 @@ def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parall
     layers = [layer for model in models for layer in read_autoep_layers(model)]
     degrees = {len(layer.held) for layer in layers}
     if not layers:
-        degrees = set(_native_degrees(models[0], files))
+        degrees = set(_native_degrees(models[0], save))
     return Parallelism(
         stages=grid.stages if grid is not None else 1,
         tensor_ranks=grid.tensor if grid is not None else 1,
@@ -112,13 +105,13 @@ def _experts(models: Sequence[ModelStates], files: Sequence[RankFile]) -> Parall
     )
 
 
-def _native_degrees(model: ModelStates, files: Sequence[RankFile]) -> Iterator[int]:
+def _native_degrees(model: ModelStates, save: Save) -> Iterator[int]:
     """DeepSpeed-MoE: an optimizer file for every expert rank, or the share that one rank names."""
     from zexport.checkpoint.layouts.expert_layers import (  # noqa: PLC0415
         parse_native,
     )
 
-    ranks = [file.rank for file in files if file.kind is RankFileKind.EXPERT_OPTIMIZER]
+    ranks = [file.rank for file in save.of_kind(RankFileKind.EXPERT_OPTIMIZER)]
     if ranks:
         yield max(ranks) + 1
         return
@@ -131,62 +124,52 @@ def _native_degrees(model: ModelStates, files: Sequence[RankFile]) -> Iterator[i
         yield count // len(own)
 
 
-def assemble(
-    tag_dir: Path,
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
-    structure: Structure,
-) -> Inventory:
+def assemble(save: Save, structure: Structure) -> Inventory:
     """Every tensor of a checkpoint, whole."""
     try:
-        inventory = _by_structure(tag_dir, files, cells, structure)
+        inventory = _by_structure(save, structure)
     except LayoutError as error:
         raise DamagedCheckpointError(
             error.problem,
-            path=tag_dir,
+            path=save.tag_dir,
             found=error.found,
             expected=error.expected,
             hint=_HINTS.get(structure, "Copy all rank files of one save again"),
         ) from error
-    model = next(iter(models_of(cells).values()), None)
+    model = next(iter(save.models.values()), None)
     if structure is Structure.PIPELINE or model is None:
         return inventory
     return replace(inventory, module_dtype=module_dtype(model))
 
 
-def _by_structure(
-    tag_dir: Path,
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
-    structure: Structure,
-) -> Inventory:
+def _by_structure(save: Save, structure: Structure) -> Inventory:
     """Each structure imports its own code: the commonest, data parallelism, starts without it."""
     match structure:
         case Structure.UNIVERSAL:
             from zexport.checkpoint.layouts.universal import take_universal  # noqa: PLC0415
 
-            return take_universal(tag_dir, files, cells)
+            return take_universal(save)
         case Structure.PIPELINE:
             from zexport.checkpoint.layouts.pipeline import join_stages  # noqa: PLC0415
 
-            return join_stages(tag_dir, files, cells)
+            return join_stages(save)
         case Structure.EXPERTS:
             from zexport.checkpoint.layouts.experts import take_experts  # noqa: PLC0415
 
-            return take_experts(tag_dir, files, cells)
+            return take_experts(save)
         case Structure.TENSOR:
             from zexport.checkpoint.layouts.tensor_parallel import (  # noqa: PLC0415
                 join_tensor_ranks,
             )
 
-            return join_tensor_ranks(tag_dir, cells, _take_each(cells))
+            return join_tensor_ranks(save, _take_each(save))
         case Structure.DATA:
-            return next(iter(_take_each(cells).values()), Inventory((), {}, ()))
+            return next(iter(_take_each(save).values()), Inventory((), {}, ()))
 
 
-def _take_each(cells: Mapping[int, RankStates]) -> dict[int, Inventory]:
+def _take_each(save: Save) -> dict[int, Inventory]:
     """The tensors of every model-parallel index whose names are known."""
-    models = models_of(cells)
+    models, cells = save.models, save.cells
     whole = {index: model for index, model in models.items() if is_zero0(cells[index])}
     sharded = {
         index: take_inventory(cells[index], model)
@@ -216,34 +199,27 @@ def _take_zero0(models: Mapping[int, ModelStates]) -> dict[int, Inventory]:
 
 
 def missing_files(
-    structure: Structure,
-    parallelism: Parallelism,
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
-    inventory: Inventory,
+    save: Save, structure: Structure, parallelism: Parallelism, inventory: Inventory
 ) -> tuple[str, ...]:
     """Names of the rank files that an export needs and that are not there.
 
     Model files but the first of ZeRO-3 are needed for their parts of frozen weights alone.
     """
-    there = {file.path.name for file in files}
-    needed = _needed(structure, parallelism, files, cells, inventory)
+    there = {file.path.name for file in save.files}
+    needed = _needed(save, structure, parallelism, inventory)
     return tuple(islice((name for name in needed if name not in there), _MAX_NAMES))
 
 
 def _needed(
-    structure: Structure,
-    parallelism: Parallelism,
-    files: Sequence[RankFile],
-    cells: Mapping[int, RankStates],
-    inventory: Inventory,
+    save: Save, structure: Structure, parallelism: Parallelism, inventory: Inventory
 ) -> Iterator[str]:
+    cells = save.cells
     known = [cell.world_size for cell in cells.values() if cell.world_size is not None]
     world = range(max(known, default=1))
     has_stripes = any(t.role is Role.FROZEN and t.source is None for t in inventory.tensors)
     per_rank = any(cell.is_zero3 for cell in cells.values())
     has_masters = any(cell.optimizer or cell.missing_ranks for cell in cells.values())
-    prefix = next((file.prefix for file in files if file.prefix), "")
+    prefix = next((file.prefix for file in save.files if file.prefix), "")
     kind = RankFileKind.MODEL_PER_RANK if per_rank else RankFileKind.MODEL
     for index in range(parallelism.stages * parallelism.tensor_ranks) if cells else ():
         if has_masters and structure is not Structure.UNIVERSAL:
@@ -253,9 +229,9 @@ def _needed(
             yield rank_file_name(kind, rank, index)
 
 
-def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[ZexportError]:
+def disagreements(save: Save) -> Iterator[ZexportError]:
     """Facts that every model-parallel index of one save states alike, and these do not."""
-    models = models_of(cells)
+    models, cells = save.models, save.cells
     steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
     stated: list[tuple[Fact, Mapping[int, object]]] = [
         (Fact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
@@ -271,4 +247,4 @@ def disagreements(tag_dir: Path, cells: Mapping[int, RankStates]) -> Iterator[Ze
     }
     trained = stated_by_key(files, (Fact.CONFIG, Fact.LOSS_SCALE))
     for found in facts.disagreements((*stated_by_rank(stated), *trained)):
-        yield found.error(tag_dir, lambda cells: f"model-parallel ranks {ranges_of(cells)}")
+        yield found.error(save.tag_dir, lambda cells: f"model-parallel ranks {ranges_of(cells)}")

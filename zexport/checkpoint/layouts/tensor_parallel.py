@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,7 +13,7 @@ from zexport.checkpoint.layouts.boxes import Joined, Piece, replicated
 from zexport.checkpoint.layouts.splits import Splits, join_alike, read_all_splits
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.checkpoint.ranks import RankStates, check_cells, models_of
+from zexport.checkpoint.ranks import Save, check_cells
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -27,30 +26,28 @@ from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
 
 
-def join_tensor_ranks(
-    tag_dir: Path, cells: Mapping[int, RankStates], inventories: Mapping[int, Inventory]
-) -> Inventory:
+def join_tensor_ranks(save: Save, inventories: Mapping[int, Inventory]) -> Inventory:
     """The whole tensors of a checkpoint whose model-parallel indices are tensor ranks.
 
     What several ranks hold whole is taken from the lowest and returned as replicas too; tied names
     come last, so that an alias of a split tensor means the joined one.
     """
-    models = [*models_of(cells).values()]
+    models = [*save.models.values()]
     if not models:
         raise DamagedCheckpointError(
             "has no model states that can be read, so that nothing tells how tensors are split",
-            path=tag_dir,
+            path=save.tag_dir,
         )
     grid = models[0].grid
     if grid is not None and grid.stages > 1:
         raise IncompleteCheckpointError(
             "lacks the layer files of its pipeline",
-            path=tag_dir,
+            path=save.tag_dir,
             found=f"{grid.stages} pipeline stages and no layer file",
             expected=f"{rank_file_name(RankFileKind.PIPELINE_LAYER)} and the like",
             hint="Copy them from the nodes that wrote them",
         )
-    check_cells(tag_dir, cells, grid.tensor if grid else models[0].tensor_parallel, "tensor ranks")
+    check_cells(save, grid.tensor if grid else models[0].tensor_parallel, "tensor ranks")
     return join_shards(models, [inventories[rank] for rank in sorted(inventories)])
 
 

@@ -34,8 +34,8 @@ from zexport.checkpoint.layouts.universal_weights import (
 from zexport.checkpoint.layouts.zero import bind_trained, rounded_copy, with_untrained
 from zexport.checkpoint.model_states import ModelStates, ModuleFile, read_module_files
 from zexport.checkpoint.module_names import names_in_state_dict, with_parameter_names
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, name_ranks
-from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates
+from zexport.checkpoint.rank_files import RankFileKind, name_ranks
+from zexport.checkpoint.ranks import WORLD_SIZE_MAX, RankStates, Save
 from zexport.checkpoint.untrusted import Value
 from zexport.errors import (
     DamagedCheckpointError,
@@ -57,10 +57,9 @@ _FROZEN_LOST = (
 _NOTHING = Inventory((), {}, ())
 
 
-def take_universal(
-    tag_dir: Path, files: Iterable[RankFile], cells: Mapping[int, RankStates]
-) -> Inventory:
+def take_universal(save: Save) -> Inventory:
     """The tensors of a universal checkpoint."""
+    tag_dir, cells = save.tag_dir, save.cells
     if not cells or any(0 not in ranks.model for ranks in cells.values()):
         raise IncompleteCheckpointError(
             "lacks the model file of rank 0, which names and shapes come from",
@@ -80,7 +79,7 @@ def take_universal(
         *(part.aliases for part in parts),
     )
     _check_no_surplus(tag_dir, folders, known)
-    _check_all_trained_are_named(tag_dir, folders, cells)
+    _check_all_trained_are_named(save, folders)
     untrained = _untrained_names(parts)
     weights = [
         read_weight(tag_dir, name, shards, models, folders)
@@ -90,7 +89,7 @@ def take_universal(
     check_one_type(weights)
     rest, replicas = _rest_of_parts(models, dict(zip(sorted(cells), parts, strict=True)))
     trained = {tensor.name: tensor for tensor, _ in weights}
-    layers = read_module_files(one for one in files if one.kind is RankFileKind.PIPELINE_LAYER)
+    layers = read_module_files(save.of_kind(RankFileKind.PIPELINE_LAYER))
     by_index = [models[index] for index in sorted(models)]
     of_layers = _rest_of_layers(layers, by_index, trained) if layers else _NOTHING
     copies = [c for tensor, _ in weights for c in _copies(tensor, models)]
@@ -204,22 +203,20 @@ def _check_no_surplus(tag_dir: Path, folders: Mapping[str, Path], known: set[str
         )
 
 
-def _check_all_trained_are_named(
-    tag_dir: Path, folders: Mapping[str, Path], cells: Mapping[int, RankStates]
-) -> None:
+def _check_all_trained_are_named(save: Save, folders: Mapping[str, Path]) -> None:
     """Refuse model files that leave trained weights out of ``param_shapes``: those of another run.
 
     The converter writes moments for the names in the ``param_shapes`` of the model files that it
     copies, and for no others; buffers, frozen and tied weights have ``fp32.pt`` alone (DeepSpeed
     0.10 to 0.19, ``ds_to_universal.py``, ``main``).
     """
-    models = [model for ranks in cells.values() for model in ranks.model.values()]
+    models = [model for ranks in save.cells.values() for model in ranks.model.values()]
     named = {name for model in models for shapes in model.param_shapes for name in shapes}
     unnamed = sorted(name for name in folders.keys() - named if has_moments(folders[name]))
     if unnamed:
         raise DamagedCheckpointError(
             f"holds trained weights that no model file names as such, for one {unnamed[0]!r}",
-            path=tag_dir / FOLDER,
+            path=save.tag_dir / FOLDER,
             found=f"moments of {len(unnamed)} weights that are not in param_shapes",
             expected="the model files of the run that was converted",
             hint="Copy *_model_states.pt from where the checkpoint was converted, or convert it "

@@ -30,14 +30,9 @@ from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, un
 from zexport.checkpoint.layouts.zero0 import casts, contradictions, inventory_of, weights_of
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.optimizer_states import optimizer_in
-from zexport.checkpoint.rank_files import (
-    RankFile,
-    RankFileKind,
-    check_written_as_named,
-    rank_file_name,
-)
+from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
-from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.formats.torch_file import TorchFile
 from zexport.ranges.copies import CastReplica, Replica, fingerprint
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, paths_of
@@ -234,16 +229,6 @@ def _casts(weights: Sequence[Weight], shares: Sequence[Share]) -> Iterator[CastR
     for index, share in enumerate(shares):
         compared = [*weights, *share.experts] if index == 0 else share.experts
         yield from casts(compared, share.masters.found, share.file)
-
-
-def read_expert_optimizers(files: Iterable[RankFile]) -> dict[int, TorchFile]:
-    """The optimizer files by expert-parallel rank, which ZeRO-0 keeps its masters in."""
-    read: dict[int, TorchFile] = {}
-    for file in files:
-        torch_file = read_torch_file(file.path)
-        check_written_as_named(torch_file)
-        read[file.rank] = torch_file
-    return read
 
 
 class Share(Struct, frozen=True):
