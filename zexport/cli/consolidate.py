@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from zexport.cli.options import (
     tag_option,
     verify_option,
 )
+from zexport.errors import UsageError
 from zexport.printable import shell_word
+from zexport.store.address import local_path
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -25,9 +28,21 @@ from zexport.printable import shell_word
 @export_options
 @verify_option
 @click.option("--no-verify", is_flag=True, help="The same as --verify none.")
+@click.option(
+    "--push-to-hub",
+    metavar="ORG/NAME",
+    help="Then upload OUT to this repository of the Hugging Face hub, which is made, and private, "
+    "if there is none.",
+)
 @making_options("Replace an export or a model at OUT, once the new one is complete.")
 def consolidate(
-    *, paths: tuple[Path, ...], output: Path | None, verify: str, no_verify: bool, **given: Any
+    *,
+    paths: tuple[Path, ...],
+    output: Path | None,
+    verify: str,
+    no_verify: bool,
+    push_to_hub: str | None,
+    **given: Any,
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
 
@@ -41,4 +56,30 @@ def consolidate(
     ckpts, out = split(paths, output, example)
     given["verify"] = "none" if no_verify else verify
     making = Making.taken_from(given)
-    making.make(ckpts, out, options_of(**given))
+    options = options_of(**given)
+    then = None
+    if push_to_hub is not None:
+        then = _uploading(push_to_hub, out, making, overwrite=options.overwrite)
+    making.make(ckpts, out, options, then)
+
+
+def _uploading(
+    repository: str, out: Path, making: Making, *, overwrite: bool
+) -> Callable[[], None]:
+    """What uploads the folder once it is made, where that is possible."""
+    from zexport.store.hub import check_repository, push
+
+    folder = local_path(out)
+    if making.part is not None:
+        raise UsageError(
+            "--push-to-hub uploads a whole folder, and --part writes a share of it",
+            hint=f"When it is there: hf upload --private {repository} {shell_word(folder)}",
+        )
+    check_repository(repository, overwrite=overwrite)
+
+    def upload() -> None:
+        address = push(folder, repository, overwrite=overwrite, quiet=making.quiet)
+        if not making.quiet:
+            click.echo(f"Uploaded to {address}", err=True)
+
+    return upload

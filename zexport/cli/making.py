@@ -80,9 +80,16 @@ class Making(Struct, frozen=True):
         return cls(**{name: given.pop(name) for name in cls.__struct_fields__})
 
     def make(
-        self, ckpts: tuple[Path, ...], out: Path, options: ExportOptions | ReshardOptions
+        self,
+        ckpts: tuple[Path, ...],
+        out: Path,
+        options: ExportOptions | ReshardOptions,
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Plan what the options are of; then show the plan, or run it and tell what was done."""
+        """Plan what the options are of; then show the plan, or run it and tell what was done.
+
+        ``then`` is what is to be done with the folder once it is there.
+        """
         from zexport.api.export import plan_folder
         from zexport.checkpoint.opening import open_checkpoint
         from zexport.cli.progress import progress_printer
@@ -111,6 +118,8 @@ class Making(Struct, frozen=True):
                     return Request.of(seen, options, self.tag, follow=follow)
 
                 done = run(plan, request, verify=mode, progress=on_progress)
+        if then is not None and done is not None:
+            then()
         if done is None:
             self._show(plan)
         else:
