@@ -43,7 +43,7 @@ class _Throttle:
         time.sleep(max(wait, 0.0))
 
 
-def _worker(plan: ExportPlan, share: Share, rate: float, told: Any) -> None:
+def _worker(plan: ExportPlan, share: Share, rate: float, start: Any, told: Any) -> None:
     throttle, whole = _Throttle(rate), files.LocalInput.read
 
     def read(self: files.LocalInput, offset: int, part: memoryview) -> int:
@@ -52,6 +52,7 @@ def _worker(plan: ExportPlan, share: Share, rate: float, told: Any) -> None:
         return whole(self, offset, part)
 
     files.LocalInput.read = read  # type: ignore[method-assign]
+    start.wait()  # machines do not wait for each other's processes to be forked
     report = run_part(plan, share)
     told.put((throttle.first, time.time(), report.nbytes_read))
 
@@ -64,9 +65,9 @@ def workers(work: Path, counts: Sequence[int], rate: float, numel: int) -> None:
     for count in counts:
         out = work / f"out{count}"
         plan = plan_export(open_checkpoint(work / "ckpt"), out, ExportOptions(jobs=1))
-        told = context.Queue()
+        start, told = context.Barrier(count), context.Queue()
         each = [
-            context.Process(target=_worker, args=(plan, Share(n, count), rate, told))
+            context.Process(target=_worker, args=(plan, Share(n, count), rate, start, told))
             for n in range(1, count + 1)
         ]
         for process in each:

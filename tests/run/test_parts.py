@@ -25,8 +25,10 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.options import Engine, ExportOptions
+from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
+from zexport.run import parts
 from zexport.run.begin import Workplace
 from zexport.run.execute import ExportReport, run_plan
 from zexport.run.part import write_part
@@ -36,7 +38,7 @@ from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
 from zexport.run.receipts import RECEIPTS_NAME
 from zexport.run.shares import Share, divide, whole
-from zexport.store.publish import locked_part
+from zexport.store.publish import locked, locked_part
 from zexport.weights.proof import WeightReader
 
 _NOW = time.time()
@@ -231,6 +233,20 @@ def test_a_share_of_a_folder_that_is_not_there_is_not_begun_here(
     with pytest.raises(OutputError, match="was begun on another machine, and is not there"):
         write_share(plan, Share(1, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_none_waits_while_another_works_out_what_the_plan_is(
+    plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds for a large model, and as many workers may begin at the same time."""
+
+    def digest(of: ExportPlan) -> PlanDigest:
+        with locked(plan.out_dir):  # which is refused where another holds it
+            return PlanDigest(of)
+
+    monkeypatch.setattr(parts, "PlanDigest", digest)
+    assert isinstance(run_part(plan, Share(1, 2)), PartReport)
+    assert isinstance(run_part(plan, Share(2, 2)), ExportReport)
 
 
 def test_two_workers_of_one_number_do_not_meet(plan: ExportPlan, tmp_path: Path) -> None:

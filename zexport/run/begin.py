@@ -10,6 +10,7 @@ from blake3 import blake3
 from msgspec import Struct
 
 from zexport.errors import OutputError
+from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
 from zexport.printable import some
@@ -36,9 +37,17 @@ class Workplace(Struct, frozen=True):
     meter: Meter
 
     @classmethod
-    def of(cls, plan: ExportPlan, folder: Path, verify: VerifyMode, meter: Meter) -> Workplace:
-        """The workplace in a folder that exists."""
-        return cls(plan, folder, Receipts(folder, plan), verify, meter)
+    def of(
+        cls,
+        plan: ExportPlan,
+        folder: Path,
+        verify: VerifyMode,
+        meter: Meter,
+        digest: PlanDigest | None = None,
+    ) -> Workplace:
+        """The workplace in a folder that exists; who has the plan's digest already gives it."""
+        receipts = Receipts(folder, plan, digest or PlanDigest(plan))
+        return cls(plan, folder, receipts, verify, meter)
 
     @property
     def last_sides(self) -> tuple[SideFile, ...]:

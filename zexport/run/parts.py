@@ -19,6 +19,7 @@ from pathlib import Path
 
 from zexport.errors import OutputError
 from zexport.findings import Finding
+from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief, some
 from zexport.run.begin import Workplace, begin_together, check_copied, without_written
@@ -112,14 +113,14 @@ def run_part(
             process writes this part, or the system refuses to write.
     """
     began = time.monotonic()
-    target = real_path(plan.out_dir)
+    target, digest = real_path(plan.out_dir), PlanDigest(plan)  # seconds, where no other waits
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with parents(target.parent):
         with locked_part(target, share.number):
             with _alone(target):
                 work = None
                 if not _is_made(plan, target):
-                    work = _workplace(plan, target, verify, meter)
+                    work = _workplace(plan, target, verify, meter, digest)
                     begin_together(work, share.count, request or {})
             if work is None:
                 nbytes_read = _compared(plan, share, target, meter)
@@ -152,7 +153,8 @@ def begun_parts(plan: ExportPlan, count: int, request: JsonObject) -> Iterator[i
     target = real_path(local_path(plan.out_dir))
     with parents(target.parent), locked_parts(target):
         with _alone(target):
-            work = _workplace(plan, target, VerifyMode.NONE, Meter(None, reads_again=False))
+            meter = Meter(None, reads_again=False)
+            work = _workplace(plan, target, VerifyMode.NONE, meter, PlanDigest(plan))
             begun = work.receipts.begun()
             parts = begun.parts if begun is not None and begun.parts > 1 else count
             begin_together(work, parts, request)
@@ -343,7 +345,9 @@ def _compared(plan: ExportPlan, share: Share, target: Path, meter: Meter) -> int
         return sources.nbytes_read
 
 
-def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter) -> Workplace:
+def _workplace(
+    plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter, digest: PlanDigest
+) -> Workplace:
     """The folder that all workers fill, where nothing is in its way."""
     _check_content(plan, target)
     paths = [source.path for source in plan.sources]
@@ -353,7 +357,7 @@ def _workplace(plan: ExportPlan, target: Path, verify: VerifyMode, meter: Meter)
     partial, _ = workplaces(target)
     with writing(partial):
         make_folder(partial)
-    return Workplace.of(plan, partial, verify, meter)
+    return Workplace.of(plan, partial, verify, meter, digest)
 
 
 def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]]:

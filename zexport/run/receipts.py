@@ -90,12 +90,12 @@ class Begun(Struct, frozen=True):
 
 
 class Receipts:
-    """The receipts for a plan, in the folder that it fills."""
+    """The receipts for a plan, which has this digest, in the folder that it fills."""
 
-    def __init__(self, folder: Path, plan: ExportPlan) -> None:
+    def __init__(self, folder: Path, plan: ExportPlan, digest: PlanDigest) -> None:
         self._folder = folder / RECEIPTS_NAME
         self._paths = [source.path for source in plan.sources]
-        self._digest = PlanDigest(plan)
+        self._digest = digest
         self._unproven = _unproven(plan)
         with writing(self._folder):
             make_folder(self._folder)
