@@ -27,7 +27,7 @@ from zexport.cli.main import cli
 from zexport.compare.diff import DiffReport
 from zexport.compare.roundings import Side
 from zexport.compare.states import are_checkpoints
-from zexport.compare.tensor import Outcome, PairValues, TensorDiff
+from zexport.compare.tensor import Kind, Outcome, PairValues, TensorDiff
 from zexport.compare.verdict import Cause, judge
 from zexport.errors import (
     CheckpointError,
@@ -352,6 +352,26 @@ def test_a_tie_that_a_manifest_records_is_compared_with_its_source(tmp_path: Pat
     assert diff_models(tmp_path / "tied", other).count(Outcome.DIFFERENT) == 1
 
 
+def test_a_head_of_its_own_beside_one_that_is_tied_is_called_so(tmp_path: Path) -> None:
+    """Nothing else of the two models is alike, so that all are suspects of an exchange."""
+    consolidate(FIXTURES / "z3_w3_bf16_tied" / "ckpt", tmp_path / "tied")
+    manifest = json.loads((tmp_path / "tied" / "zexport_manifest.json").read_bytes())
+    ((alias, source),) = manifest["tied"].items()
+    torch.manual_seed(0)
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    others = {n: torch.randn(t.shape) for n, t in {**tensors, alias: tensors[source]}.items()}
+    untied = written(tmp_path / "untied", others)
+    for pair, side in (
+        ((tmp_path / "tied", untied), Side.A),
+        ((untied, tmp_path / "tied"), Side.B),
+    ):
+        report = diff_models(*pair)
+        assert Kind.EXCHANGED not in {tensor.kind for tensor in report.tensors}
+        found = [t for t in report.tensors if t.a_name != t.b_name]
+        assert [(t.kind, t.side) for t in found] == [(Kind.UNTIED, side)]
+        assert report.verdict.cause is Cause.OTHER_MODEL
+
+
 @pytest.mark.slow
 def test_a_tie_that_only_the_config_knows_is_compared_with_its_source(tmp_path: Path) -> None:
     config = {
@@ -419,7 +439,8 @@ def test_it_says_what_of_a_checkpoint_was_compared(tmp_path: Path) -> None:
     """A gathered model goes first; placeholders beside the rank files are none."""
     sides = [shutil.copytree(PLAIN, tmp_path / name) for name in "ab"]
     assert are_checkpoints(*sides)
-    assert diff_states(*sides).compared == "masters and optimizer states in the rank files"
+    told = "21 weights and 42 optimizer states in the rank files"
+    assert diff_states(*sides).compared == told
     for side in sides:
         written(side, {"x": torch.zeros(0)})
     assert are_checkpoints(*sides)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.checkpoints import Model, Run, save, values
 from tests.support.real_cases import FIXTURES
 from zexport import ReshardOptions, diff_models, diff_states, reshard, verify_export
 from zexport.compare.verdict import Cause
@@ -69,6 +70,22 @@ def test_adapters_of_another_scale_are_different(tmp_path: Path) -> None:
     )
     assert _told(one, moved) == []
     assert _told(one, other) == [(f"adapter_config.json: {key}", "one/baseFalse", "other/baseTrue")]
+
+
+def test_the_checkpoint_of_more_steps_is_the_trained_one_in_either_order(tmp_path: Path) -> None:
+    """Norms of the first step are still one number; that states of two steps differ is no news."""
+
+    def at(step: int, norm: torch.Tensor, by: float) -> Path:
+        weight = values((16, 16), 1)
+        group = {"lin.weight": weight + by * values((16, 16), 2), "norm.weight": norm}
+        return save(Model([group]), Run(steps=step), tmp_path / f"checkpoint-{step}")
+
+    older = at(2, torch.ones(16), 0)
+    newer = at(6, 1 + 0.01 * values((16,), 3), 0.1)
+    for pair in ((older, newer), (newer, older)):
+        found = diff_states(*pair).verdict
+        assert found.cause is Cause.TRAINING
+        assert found.sentence.endswith("(lin 1, norm 1)")
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w2_bf16"])

@@ -61,8 +61,9 @@ def diff(
 
     A and B are model folders, safetensors files, names in the hub's cache, or two ZeRO checkpoints
     of any stage and number of ranks. Give the export first, and the model that it was trained from
-    second. The last lines conclude: it looks like training, a conversion error is likely, or nobody
-    can tell. To compare an export with its checkpoint, use zexport verify --against.
+    second; of two checkpoints, either. The last lines conclude: it looks like training, a
+    conversion error is likely, or nobody can tell. To compare an export with its checkpoint, use
+    zexport verify --against.
 
     Example: zexport diff model base
     """

@@ -135,8 +135,9 @@ def diff_tensors(
     *,
     jobs: int,
     progress: Callable[[Progress], None] | None = None,
+    later: Side | None = None,
 ) -> DiffReport:
-    """How the tensors of two sides differ, wherever they lie."""
+    """How the tensors of two sides differ, wherever they lie; of checkpoints, one is later."""
     a_weights, b_weights = weights
     pairs, a_alone, b_alone = _paired(a_weights, b_weights)
     told = Teller(progress, sum(pair.nbytes for pair in pairs))
@@ -155,7 +156,7 @@ def diff_tensors(
         a=paths[0],
         b=paths[1],
         compared=_compared(a_weights, b_weights),
-        verdict=judge(tensors, adapters, _exported(a_weights, b_weights)),
+        verdict=judge(tensors, adapters, _exported(a_weights, b_weights), later),
         settings=(),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
         modules=_by_module(tensors),
@@ -244,12 +245,15 @@ def _judged(pair: Pair, sums: PairSums | None) -> TensorDiff:
 def _looked_at(found: Found, look: SecondLook) -> Iterator[TensorDiff]:
     """Every pair's difference, those that were suspects after a second look."""
     exchanged: Mapping[Pair, str] = dict(look.exchanged(found))
+    own = {pair.a.name for pair in found if pair.is_of_one_name}
     for pair, tensor in found.items():
         if pair in exchanged:
             yield replace(tensor, kind=Kind.EXCHANGED, side=None, partner=exchanged[pair])
-        else:
-            kind, side = look.at(pair, tensor)
-            yield replace(tensor, kind=kind, side=side)
+            continue
+        kind, side = look.at(pair, tensor)
+        if kind is Kind.UNRELATED and not pair.is_of_one_name and {pair.a.name, pair.b.name} & own:
+            kind, side = Kind.UNTIED, Side.A if pair.a.name in own else Side.B
+        yield replace(tensor, kind=kind, side=side)
 
 
 def _alone(

@@ -36,15 +36,16 @@ class Evidence(Enum):
 
 @dataclass(frozen=True)
 class Models:
-    """All tensors, and the side that is known to be an export, where one alone is."""
+    """All tensors, the side that alone is known to be an export, and that of more steps."""
 
     tensors: Sequence[TensorDiff]
     exported: Side | None
+    later: Side | None = None
 
     @property
     def trained(self) -> Side:
         """The side that training, or a conversion, made out of the other."""
-        return self.exported or Side.A
+        return self.exported or self.later or Side.A
 
     @cached_property
     def moved(self) -> Sequence[TensorDiff]:
@@ -162,6 +163,7 @@ _RULES: Mapping[Kind, Evidence | Callable[[Models, TensorDiff], Evidence]] = {
     Kind.COARSE: _coarse,
     Kind.NOT_FINITE: _not_finite,
     Kind.UNRELATED: _unrelated,
+    Kind.UNTIED: Evidence.UNKNOWN,
     Kind.RESHAPED: _reshaped,
     Kind.RENAMED: Evidence.UNKNOWN,
     Kind.MISSING: _missing,

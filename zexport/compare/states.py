@@ -13,6 +13,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_prob
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
+from zexport.compare.roundings import Side
 from zexport.compare.settings import of_trainings
 from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
@@ -48,8 +49,10 @@ def diff_states(
         raise_problems(checkpoint)
     read = [read_state(checkpoint) for checkpoint in opened]
     a, b = (_sides(*side) for side in zip(opened, read, strict=True))
+    steps = tuple(checkpoint.global_steps or 0 for checkpoint in opened)
+    later = Side.B if steps[0] < steps[1] else Side.A
     weights, states = (
-        diff_tensors(paths, (one, other), jobs=jobs, progress=progress)
+        diff_tensors(paths, (one, other), jobs=jobs, progress=progress, later=later)
         for one, other in zip(a, b, strict=True)
     )
     counts = {outcome.value: weights.count(outcome) + states.count(outcome) for outcome in Outcome}
@@ -57,12 +60,15 @@ def diff_states(
     settings = dict.fromkeys(chain.from_iterable(of_trainings(*pair) for pair in cells))
     report = replace(
         weights,
-        compared="masters and optimizer states in the rank files",
+        compared=f"{len(weights.tensors):,} weights and {len(states.tensors):,} optimizer states "
+        "in the rank files",
         verdict=_with_states(weights.verdict, states),
         counts=Counts(**counts),
         nbytes_read=weights.nbytes_read + states.nbytes_read,
         tensors=(*weights.tensors, *states.tensors),
     )
+    if steps[0] != steps[1] and weights.verdict.cause is not Cause.NONE:
+        return replace(report, settings=tuple(settings))  # as of any two steps
     return with_settings(report, tuple(settings))
 
 
@@ -101,6 +107,8 @@ def _with_states(verdict: Verdict, states: DiffReport) -> Verdict:
     if not unequal:
         equal = f"; the optimizer's {count:,} states are equal" if count else ""
         return structs.replace(verdict, sentence=verdict.sentence + equal)
+    if len(unequal) == count and verdict.cause is not Cause.NONE:
+        return verdict  # as of any two steps
     told = f"{len(unequal):,} of the optimizer's {count:,} states differ ({some(unequal, _NAMED)})"
     if verdict.cause is Cause.NONE:
         return Verdict(Cause.UNKNOWN, f"The weights are equal, and {told}")

@@ -34,6 +34,11 @@ class Pair(Struct, frozen=True):
     b: PlacedTensor
 
     @property
+    def is_of_one_name(self) -> bool:
+        """Whether it is no name of the one side that is tied to another of the other."""
+        return self.a.name == self.b.name
+
+    @property
     def numel(self) -> int:
         """Elements that both have in one order: all, or those of the rows that both have."""
         a, b = self.a.shape, self.b.shape

@@ -74,7 +74,7 @@ class SecondLook(Struct):
             by_shape[pair.a.shape].append(pair)
         crossed: dict[Pair, Pair] = {}
         for pairs in by_shape.values():
-            suspects = [pair for pair in pairs if _may_be_another(found[pair])]
+            suspects = [p for p in pairs if p.is_of_one_name and _may_be_another(found[p])]
             if suspects and len(pairs) > 1:
                 own = {pair.a: pair for pair in suspects}
                 sketches = [self._sketch(pair.b) for pair in suspects]
@@ -82,7 +82,8 @@ class SecondLook(Struct):
                     crossed[Pair(a, b)] = own[a]
         for cross, sums in sums_of(crossed, self.reader, self.jobs).items():
             before = self.sums[crossed[cross]]
-            is_nearer = sums.difference_squares < _BETTER * before.difference_squares
+            nearest = min(before.difference_squares, sums.a_squares)
+            is_nearer = sums.difference_squares < _BETTER * nearest
             if is_nearer and sums.shift_rest <= math.sqrt(_BETTER) * before.shift_rest:
                 yield crossed[cross], cross.b.name
 

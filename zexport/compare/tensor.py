@@ -77,6 +77,8 @@ class Kind(Enum):
     NOT_FINITE = "not_finite"
     """NaN or infinities on one side alone."""
     UNRELATED = "unrelated"
+    UNTIED = "untied"
+    """One tensor here, where the other side has two that have little in common."""
     RESHAPED = "reshaped"
     RENAMED = "renamed"
     """On one side alone by this name; the other has it by another."""

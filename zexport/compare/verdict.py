@@ -60,6 +60,7 @@ def judge(
     tensors: Sequence[TensorDiff],
     adapters: tuple[bool, bool] = (False, False),
     exported: Side | None = None,
+    later: Side | None = None,
 ) -> Verdict:
     """What made the difference between two models, of whose tensors this was seen.
 
@@ -69,11 +70,11 @@ def judge(
     compared = [tensor for tensor in tensors if tensor.values is not None]
     if not compared:
         return _nothing_compared(tensors, adapters)
-    models = Models(tensors, exported)
+    models = Models(tensors, exported, later)
     evidence = [(models.evidence(tensor), tensor) for tensor in tensors]
     errors = [tensor for said, tensor in evidence if said is Evidence.ERROR]
     unknown = [tensor for said, tensor in evidence if said is Evidence.UNKNOWN]
-    unrelated = [tensor for tensor in unknown if tensor.kind is Kind.UNRELATED]
+    unrelated = [tensor for tensor in unknown if tensor.kind in (Kind.UNRELATED, Kind.UNTIED)]
     if 2 * sum(map(_numel, unrelated)) > sum(map(_numel, compared)):
         return Verdict(
             Cause.OTHER_MODEL,
@@ -134,6 +135,7 @@ _WORDS = {
     Kind.COARSE: "few different numbers in {side} alone, as after quantization",
     Kind.NOT_FINITE: "NaN or Inf on one side alone",
     Kind.UNRELATED: "{common}",
+    Kind.UNTIED: "tied in {side}, a tensor of its own on the other side",
     Kind.RESHAPED: "of another shape",
     Kind.RENAMED: "under another name on the other side",
     Kind.MISSING: "in {side} alone",
@@ -201,7 +203,8 @@ def _module(name: str) -> str:
 def _advice(models: Models) -> str:
     moved = [tensor for tensor in models.moved if tensor.kind is Kind.MOVED]
     beside = f"; {_count(moved)} besides moved as in training" if moved else ""
-    return f"{beside}; zexport verify --against the checkpoint tells more"
+    more = "" if models.later else "; zexport verify --against the checkpoint tells more"
+    return beside + more
 
 
 def _numel(tensor: TensorDiff) -> int:
