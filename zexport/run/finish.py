@@ -18,7 +18,6 @@ from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
 from zexport.ranges.ledger import Range
 from zexport.run.begin import Workplace, write_file, write_sides
-from zexport.run.frame import FrameWriter
 from zexport.run.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -26,6 +25,7 @@ from zexport.run.manifest import (
     TensorEntry,
     new_manifest,
 )
+from zexport.run.part import FrameWriter
 from zexport.run.pieces import TensorReader
 from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch, shares_of, whole
