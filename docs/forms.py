@@ -15,10 +15,9 @@ from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
 from zexport.report.failure import Failure
 from zexport.resume.plan import ReshardProvenance
-from zexport.run.execute import ExportReport
+from zexport.run.execute import ExportReport, PartReport
 from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest
-from zexport.run.parts import PartReport
 from zexport.run.verify import VerifyReport
 from zexport.store.json import SCHEMA
 from zexport.train.options import TrainSummary

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from zexport.errors import ZexportError
     from zexport.options import Engine, ExportDType, ExportOptions, NameLayout, ReshardOptions
     from zexport.plan.plan import ExportPlan
-    from zexport.run.execute import ExportReport, Progress, VerifyMode
-    from zexport.run.parts import PartReport
+    from zexport.run.execute import ExportReport, PartReport, Progress, VerifyMode
     from zexport.run.shares import Share
     from zexport.run.verify import VerifyReport
     from zexport.store.client import use_storage_options
@@ -108,9 +107,8 @@ _HOMES = {
     "compare.tensor": ("Outcome", "TensorDiff"),
     "compare.verdict": ("Cause",),
     "errors": ("ZexportError",),
-    "run.execute": ("ExportReport", "Progress", "VerifyMode"),
+    "run.execute": ("ExportReport", "PartReport", "Progress", "VerifyMode"),
     "plan.plan": ("ExportPlan",),
-    "run.parts": ("PartReport",),
     "run.shares": ("Share",),
     "run.verify": ("VerifyReport",),
     "store.client": ("use_storage_options",),

@@ -12,8 +12,7 @@ from tests.support.real_cases import FIXTURES
 from tests.support.stopping import files
 from tests.support.train_runs import run
 from zexport import ReshardOptions, Share, reshard, reshard_part
-from zexport.run.execute import ExportReport
-from zexport.run.parts import PartReport
+from zexport.run.execute import ExportReport, PartReport
 
 SOURCE = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
 COMMAND = (sys.executable, "-m", "zexport")

@@ -30,9 +30,9 @@ from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
 from zexport.run import parts
 from zexport.run.begin import Workplace
-from zexport.run.execute import ExportReport, run_plan
+from zexport.run.execute import ExportReport, PartReport, run_plan
 from zexport.run.part import write_part
-from zexport.run.parts import PartReport, finish_parts, run_part, write_share
+from zexport.run.parts import finish_parts, run_part, write_share
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode

@@ -16,8 +16,7 @@ from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions, ReshardOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import parts
-from zexport.run.execute import ExportReport, VerifyMode
-from zexport.run.parts import PartReport
+from zexport.run.execute import ExportReport, PartReport, VerifyMode
 from zexport.run.shares import Share
 from zexport.store.address import place
 from zexport.store.folders import absolute

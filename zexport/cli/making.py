@@ -34,8 +34,7 @@ from zexport.store.folders import exists
 if TYPE_CHECKING:
     from zexport.api.parts import Request
     from zexport.plan.plan import ExportPlan
-    from zexport.run.execute import ExportReport
-    from zexport.run.parts import PartReport
+    from zexport.run.execute import ExportReport, PartReport
     from zexport.run.shares import Share
     from zexport.store.json import JsonObject
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from zexport.api.export import OnProgress
     from zexport.api.parts import Request
     from zexport.plan.plan import ExportPlan
-    from zexport.run.execute import ExportReport
-    from zexport.run.parts import PartReport
+    from zexport.run.execute import ExportReport, PartReport
     from zexport.run.readback import VerifyMode
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)

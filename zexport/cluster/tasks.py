@@ -12,7 +12,8 @@ from zexport.api.parts import Request
 from zexport.cluster.board import Board, Teller, together
 from zexport.cluster.connection import RETRIES, Node, ask, nodes, not_on, on, own_node
 from zexport.errors import OutputError, ZexportError
-from zexport.run.parts import PartReport, write_share
+from zexport.run.execute import PartReport
+from zexport.run.parts import write_share
 from zexport.run.progress import Phase, Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.shares import Share

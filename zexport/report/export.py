@@ -27,8 +27,7 @@ from zexport.report.text import (
 if TYPE_CHECKING:
     from zexport.plan.plan import Form, Origin
     from zexport.plan.summary import PlanSummary
-    from zexport.run.execute import ExportReport
-    from zexport.run.parts import PartReport
+    from zexport.run.execute import ExportReport, PartReport
     from zexport.run.verify import VerifyReport
 
 _SHARDS_SHOWN = 20

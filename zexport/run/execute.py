@@ -20,7 +20,7 @@ from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.shares import Stretch
+from zexport.run.shares import Share, Stretch
 from zexport.run.staging import staged_folder
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.weights.proof import WeightReader
@@ -28,6 +28,7 @@ from zexport.weights.proof import WeightReader
 __all__ = [
     "ExportReport",
     "Finding",
+    "PartReport",
     "Phase",
     "Progress",
     "TensorReader",
@@ -107,6 +108,64 @@ class ExportReport:
     def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""
         return form_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What one of several workers did, while others are still to come.
+
+    Attributes:
+        out_dir: the folder that will exist when all are done.
+        part: which part it was, from 1.
+        parts: how many there are.
+        missing: those that were not done yet; none where the folder is complete.
+        origin: the checkpoint.
+        nbytes_read: bytes read from the checkpoint's tensors.
+        nbytes_written: bytes of tensors that were written.
+        seconds: how long it took.
+        findings: what was remarkable where copies in the checkpoint were compared.
+        warnings: what should be known of it.
+    """
+
+    out_dir: Path
+    part: Natural
+    parts: Natural
+    missing: tuple[Natural, ...]
+    origin: Origin
+    nbytes_read: Natural
+    nbytes_written: Natural
+    seconds: float
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+
+    __repr__ = brief
+
+    def to_json(self) -> JsonObject:
+        """The report as JSON values, with a ``schema`` number."""
+        return form_of(self)
+
+
+def report_of_part(
+    plan: ExportPlan,
+    share: Share,
+    began: float,
+    missing: tuple[int, ...],
+    done: tuple[int, int, tuple[Finding, ...]],
+) -> PartReport:
+    """What a worker did that began at a time: bytes read, bytes written, and what was found."""
+    nbytes_read, nbytes_written, findings = done
+    return PartReport(
+        out_dir=plan.out_dir,
+        part=share.number,
+        parts=share.count,
+        missing=missing,
+        origin=plan.origin,
+        nbytes_read=nbytes_read,
+        nbytes_written=nbytes_written,
+        seconds=time.monotonic() - began,
+        findings=findings,
+        warnings=plan.warnings,
+    )
 
 
 def run_plan(

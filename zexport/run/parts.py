@@ -13,17 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from zexport.errors import OutputError
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan, Origin
-from zexport.printable import brief, some
+from zexport.plan.plan import ExportPlan
+from zexport.printable import some
 from zexport.run.begin import Workplace, begin_together, check_copied, without_written
-from zexport.run.execute import ExportReport, compare_copies
+from zexport.run.execute import ExportReport, PartReport, compare_copies, report_of_part
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
 from zexport.run.manifest import MANIFEST_NAME
@@ -38,7 +38,7 @@ from zexport.run.verify import verify_export
 from zexport.store.address import Address, local_path
 from zexport.store.files import writing
 from zexport.store.folders import exists, is_file, is_folder, make_folder
-from zexport.store.json import JsonObject, Natural, form_of
+from zexport.store.json import JsonObject
 from zexport.store.publish import (
     locked,
     locked_part,
@@ -56,41 +56,6 @@ _TURN_SECONDS = 3600.0
 
 _LEASE_SECONDS = 150.0
 """How long a network file system may hold the lock of a machine that was lost (NFS: 90 s)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartReport:
-    """What one of several workers did, while others are still to come.
-
-    Attributes:
-        out_dir: the folder that will exist when all are done.
-        part: which part it was, from 1.
-        parts: how many there are.
-        missing: those that were not done yet; none where the folder is complete.
-        origin: the checkpoint.
-        nbytes_read: bytes read from the checkpoint's tensors.
-        nbytes_written: bytes of tensors that were written.
-        seconds: how long it took.
-        findings: what was remarkable where copies in the checkpoint were compared.
-        warnings: what should be known of it.
-    """
-
-    out_dir: Path
-    part: Natural
-    parts: Natural
-    missing: tuple[Natural, ...]
-    origin: Origin
-    nbytes_read: Natural
-    nbytes_written: Natural
-    seconds: float
-    findings: tuple[Finding, ...]
-    warnings: tuple[str, ...]
-
-    __repr__ = brief
-
-    def to_json(self) -> JsonObject:
-        """The report as JSON values, with a ``schema`` number."""
-        return form_of(self)
 
 
 def run_part(
@@ -124,7 +89,7 @@ def run_part(
                     begin_together(work, share.count, request or {})
             if work is None:
                 nbytes_read = _compared(plan, share, target, meter)
-                return _report(plan, share, began, (), (nbytes_read, 0, ()))
+                return report_of_part(plan, share, began, (), (nbytes_read, 0, ()))
             done = _write(work, share)
         with locked(target, seconds=_TURN_SECONDS):
             is_published = _is_published(work)  # by another, who came to the end of it first
@@ -137,7 +102,7 @@ def run_part(
                 except OutputError:
                     if not (isinstance(target, Address) and looks_made(plan, target)):
                         raise
-    return _report(plan, share, began, missing, done)
+    return report_of_part(plan, share, began, missing, done)
 
 
 @contextmanager
@@ -189,7 +154,7 @@ def write_share(
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with locked_part(target, share.number, seconds=_LEASE_SECONDS):
         done = _write(Workplace.of(plan, partial, verify, meter), share)
-    return _report(plan, share, began, (), done)
+    return report_of_part(plan, share, began, (), done)
 
 
 def _is_made(plan: ExportPlan, target: Path) -> bool:
@@ -222,29 +187,6 @@ def _publish_left(plan: ExportPlan, target: Path) -> bool:
 def _is_published(work: Workplace) -> bool:
     is_far = isinstance(work.folder, Address)
     return looks_made(work.plan, work.folder) if is_far else not exists(work.folder)
-
-
-def _report(
-    plan: ExportPlan,
-    share: Share,
-    began: float,
-    missing: tuple[int, ...],
-    done: tuple[int, int, tuple[Finding, ...]],
-) -> PartReport:
-    """What a worker did: bytes read, bytes written, and what was found."""
-    nbytes_read, nbytes_written, findings = done
-    return PartReport(
-        out_dir=plan.out_dir,
-        part=share.number,
-        parts=share.count,
-        missing=missing,
-        origin=plan.origin,
-        nbytes_read=nbytes_read,
-        nbytes_written=nbytes_written,
-        seconds=time.monotonic() - began,
-        findings=findings,
-        warnings=plan.warnings,
-    )
 
 
 def finish_parts(
