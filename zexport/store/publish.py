@@ -164,10 +164,8 @@ def marked(target: Path) -> Iterator[Path]:
 def check_no_parts(target: Path) -> None:
     """Refuse a folder that several workers are filling; what dead ones have left is removed."""
     for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "*.lock"):
-        lock = _taken(path, target, "parts of an export are being written to this folder")
-        with suppress(OSError):
-            path.unlink()
-        _release(lock)
+        with locked_file(path, target, "parts of an export are being written to this folder"):
+            pass  # which removes it
 
 
 def parts_at_work(target: Path) -> tuple[int, ...]:
@@ -177,13 +175,10 @@ def parts_at_work(target: Path) -> tuple[int, ...]:
     found = []
     for path in target.parent.glob(glob.escape(f"{target.name}{_PARTIAL}.part-") + "[0-9]*.lock"):
         try:
-            lock = _taken(path, target, "held", seconds=0)
+            with locked_file(path, target, "held", seconds=0):
+                pass  # which removes what a dead one has left
         except OutputError:
             found.append(int(path.name.rpartition("-")[2].removesuffix(".lock")))
-            continue
-        with suppress(OSError):
-            path.unlink()
-        _release(lock)
     return tuple(sorted(found))
 
 
