@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -140,6 +141,7 @@ def module_entries(
         )
 
 
+@dataclass
 class GroupReader:
     """The groups of one model-parallel index; copies of states that must be equal are collected.
 
@@ -147,25 +149,19 @@ class GroupReader:
     a flat group that some ranks alone share, these ranks' states.
     """
 
-    def __init__(
-        self,
-        owners: Sequence[OptimizerStates],
-        model: ModelStates,
-        *,
-        is_zero3: bool,
-        sharing: Mapping[int, Sequence[OptimizerStates]] | None = None,
-    ) -> None:
-        self.replicas: list[Replica] = []
-        self._owners = owners
-        self._sharing = sharing or {}
-        self._is_zero3 = is_zero3
-        self._is_dealt_out = model.is_round_robin and owners[0].stage in (1, 2)
-        self._has_stepped = (model.global_steps or 0) > model.skipped_steps
-        self._runs = flat_runs(owners, model.param_shapes, (), is_zero3=is_zero3)
+    owners: Sequence[OptimizerStates]
+    model: ModelStates
+    is_zero3: bool
+    sharing: Mapping[int, Sequence[OptimizerStates]] = field(default_factory=dict)
+    replicas: list[Replica] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shapes = self.model.param_shapes
+        self._runs = flat_runs(self.owners, shapes, (), is_zero3=self.is_zero3)
 
     def read(self) -> tuple[Group, ...]:
         """Every group, whole."""
-        first = self._owners[0]
+        first = self.owners[0]
         if first.inner.is_none:
             raise no_states(first.file.path, _NO_WAY_ON)
         if len(self._runs) != len(first.flat_groups):
@@ -178,11 +174,11 @@ class GroupReader:
         return tuple(self._group(group) for group in first.parameter_groups)
 
     def _group(self, group: ParameterGroup) -> Group:
-        first = self._owners[0]
+        first = self.owners[0]
         settings = None if group.settings is None else Recorded(first.file, group.settings)
         numbers = group.flat_groups
-        own = self._owners_of(numbers[0]) if numbers else self._owners
-        if len({number in self._sharing for number in numbers}) > 1:
+        own = self._owners_of(numbers[0]) if numbers else self.owners
+        if len({number in self.sharing for number in numbers}) > 1:
             raise UnsupportedError(
                 "has experts and other weights in one parameter group",
                 path=first.file.path,
@@ -198,18 +194,19 @@ class GroupReader:
             ),
             settings=settings,
             scalars=Recorded(own[0].file, scalars),
-            of_experts=any(number in self._sharing for number in numbers),
+            of_experts=any(number in self.sharing for number in numbers),
         )
 
     def _owners_of(self, number: int) -> Sequence[OptimizerStates]:
         """Who shares a flat group, in the order of their partitions."""
-        return self._sharing.get(number, self._owners)
+        return self.sharing.get(number, self.owners)
 
     def _check_moments(self, group: ParameterGroup) -> None:
         """Refuse an optimizer with betas that keeps no averages although it has taken steps."""
-        first = self._owners[0]
+        first = self.owners[0]
         held = [first.group_states[number].tensors for number in group.flat_groups]
-        due = self._has_stepped and "betas" in (group.settings or {})
+        has_stepped = (self.model.global_steps or 0) > self.model.skipped_steps
+        due = has_stepped and "betas" in (group.settings or {})
         if due and held and not any(held):
             raise no_states(first.file.path, _NO_WAY_ON)
 
@@ -221,7 +218,7 @@ class GroupReader:
             Parameter(name, shape, {state: whole[index] for state, whole in tensors.items()})
             for index, (name, shape) in enumerate(run)
         ]
-        if not self._is_dealt_out:
+        if not (self.model.is_round_robin and self.owners[0].stage in (1, 2)):
             return placed
         order = zero12.dealt_out(len(placed), len(self._owners_of(number)))
         return [one for _, one in sorted(zip(order, placed, strict=True), key=lambda pair: pair[0])]
@@ -232,7 +229,7 @@ class GroupReader:
         names = [one.group_states[number].tensors.keys() for one in owners]
         for owner, own in zip(owners, names, strict=True):
             if own != names[0]:
-                first = next(rank for rank, one in enumerate(self._owners) if one is owners[0])
+                first = next(rank for rank, one in enumerate(self.owners) if one is owners[0])
                 raise DamagedCheckpointError(
                     f"has other optimizer states of flat group {number} than rank {first}",
                     path=owner.file.path,
@@ -255,10 +252,10 @@ class GroupReader:
     ) -> tuple[StoredTensor, ...]:
         """One state of all parameters of a run."""
         owners = self._owners_of(run.groups[0])
-        if is_by_parameter(settings, state) and not self._is_zero3:
+        if is_by_parameter(settings, state) and not self.is_zero3:
             return tuple(self._by_parameter(run, state))
         try:
-            return bind(run, owners, is_zero3=self._is_zero3, state=state).tensors
+            return bind(run, owners, is_zero3=self.is_zero3, state=state).tensors
         except LayoutError as cause:
             if state == MASTERS:
                 raise

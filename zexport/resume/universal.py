@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -102,6 +103,7 @@ def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _R
     )
 
 
+@dataclass
 class _Reader:
     """The files below ``zero``; all that were opened, and steps that must be equal.
 
@@ -109,28 +111,23 @@ class _Reader:
     cut out this rank's.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: ModelStates,
-        known: Mapping[str, StoredTensor],
-        names: Collection[str],
-        parts: Parts | None,
-    ) -> None:
-        self._folder = folder
-        self._model = model
-        self._known = known
-        self._names = names
-        self._parts = parts
-        self._global = read_torch_file(folder / f"{OPTIMIZER_STATE}.pt")
+    folder: Path
+    model: ModelStates
+    known: Mapping[str, StoredTensor]
+    names: Collection[str]
+    parts: Parts | None
+    files: list[TorchFile] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._global = read_torch_file(self.folder / f"{OPTIMIZER_STATE}.pt")
         self._said = Value(self._global.path, "optimizer state", self._global.value)
-        self.files: list[TorchFile] = [self._global]
-        self.replicas: list[Replica] = []
+        self.files.append(self._global)
 
     def optimizer_file(self) -> Recorded:
         """What an optimizer file would say beside groups and masters."""
         inner = dict(self._said.mapping())
-        config, version = self._model.ds_config, self._model.ds_version
+        config, version = self.model.ds_config, self.model.ds_version
         states = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": version}
         return Recorded(self._global, states)
 
@@ -146,12 +143,12 @@ class _Reader:
 
     def _members(self) -> list[dict[str, Shape]]:
         """The parameters of every group, each of all that are trained in one of them."""
-        shapes = self._model.param_shapes
+        shapes = self.model.param_shapes
         groups = [one.need("params").items() for one in self._said.need("param_groups").items()]
         if names_its_groups(self._said):
             known = {name: shape for own in shapes for name, shape in own.items()}
             found = [[item.text() for item in own] for own in groups]
-            if sorted(name for own in found for name in own) == sorted(self._names):
+            if sorted(name for own in found for name in own) == sorted(self.names):
                 return [{n: known[n] for n in own if n in known} for own in found]
             raise self._other_groups(f"{sum(map(len, found))} names", f"the {len(known)}")
         numbers = [[item.number() for item in own] for own in groups]
@@ -171,13 +168,13 @@ class _Reader:
 
     def _parameter(self, name: str, shape: Shape) -> Parameter:
         """A parameter with all states that lie in its folder."""
-        whole = self._known[name]
+        whole = self.known[name]
         tensors = {MASTERS: whole}
-        for path in sorted(children(self._folder / name)):
+        for path in sorted(children(self.folder / name)):
             if path.suffix == ".pt" and path.stem not in (MASTERS, STEP):
                 tensors[path.stem] = self._state(path, name, whole.shape)
-        if self._parts is not None:
-            tensors = {state: self._parts.cut(one) for state, one in tensors.items()}
+        if self.parts is not None:
+            tensors = {state: self.parts.cut(one) for state, one in tensors.items()}
         return Parameter(name, shape, tensors)
 
     def _state(self, path: Path, name: str, shape: Shape) -> StoredTensor:
@@ -187,7 +184,7 @@ class _Reader:
         is_flat = isinstance(file.value, TensorRef)
         tensor = content.tensor() if is_flat else content.need("param").tensor()
         if is_flat:
-            shape_of_flat(name, tensor.numel, [shape], self._model.dp_world_size)
+            shape_of_flat(name, tensor.numel, [shape], self.model.dp_world_size)
         elif tensor.shape != shape:
             raise LayoutError(
                 f"the state {path.stem!r} of {name!r} has another shape than it",
@@ -201,7 +198,7 @@ class _Reader:
         """The step, of each parameter (ZeRO-1/2) or of the first flat group (ZeRO-3)."""
         first: Recorded | None = None
         for name in names:
-            path = self._folder / name / f"{STEP}.pt"
+            path = self.folder / name / f"{STEP}.pt"
             if not is_file(path):
                 continue
             file = read_torch_file(path)

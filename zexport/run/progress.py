@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
 
+from msgspec import Struct
+
 
 class Phase(Enum):
     """What the bytes of a ``Progress`` are being done to."""
@@ -34,19 +36,18 @@ class Progress:
     nbytes_resumed: int = 0
 
 
-class Teller:
+class Teller(Struct):
     """Adds up bytes that are read to be compared, in the calling thread, and tells of them."""
 
-    def __init__(self, tell: Callable[[Progress], None] | None, nbytes_total: int) -> None:
-        self._tell = tell
-        self._total = nbytes_total
-        self._done = 0
+    tell: Callable[[Progress], None] | None
+    nbytes_total: int
+    nbytes_done: int = 0
 
     def add(self, nbytes: int) -> None:
         """Note bytes read."""
-        self._done += nbytes
-        if self._tell is not None:
-            self._tell(Progress(self._done, self._total, Phase.VERIFY))
+        self.nbytes_done += nbytes
+        if self.tell is not None:
+            self.tell(Progress(self.nbytes_done, self.nbytes_total, Phase.VERIFY))
 
 
 class Meter:
