@@ -13,6 +13,7 @@ import pytest
 
 from zexport.errors import OutputError
 from zexport.run.staging import staged_folder
+from zexport.store import publish
 from zexport.store.files import check_space, writing
 
 
@@ -254,6 +255,43 @@ def test_a_lock_removed_by_its_owner_is_taken_anew(
     monkeypatch.setattr(fcntl, "flock", flock)
     _make(tmp_path / "out")
     assert rounds == [*[fcntl.LOCK_EX | fcntl.LOCK_NB] * 2, fcntl.LOCK_UN]
+
+
+def test_a_lock_that_nfs_keeps_under_another_name_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a file that is removed while it is open is renamed, and keeps its link."""
+    whole = fcntl.flock
+    renamed: list[Path] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not renamed:
+            renamed.append((tmp_path / "out.partial.lock").rename(tmp_path / ".nfs01"))
+        whole(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with staged_folder(tmp_path / "out", overwrite=False) as folder:
+        assert (tmp_path / "out.partial.lock").exists()
+        (folder / "file").touch()
+
+
+def test_an_export_that_ends_as_another_begins_is_not_taken_for_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, lock = tmp_path / "out.partial", tmp_path / "out.partial.lock"
+    partial.mkdir()
+    lock.touch()
+    whole = publish._is_made
+
+    def after_the_other(path: Path) -> bool:
+        partial.rename(tmp_path / "out")
+        lock.unlink()
+        return whole(path)
+
+    monkeypatch.setattr(publish, "_is_made", after_the_other)
+    with publish.locked(tmp_path / "out"):
+        pass
+    assert _names(tmp_path) == ["out"]
 
 
 def test_a_lack_of_space_is_told_with_both_numbers(tmp_path: Path) -> None:

@@ -98,9 +98,10 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         yield
         return
     path = _beside(target, f"{_PARTIAL}.lock")
-    with writing(path):
+    is_made = _is_made(path)
+    with writing(path):  # looked at now: before, another export may have been at its end
         there = [place for place in workplaces(target) if place.exists()]
-    foreign = there if _is_made(path) else []
+    foreign = there if is_made else []
     lock = _taken(path, target, "another export is writing this folder", seconds)
     try:
         if foreign:
@@ -212,15 +213,18 @@ def _try_lock(path: Path) -> int | None:
     descriptor = os.open(path, _LOCK_FLAGS, 0o666)
     is_held = False
     try:
-        is_held = _lock(descriptor)
+        is_held = _lock(descriptor, path)
     finally:
         if not is_held:
             os.close(descriptor)
     return descriptor if is_held else None
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether the lock is held now: not of a file that its last owner has removed meanwhile."""
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether the lock is held now: not of a file that its last owner has removed meanwhile.
+
+    NFS gives such a file another name while it is open; so its name is looked at, not its links.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as refusal:
@@ -228,7 +232,10 @@ def _lock(descriptor: int) -> bool:
             return False
         if refusal.errno not in _LOCKS_UNKNOWN:
             raise
-    return os.fstat(descriptor).st_nlink > 0
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _release(descriptor: int) -> None:
