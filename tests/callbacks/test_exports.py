@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -22,7 +24,7 @@ def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(
     caplog.set_level(logging.INFO)
     run, out = tmp_path / "run", tmp_path / "out"
     first = trainers_run(run, steps=(2,))
-    exports = Exports(out, 120, {"dtype": "bf16", "newest_only": False, "interval_s": 0.05})
+    exports = Exports(out, "bf16", newest_only=False, interval_s=0.05, collect_s=120)
     began = time.perf_counter()
     exports.begin(run)
     assert time.perf_counter() - began < 0.5  # of a machine that does much else
@@ -46,7 +48,7 @@ def test_what_goes_wrong_is_logged_and_never_raised(
 ) -> None:
     trainers_run(tmp_path / "run", steps=(2,))
     (tmp_path / "out").write_text("mine")
-    exports = Exports(tmp_path / "out", 60, {})
+    exports = Exports(tmp_path / "out", collect_s=60)
     exports.collect()  # nothing was saved yet
     exports.begin(tmp_path / "run")
     exports.collect()
@@ -54,8 +56,28 @@ def test_what_goes_wrong_is_logged_and_never_raised(
     assert any("out/.zexport-watch: cannot be written" in line for line in caplog.messages)
 
 
+def test_the_end_of_a_training_is_seen_though_its_workers_live_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers of a DataLoader are forked, and have what was open then."""
+    trainers_run(tmp_path / "run", steps=(2,))
+    exports = Exports(tmp_path / "out", interval_s=0.1, collect_s=20)
+    exports.begin(tmp_path / "run")
+    worker = os.fork()
+    if worker == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        exports.collect()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    assert verify_export(tmp_path / "out" / "checkpoint-2").ok
+    assert not any("go on by themselves" in line for line in caplog.messages)
+
+
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="stands for its checkpoint"):
-        Exports("models", 60, {"prune": True, "exclude_frozen": True})
+        Exports("models", prune=True, exclude_frozen=True)
     with pytest.raises(TypeError, match="quickly"):
-        Exports("models", 60, {"quickly": True})
+        Exports("models", quickly=True)

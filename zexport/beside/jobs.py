@@ -22,6 +22,9 @@ _NICENESS = 10
 _END_S = 20
 """So long a process may take to end when it is asked to."""
 
+END_OF_INPUT = b"\x04"
+"""What says on standard input that no more comes."""
+
 _OWN_SETTINGS = "ZEXPORT_CONSOLIDATE_"
 _STORAGE_OPTION = "ZEXPORT_CONSOLIDATE_STORAGE_OPTION"
 _TAIL_NBYTES = 2000
@@ -68,9 +71,13 @@ class Job:
             return None
 
     def no_more(self) -> None:
-        """End its standard input."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """End its standard input, and say so: children that were forked may hold it open."""
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.closed:
+            with suppress(BrokenPipeError):  # it has ended already
+                stdin.write(END_OF_INPUT)
+            with suppress(BrokenPipeError):
+                stdin.close()
 
     def output(self) -> tuple[str, str]:
         """What it wrote to stdout, and the end of what it wrote to stderr."""

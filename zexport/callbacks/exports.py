@@ -29,17 +29,32 @@ class Exports:
 
     Args:
         out: the folder for the exports, each under its checkpoint's name.
+        dtype: element type of the weights; ``auto`` for the one that the module trains in.
+        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
+        newest_only: leave out what a newer checkpoint has overtaken.
+        interval_s: seconds between two looks at the run.
         collect_s: so long, at the most, the end of the training waits for the last export, which
             goes on by itself after that.
-        options: fields of ``WatchOptions`` and of ``ExportOptions``.
+        more: other fields of ``zexport.WatchOptions`` and ``zexport.options.ExportOptions``.
 
     Raises:
         UsageError: an option cannot be meant.
     """
 
-    def __init__(self, out: Path | str, collect_s: float, options: dict[str, Any]) -> None:
-        of_watch = {key: options.pop(key) for key in [*options] if key in _OF_WATCH}
-        watch, export = WatchOptions(**of_watch), ExportOptions(**options)
+    def __init__(
+        self,
+        out: Path | str,
+        dtype: str = "fp32",
+        *,
+        then: str = "",
+        newest_only: bool = True,
+        interval_s: float = 2.0,
+        collect_s: float = 600.0,
+        **more: Any,
+    ) -> None:
+        of_watch = {key: more.pop(key) for key in [*more] if key in _OF_WATCH}
+        watch = WatchOptions(then=then, newest_only=newest_only, interval_s=interval_s, **of_watch)
+        export = ExportOptions(**{"dtype": dtype, **more})
         if watch.prune:
             words_of_prune(Path(), export)
         self._out = absolute(place(out))
@@ -85,9 +100,7 @@ class Exports:
             _LOG.warning("exports to %s ended with code %d: %s", self._out, code, err.strip())
 
 
-_OF_WATCH = frozenset(
-    ("then", "keep", "every", "newest_only", "interval_s", "prune", "keep_resumable")
-)
+_OF_WATCH = frozenset(("keep", "every", "prune", "keep_resumable"))
 
 
 def _tell(line: str) -> None:

@@ -14,56 +14,31 @@ from zexport.callbacks.exports import Exports
 _LOG = logging.getLogger("zexport.callbacks")
 
 
-class ExportCallback(TrainerCallback):  # type: ignore[misc]
+class ExportCallback(Exports, TrainerCallback):  # type: ignore[misc]
     """Exports every checkpoint that a Trainer saves, in a process of its own at low priority.
 
     ``Trainer(..., callbacks=[ExportCallback("models", dtype="bf16")])``; TRL, Axolotl and
     LLaMA-Factory take callbacks in the same way. Saving waits for nothing, a failure is logged and
-    never raised, and the end of the training waits for the last export.
-
-    Args:
-        out: the folder for the exports, each under its checkpoint's name.
-        dtype: element type of the weights; ``auto`` for the one that the module trains in.
-        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
-        newest_only: leave out what a newer checkpoint has overtaken.
-        interval_s: seconds between two looks at the run.
-        collect_s: so long, at the most, the end of the training waits.
-        more: other fields of ``zexport.WatchOptions`` and ``zexport.options.ExportOptions``.
-
-    Raises:
-        UsageError: an option cannot be meant.
+    never raised, and the end of the training waits for the last export. Its arguments are those of
+    ``Exports``.
     """
-
-    def __init__(
-        self,
-        out: Path | str,
-        dtype: str = "fp32",
-        *,
-        then: str = "",
-        newest_only: bool = True,
-        interval_s: float = 2.0,
-        collect_s: float = 600.0,
-        **more: Any,
-    ) -> None:
-        own = {"then": then, "newest_only": newest_only, "interval_s": interval_s}
-        self._exports = Exports(out, collect_s, {"dtype": dtype, **own, **more})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Start the process that looks for what is saved."""
         if state.is_world_process_zero and _is_spread(args):
             _LOG.warning("nothing is exported: each node keeps its own part of a checkpoint")
         elif state.is_world_process_zero:
-            self._exports.begin(Path(args.output_dir))
+            self.begin(Path(args.output_dir))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """See that the process is there, which finds what was saved; start it again if not."""
         if state.is_world_process_zero and not _is_spread(args):
-            self._exports.begin(Path(args.output_dir))
+            self.begin(Path(args.output_dir))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wait for what is left."""
         if state.is_world_process_zero:
-            self._exports.collect()
+            self.collect()
 
 
 def _is_spread(args: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,7 +16,6 @@ from zexport.cli.options import (
     tag_option,
 )
 from zexport.cli.streams import put_out
-from zexport.options import CheckMode
 
 
 @click.command(short_help="Remove the optimizer's states of a checkpoint whose export is proved.")
@@ -33,15 +33,10 @@ def prune(
     *,
     ckpts: tuple[Path, ...],
     export: Path,
-    delete: bool,
-    dry_run: bool,
-    tag: str | None,
-    base: Path | None,
-    adapter_config: Path | None,
-    check: CheckMode,
     json: bool,
     progress: str,
     quiet: bool,
+    **chosen: Any,
 ) -> None:
     """Remove from the checkpoint CKPT what only a resume needs: about two thirds of it.
 
@@ -57,16 +52,6 @@ def prune(
     from zexport.report.beside import print_prune
 
     with progress_printer(progress, quiet=quiet) as on_progress:
-        done = beside(
-            ckpts,
-            export,
-            delete=delete,
-            dry_run=dry_run,
-            tag=tag,
-            base=base,
-            adapter_config=adapter_config,
-            check=check,
-            progress=on_progress,
-        )
+        done = beside(ckpts, export, progress=on_progress, **chosen)
     if json or not quiet:
         put_out(done.to_json, lambda console: print_prune(console, done), as_json=json)

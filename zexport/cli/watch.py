@@ -7,9 +7,10 @@ import json as json_text
 import os
 import select
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,58 +20,70 @@ from zexport.cli.options import (
     links_option,
     options_of,
     storage_option,
+    together,
     verify_option,
 )
 from zexport.errors import NotACheckpointError
 from zexport.store.folders import exists
 
+if TYPE_CHECKING:
+    from zexport.beside.events import WatchEvent
+
+_watch_options = together(
+    click.option("--once", is_flag=True, help="Export what is complete, and end; for cron."),
+    click.option(
+        "--until-eof",
+        is_flag=True,
+        help="End when standard input does, once what is left is exported; for a parent process.",
+    ),
+    click.option(
+        "--then",
+        metavar="CMD",
+        default="",
+        help="Run CMD by the shell after each export, with {} for its folder and {step} for its "
+        "step.",
+    ),
+    click.option(
+        "--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports."
+    ),
+    click.option(
+        "--every",
+        type=click.IntRange(1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Export only checkpoints of every N steps.",
+    ),
+    click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken."),
+    click.option(
+        "--interval",
+        "interval_s",
+        type=click.FloatRange(0.05),
+        metavar="N",
+        default=15,
+        show_default=True,
+        help="Seconds between two looks at RUN.",
+    ),
+    click.option(
+        "--prune",
+        is_flag=True,
+        help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
+    ),
+    click.option(
+        "--keep-resumable",
+        type=click.IntRange(1),
+        metavar="N",
+        default=2,
+        show_default=True,
+        help="With --prune: leave the newest N checkpoints as they are.",
+    ),
+)
+
 
 @click.command(short_help="Export every checkpoint of a run while it trains.")
 @click.argument("run", type=PATH)
 @click.argument("outs", type=PATH)
-@click.option("--once", is_flag=True, help="Export what is complete, and end; for cron.")
-@click.option(
-    "--until-eof",
-    is_flag=True,
-    help="End when standard input does, once what is left is exported; for a parent process.",
-)
-@click.option(
-    "--then",
-    metavar="CMD",
-    default="",
-    help="Run CMD by the shell after each export, with {} for its folder and {step} for its step.",
-)
-@click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports.")
-@click.option(
-    "--every",
-    type=click.IntRange(1),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Export only checkpoints of every N steps.",
-)
-@click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.05),
-    metavar="N",
-    default=15,
-    show_default=True,
-    help="Seconds between two looks at RUN.",
-)
-@click.option(
-    "--prune",
-    is_flag=True,
-    help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
-)
-@click.option(
-    "--keep-resumable",
-    type=click.IntRange(1),
-    metavar="N",
-    default=2,
-    show_default=True,
-    help="With --prune: leave the newest N checkpoints as they are.",
-)
+@_watch_options
 @export_options
 @verify_option
 @links_option
@@ -81,20 +94,12 @@ def watch(
     *,
     run: Path,
     outs: Path,
-    once: bool,
     until_eof: bool,
-    then: str,
-    keep: int | None,
-    every: int,
-    newest_only: bool,
-    interval: float,
-    prune: bool,
-    keep_resumable: int,
     verify: str,
     follow_symlinks: bool,
     json: bool,
     quiet: bool,
-    **chosen: Any,
+    **given: Any,
 ) -> None:
     """Export every checkpoint of the run in RUN to OUTS, under its own name, once it is complete.
 
@@ -107,43 +112,24 @@ def watch(
     """
     from zexport.beside import watch as beside
     from zexport.beside.choices import WatchOptions
-    from zexport.report.beside import print_event
-    from zexport.report.text import PlainConsole
 
     gc.enable()  # unlike other commands it lives for days
-    asked = WatchOptions(
-        once=once,
-        then=then,
-        keep=keep,
-        every=every,
-        newest_only=newest_only,
-        interval_s=interval,
-        prune=prune,
-        keep_resumable=keep_resumable,
-    )
-    _begin(run, outs, once=once, quiet=quiet)
-    worst, told = 0, 0
-    options = options_of(**chosen)
+    asked = WatchOptions(**{n: given.pop(n) for n in WatchOptions.__dataclass_fields__})
+    _begin(run, outs, once=asked.once, quiet=quiet)
     events = beside.watch(
         run,
         outs,
         asked,
-        options,
+        options_of(**given),
         follow_symlinks=follow_symlinks,
         verify=verify,
-        is_over=_has_ended if until_eof else lambda: False,
+        is_over=_end_of_input() if until_eof else lambda: False,
     )
     with closing(events):  # an interrupt may come while one is told
-        for event in events:
-            worst, told = max(worst, event.code), told + 1
-            if json:
-                click.echo(json_text.dumps(event.to_json(), allow_nan=False))
-            elif event.code or event.warnings or not quiet:
-                print_event(PlainConsole(sys.stdout), event)
-            sys.stdout.flush()
-    if once and not (told or quiet):
+        codes = [event.code for event in _told(events, json=json, quiet=quiet)]
+    if asked.once and not (codes or quiet):
         click.echo(f"Nothing new in {run}.", err=True)
-    click.get_current_context().exit(worst)
+    click.get_current_context().exit(max(codes, default=0))
 
 
 def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
@@ -157,9 +143,31 @@ def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
         click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
 
 
-def _has_ended() -> bool:
-    """Whether standard input has; what is written to it is passed over."""
-    while select.select([0], [], [], 0)[0]:
-        if not os.read(0, 1 << 16):
-            return True
-    return False
+def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[WatchEvent]:
+    """The events, each once it is printed."""
+    from zexport.report.beside import print_event
+    from zexport.report.text import PlainConsole
+
+    for event in events:
+        if json:
+            click.echo(json_text.dumps(event.to_json(), allow_nan=False))
+        elif event.code or event.warnings or not quiet:
+            print_event(PlainConsole(sys.stdout), event)
+        sys.stdout.flush()
+        yield event
+
+
+def _end_of_input() -> Callable[[], bool]:
+    """Whether standard input has ended, or a byte has said so; all else in it is passed over."""
+    from zexport.beside.jobs import END_OF_INPUT
+
+    is_over = False
+
+    def has_ended() -> bool:
+        nonlocal is_over
+        while not is_over and select.select([0], [], [], 0)[0]:
+            found = os.read(0, 1 << 16)
+            is_over = not found or END_OF_INPUT in found
+        return is_over
+
+    return has_ended
