@@ -7,12 +7,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
 from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
+from tests.torture.faults import Calls, killing, watched
 from tests.torture.prunings import count_calls, killed_at
 from zexport import (
     PruneReport,
@@ -159,7 +161,7 @@ def _no_newer_one(old: Path, _: Path) -> None:
 
 def _an_older_one_was_written_later(old: Path, _: Path) -> None:
     """A run that was restarted from an older step."""
-    for path in old.rglob("*.pt"):
+    for path in (*old.rglob("*.pt"), old / "trainer_state.json"):
         os.utime(path, (4e9, 4e9))
 
 
@@ -182,9 +184,29 @@ def _a_link(old: Path, _: Path) -> None:
     old.symlink_to(old.with_name("elsewhere"))
 
 
+def _a_link_of_the_run(old: Path, _: Path) -> None:
+    old.with_name("best").symlink_to(old.name)
+
+
+def _a_link_into_it(old: Path, _: Path) -> None:
+    old.with_name("best").symlink_to(old / "global_step2")
+
+
+def _a_link_out_of_it(old: Path, out: Path) -> None:
+    (old / "data").symlink_to(out)
+
+
+def _a_mount_below_it(old: Path, _: Path) -> None:
+    (old / "data").mkdir()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (_a_link_of_the_run, "the link `best`"),
+        (_a_link_into_it, "the link `best`"),
+        (_a_link_out_of_it, "holds a link that leads elsewhere"),
+        (_a_mount_below_it, "holds a mount point, `data`"),
         (_no_newer_one, "newest complete"),
         (_an_older_one_was_written_later, "newest complete"),
         (_best_of_the_run, "the best"),
@@ -195,15 +217,60 @@ def _a_link(old: Path, _: Path) -> None:
     ],
 )
 def test_what_a_training_may_go_on_from_is_left_as_it_is(
-    tmp_path: Path, change: Callable[[Path, Path], None], said: str
+    tmp_path: Path,
+    change: Callable[[Path, Path], None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = trainers_run(tmp_path / "run")
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == old / "data")
     consolidate(old, tmp_path / "out")
     change(old, tmp_path / "out")
     before = state_of(tmp_path / "run")
-    with pytest.raises(OutputError, match=said):
-        prune(old, tmp_path / "out")
+    for delete in (False, True):
+        with pytest.raises(OutputError, match=said) as caught:
+            prune(old, tmp_path / "out", delete=delete)
+        assert caught.value.exit_code == 6
     assert state_of(tmp_path / "run") == before
+
+
+def test_what_lightning_calls_the_best_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That name is in no file of its own: the state of each ModelCheckpoint is with the ranks'."""
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        best = {"best_model_path": "/far/epoch=0-step=2.ckpt", "best_model_score": torch.ones(())}
+        told = {"callbacks": {"ModelCheckpoint{}": best, "Timer": {"elapsed": 1.0}, "Odd": []}}
+        state = Run(steps=step, client_state=told)
+        save(small_model(), state, run / f"epoch=0-step={step}.ckpt", "checkpoint")
+    for step in (2, 4):
+        consolidate(run / f"epoch=0-step={step}.ckpt", tmp_path / f"{step}", AS_STORED)
+    with pytest.raises(OutputError, match="the best"):
+        prune(run / "epoch=0-step=2.ckpt", tmp_path / "2")
+    assert prune(run / "epoch=0-step=4.ckpt", tmp_path / "4").nbytes_freed > 0
+
+
+def test_what_changes_after_it_was_proved_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zexport.beside import prune as pruning
+
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+
+    def verify(*words: Any, **named: Any) -> Any:
+        found = verify_export(*words, **named)
+        (old / "notes.txt").write_text("written since")
+        return found
+
+    monkeypatch.setattr(pruning, "verify_export", verify)
+    for delete in (False, True):
+        with pytest.raises(CheckpointError, match="by its run meanwhile"):
+            prune(old, tmp_path / "out", delete=delete)
+        (old / "notes.txt").unlink()
+    assert old.exists()
 
 
 def test_a_save_that_was_cut_short_is_no_newer_checkpoint_however_old_it_is(
@@ -293,6 +360,45 @@ def test_parts_that_nodes_kept_are_pruned_as_one(tmp_path: Path) -> None:
     pruned = [part.with_name("pruned-checkpoint-2") for part in parts]
     assert not any(part.exists() for part in parts)
     assert verify_export(tmp_path / "out", against=pruned).ok
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_parts_that_nodes_kept_go_together_whenever_a_removal_is_stopped(
+    delete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No node has a part under its old name where another lacks something."""
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    nodes = [tmp_path / "all" / f"node{number}" for number in range(2)]
+    for number, node in enumerate(nodes):
+        for step in (2, 4):
+            save(small_model(), Run(steps=step), node, f"global_step{step}")
+        (node / "latest").unlink()
+        for path in node.glob(f"*/*zero_pp_rank_{1 - number}_*"):
+            path.unlink()
+    parts = [node / "global_step2" for node in nodes]
+    consolidate(parts, tmp_path / "out", AS_STORED if not delete else None)
+    kept = shutil.copytree(tmp_path / "all", tmp_path / "kept")
+    with watched(Calls()) as calls:
+        prune(parts, tmp_path / "out", delete=delete)
+    for at in range(calls.counts.total(), 0, -max(1, calls.counts.total() // 6)):
+        shutil.rmtree(tmp_path / "all")
+        shutil.copytree(kept, tmp_path / "all")
+        child = os.fork()
+        if child == 0:
+            with watched(killing(at)):
+                prune(parts, tmp_path / "out", delete=delete)
+            os._exit(0)
+        os.waitpid(child, 0)
+        named = [part for part in parts if part.exists()]
+        there = [*named, *(one for n in nodes for one in n.glob("pruned-global_step2"))]
+        if named:
+            shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
+            consolidate(there, tmp_path / "scratch", AS_STORED)
+            assert not open_checkpoint(there).pruned_files
+        if there:
+            prune(parts, tmp_path / "out", delete=delete)
+        left = {path.name for node in nodes for path in node.iterdir() if path.is_dir()}
+        assert left == {"global_step4"} | ({"pruned-global_step2"} if not delete else set())
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "another checkpoint's", "no manifest"])

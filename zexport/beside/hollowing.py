@@ -9,15 +9,16 @@ exports as before at every moment, unless its note says that all of it is to go.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
-from zexport.beside.prunable import Place
+from zexport.beside.prunable import Place, place_of
 from zexport.checkpoint.contents import ZeroCheckpoint, source_of
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import NOTE, Note
+from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, read_note
 from zexport.errors import CheckpointError, UnsupportedError
 from zexport.options import ReshardOptions
 from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
@@ -28,13 +29,13 @@ from zexport.resume.pruned import Rewriting
 from zexport.run.execute import Progress, fill
 from zexport.run.receipts import drop_unfinished
 from zexport.store.contents import write_durably
-from zexport.store.files import reading, sync_path, version, writing
+from zexport.store.files import reading, sync_path, writing
 from zexport.store.folders import (
     children,
     exists,
     is_file,
-    leaves,
     make_folder,
+    matching,
     move,
     real,
     remove,
@@ -43,6 +44,7 @@ from zexport.store.folders import (
 )
 from zexport.store.links import point
 from zexport.store.publish import workplaces
+from zexport.store.versions import Version
 from zexport.weights.proof import WeightReader
 
 _OF_A_RESUME = re.compile(
@@ -149,30 +151,44 @@ def _told(checkpoint: ZeroCheckpoint) -> tuple[object, ...]:
     )
 
 
-def rename(place: Place) -> Place:
-    """Give the folder its new name, under which no training looks for it.
+def rename(places: Sequence[Place], noted: Sequence[Mapping[Path, Version]]) -> list[Place]:
+    """Give the folders their new names, under which no training looks for them.
+
+    Args:
+        places: all that nodes have of one checkpoint.
+        noted: the versions of their files before anything was proved of them.
 
     Raises:
-        CheckpointError: the run was removing it; then it has its old name again.
+        CheckpointError: the run has changed one since; then all have their old names again.
     """
-    if place.is_renamed:
-        return place
+    with ExitStack() as undo:
+        for one, known in zip(places, noted, strict=True):
+            _check_as_noted(one, one, known)
+            if not one.is_renamed:
+                _move(one.folder, one.target)
+                undo.callback(_move, one.target, one.folder)
+                _check_as_noted(one.renamed, one, known)
+        undo.pop_all()
+    return [one.renamed for one in places]
+
+
+def _move(folder: Path, name: Path) -> None:
+    with writing(name):
+        move(folder, name)
+        sync_path(name.parent)
+
+
+def _check_as_noted(there: Place, place: Place, known: Mapping[Path, Version]) -> None:
+    """Refuse a folder, wherever it is ``there`` now, that is not as it was."""
     with reading(place.folder):
-        there = {path: version(path) for path in leaves(place.folder) if is_file(path)}
-    with writing(place.target):
-        move(place.folder, place.target)
-        sync_path(place.target.parent)
-    for path, known in there.items():
-        moved = place.target / path.relative_to(place.folder)
-        if not is_file(moved) or version(moved) != known:
-            with writing(place.folder):
-                move(place.target, place.folder)
-            raise CheckpointError(
-                "was changed or removed by its run meanwhile",
-                path=path,
-                hint="Nothing was removed here; look at what is left",
-            )
-    return place.renamed
+        now = there.versions()
+    changed = sorted(name for name in {**known, **now} if known.get(name) != now.get(name))
+    if changed:
+        raise CheckpointError(
+            "was changed or removed by its run meanwhile",
+            path=place.folder / changed[0],
+            hint="Nothing was removed here; look at what is left",
+        )
 
 
 def hollow_out(place: Place, names: Sequence[str], note: Note) -> None:
@@ -190,20 +206,45 @@ def hollow_out(place: Place, names: Sequence[str], note: Note) -> None:
         remove(partial)
 
 
-def delete(place: Place, note: Note | None) -> None:
-    """Remove a folder that was renamed: the note, where it has none yet, comes first and goes last.
-
-    So what is left of it, if this is ended, says what it is.
-    """
+def doom(place: Place, note: Note) -> None:
+    """Note in a folder that was renamed that all of it is to go."""
     with writing(place.folder):
-        if note is not None:
-            write_durably(place.tag_dir / NOTE, _lines(note))
+        write_durably(place.tag_dir / NOTE, _lines(note))
+
+
+def delete(place: Place) -> None:
+    """Remove a folder; its note goes last, so that what is left, if this is ended, says why."""
+    with writing(place.folder):
         for folder, kept in ((place.tag_dir, NOTE), (place.folder, place.tag_dir.name)):
             for path in children(folder):
                 if path.name not in (kept, NOTE):
                     remove(path)
         remove(place.folder)
         sync_path(place.folder.parent)
+
+
+def being_deleted(paths: Sequence[Path], tag: str | None) -> list[tuple[Place, Note]]:
+    """The folders that a stopped removal has left, each with its note; they were proved then.
+
+    Notes are written when all folders are renamed, so one that has none yet goes, too.
+    """
+    found = [(path, next(_noted(path, tag), None)) for path in paths]
+    left = [one for _, one in found if one is not None]
+    for path in [path for path, one in found if left and one is None]:
+        with suppress(CheckpointError):  # nothing is left of it
+            if (one := place_of(path, tag)).is_renamed:
+                left.append((one, left[0][1]))
+    return left
+
+
+def _noted(path: Path, tag: str | None) -> Iterator[tuple[Place, Note]]:
+    given = path if tag is None else path / tag
+    for folder in dict.fromkeys((given, pruned_name(given), pruned_name(given.parent))):
+        for at in matching(folder, NOTE) or matching(folder, f"*/{NOTE}"):
+            note = read_note(at.parent)
+            is_own = original_name(folder.name) == (note and note.checkpoint)
+            if note is not None and note.is_deleted and is_own:
+                yield Place(folder, at.parent), note
 
 
 def _lines(note: Note) -> bytes:

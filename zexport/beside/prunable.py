@@ -8,7 +8,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
+from zexport.beside.best import best_names
+from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import Framework, Location, read_latest
@@ -18,9 +19,18 @@ from zexport.options import AdapterMode, ExportDType, ExportOptions
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, Manifest
 from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_object
-from zexport.store.files import version
-from zexport.store.folders import exists, is_file, is_link, is_mount, leaves
+from zexport.store.files import reading, version
+from zexport.store.folders import (
+    child_folders,
+    exists,
+    is_file,
+    is_link,
+    is_mount,
+    leaves,
+    real,
+    subfolders,
+)
+from zexport.store.versions import Version
 
 _OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
 """Names of folders made for one checkpoint; a number alone, or a date, may be a run's."""
@@ -60,10 +70,10 @@ class Place(Struct, frozen=True):
         """The same under that name."""
         return Place(self.target, self.target / self.tag_dir.relative_to(self.folder))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its files."""
-        return sum(version(path).nbytes for path in leaves(self.folder) if is_file(path))
+    def versions(self) -> dict[Path, Version]:
+        """The versions of all its files, by their paths within it."""
+        files = (path for path in leaves(self.folder) if is_file(path))
+        return {path.relative_to(self.folder): version(path) for path in files}
 
 
 def place_of(path: Path, tag: str | None) -> Place:
@@ -108,19 +118,35 @@ def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:
     for folder in (place.folder, place.tag_dir):
         if is_link(folder) or is_mount(folder):
             raise _refused(folder, "is a link or a mount point", "Name the folder itself")
+    _check_own(place)
     if not place.is_renamed and exists(place.target):
         hint = "Remove that, or move it elsewhere"
         raise _refused(place.target, "is in the way: an older save was pruned", hint)
     if not is_pruned:
-        _check_not_needed(place, [other.folder.parent for other in others])
+        _check_not_needed(place, others)
 
 
-def _check_not_needed(place: Place, nodes: Sequence[Path]) -> None:
+def _check_own(place: Place) -> None:
+    """Refuse a folder below which something lies that is not its own."""
+    folder = place.folder
+    with reading(folder):
+        within = Boundary.of(folder)
+        mounts = [path for path, _ in subfolders(folder) if is_mount(path)]
+        links = [path for path in leaves(folder) if is_link(path) and not within.holds(path)]
+    for found, what in ((mounts, "a mount point"), (links, "a link that leads elsewhere")):
+        if found:
+            why = f"holds {what}, `{found[0].relative_to(folder)}`"
+            raise _refused(folder, why, "Put the files themselves there, or remove it")
+
+
+def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
     folder, run = place.folder, place.folder.parent
+    nodes = [one.folder.parent for one in parts]
     name = original_name(folder.name)
     within = Boundary.of(run)
     own = sighting(run, folder.name, within)
-    if lacks := own.lacks(None):
+    is_begun = any(one.is_renamed for one in (place, *parts))
+    if not is_begun and (lacks := own.lacks(None, *nodes)):
         raise _refused(folder, f"may still be being written: {lacks}", "Wait until it is complete")
     rest = (one for one in look(run, within) if one.name != own.name)
     others = [one for one in rest if one.is_resumable(*nodes)]
@@ -131,10 +157,12 @@ def _check_not_needed(place: Place, nodes: Sequence[Path]) -> None:
     if name == read_latest(run):
         hint = "Have `latest` name another tag first"
         raise _refused(folder, "is what `latest` names: a training would go on from it", hint)
-    states = (run, *(one.folder for one in others if one.name in newest))
-    if name in _best(states):
+    if name in best_names(run, [one for one in others if one.name in newest]):
         hint = "A Trainer loads it at the end; prune it when the training has ended"
         raise _refused(folder, "is the best checkpoint, says the Trainer", hint)
+    if link := _link_to(folder):
+        hint = "Remove the link, or have it lead elsewhere first"
+        raise _refused(folder, f"is what the link `{link.name}` of its run leads to", hint)
 
 
 def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:
@@ -148,14 +176,12 @@ def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[s
     return {one.name for one in (*by_time[-count:], *by_step[-count:])}
 
 
-def _best(folders: tuple[Path, ...]) -> set[str]:
-    """The names of the best checkpoints that the states of a Trainer tell.
-
-    Source: transformers 5.23, ``trainer.py`` (``_save_checkpoint``: ``best_model_checkpoint``).
-    """
-    paths = (folder / TRAINER_STATE for folder in folders)
-    told = (read_json_object(path).get("best_model_checkpoint") for path in paths if is_file(path))
-    return {Path(one).name for one in told if isinstance(one, str)}
+def _link_to(folder: Path) -> Path | None:
+    """A link in the run that leads to a checkpoint, or into it."""
+    target = real(folder)
+    with reading(folder.parent):
+        links = [path for path, is_link in child_folders(folder.parent) if is_link]
+    return next((link for link in links if real(link).is_relative_to(target)), None)
 
 
 def _refused(path: Path, why: str, hint: str) -> OutputError:

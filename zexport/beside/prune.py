@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,11 +13,20 @@ from blake3 import blake3
 
 from zexport import __version__
 from zexport.api.verify import verify_export
-from zexport.beside.hollowing import delete, hollow_out, of_a_resume, prove, rename, stage
+from zexport.beside.hollowing import (
+    being_deleted,
+    delete,
+    doom,
+    hollow_out,
+    of_a_resume,
+    prove,
+    rename,
+    stage,
+)
 from zexport.beside.prunable import Place, check_prunable, check_stands_for, place_of
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.checkpoint.pruned import NOTE, Note, Sizes, original_name, pruned_name, read_note
+from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
 from zexport.errors import CheckpointError, OutputError, VerificationError
 from zexport.options import CheckMode
 from zexport.printable import brief, some
@@ -28,9 +37,10 @@ from zexport.run.staging import clear_up
 from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version
-from zexport.store.folders import absolute, is_file, is_folder, matching, real
+from zexport.store.folders import absolute, is_file, real
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked, workplaces
+from zexport.store.versions import Version
 
 OnProgress = Callable[[Progress], None]
 
@@ -116,7 +126,7 @@ def prune(
     out = absolute(place(export))
     paths = [place(one) for one in _listed(checkpoint)]
     _check_local(paths)
-    if delete and (left := [*_being_deleted(paths, tag)]):
+    if delete and (left := being_deleted(paths, tag)):
         return _finished(left, out, began, dry_run=dry_run)
     job = _Job.of(paths, out, tag, is_deletion=delete)
     if dry_run:
@@ -153,15 +163,17 @@ class _Job:
         places: Sequence[Place],
         out: Path,
         rewritings: Sequence[Rewriting],
+        noted: Sequence[Mapping[Path, Version]],
         *,
         is_deletion: bool,
     ) -> None:
         self.places = places
+        self._noted = noted
         self._opened = opened
         self._out = out
         self._is_deletion = is_deletion
         self._rewritings = rewritings
-        self._before = sum(one.nbytes for one in places)
+        self._before = sum(file.nbytes for one in noted for file in one.values())
         resume = [path for one in places for path in of_a_resume(one)]
         self._removed = () if is_deletion else tuple(path.name for path in resume)
         freed = sum(version(path).nbytes for path in resume)
@@ -173,13 +185,14 @@ class _Job:
         """What is to be done, unless it is refused."""
         with reading(paths[0], hint="Check its permissions"):
             places = [place_of(path, tag) for path in paths]
+            noted = [one.versions() for one in places]
             opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
             _check_all(places, opened)
             _check_apart(places, out)
             check_stands_for(out, read_manifest(out), delete=is_deletion)
             rewritings = () if is_deletion else without_moments(opened)
-            return cls(opened, places, out, rewritings, is_deletion=is_deletion)
+            return cls(opened, places, out, rewritings, noted, is_deletion=is_deletion)
 
     def verify(
         self,
@@ -214,14 +227,17 @@ class _Job:
         """
         if self._is_deletion:
             _check_all(self.places, self._opened)
-            for one in self.places:
-                note = self._note(one, tensors, {})
-                delete(rename(one), note)
+            renamed = rename(self.places, self._noted)
+            for one in renamed:
+                doom(one, self._note(one, tensors, {}))
+            for one in renamed:
+                delete(one)
             return
         try:
             staged = [stage(self._opened, one, self._rewritings, progress) for one in self.places]
             prove(self._opened, self.places)
             _check_all(self.places, self._opened)
+            renamed = rename(self.places, self._noted)
         except BaseException as error:  # Ctrl-C too: then finished files stay
             for one in self.places:
                 clear_up(workplaces(one.target)[0], error)
@@ -230,9 +246,9 @@ class _Job:
             Path(one.file.filename).name: Sizes(one.nbytes_before, one.file.nbytes)
             for one in self._rewritings
         }
-        for one, names in zip(self.places, staged, strict=True):
+        for one, names in zip(renamed, staged, strict=True):
             note = self._note(one, tensors, {name: sizes[name] for name in names})
-            hollow_out(rename(one), names, note)
+            hollow_out(one, names, note)
 
     def _note(self, one: Place, tensors: int, rewritten: dict[str, Sizes]) -> Note:
         earlier = read_note(one.tag_dir)
@@ -288,20 +304,6 @@ def _check_apart(places: Sequence[Place], out: Path) -> None:
             )
 
 
-def _being_deleted(paths: Sequence[Path], tag: str | None) -> Iterator[tuple[Place, Note]]:
-    """The folders that a stopped removal has left; its proof was made then."""
-    for path in paths:
-        given = path if tag is None else path / tag
-        for folder in dict.fromkeys((given, pruned_name(given), pruned_name(given.parent))):
-            found = [] if not is_folder(folder) else matching(folder, NOTE)
-            found += matching(folder, f"*/{NOTE}") if not found and is_folder(folder) else []
-            for at in found:
-                note = read_note(at.parent)
-                is_own = original_name(folder.name) == (note and note.checkpoint)
-                if note is not None and note.is_deleted and is_own:
-                    yield Place(folder, at.parent), note
-
-
 def _finished(
     left: Sequence[tuple[Place, Note]], out: Path, began: float, *, dry_run: bool
 ) -> PruneReport:
@@ -324,10 +326,15 @@ def _finished(
             path=out,
             hint=f"What is left lies in {first.folder}; take it as it is, or remove it yourself",
         )
-    before = sum(one.nbytes for one, _ in left)
-    for one, _ in () if dry_run else left:
-        with locked(one.target):
-            delete(one, None)
+    before = sum(file.nbytes for one, _ in left for file in one.versions().values())
+    if not dry_run:
+        with ExitStack() as stack:
+            for one, _ in left:
+                stack.enter_context(locked(one.target))
+            for one, note in left:
+                doom(one, note)
+            for one, _ in left:
+                delete(one)
     return PruneReport(
         checkpoint=first.folder.with_name(note.checkpoint),
         pruned=None,

@@ -13,6 +13,7 @@ from itertools import groupby
 
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.model_states import ModelStates, read_model_states
+from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
@@ -27,7 +28,7 @@ def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
     and the others must describe the same weights at the same step. Whether all ranks are there is
     for ``zexport.checkpoint.ranks.read_ranks`` to say.
     """
-    tags = sorted({location.tag for location in locations})
+    tags = sorted({original_name(location.tag) for location in locations})
     if len(tags) > 1:
         raise UsageError(
             "the folders mean different tags",

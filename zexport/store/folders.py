@@ -8,9 +8,10 @@ ask about; what may not be looked at is an ``OSError``, as everywhere in this ro
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -38,8 +39,26 @@ def is_link(path: Path) -> bool:
 
 
 def is_mount(path: Path) -> bool:
-    """Whether a file system is mounted there."""
-    return not isinstance(path, Address) and os.path.ismount(path)
+    """Whether a file system is mounted there, or another folder of the same one."""
+    if isinstance(path, Address):
+        return False
+    return os.path.ismount(path) or os.path.realpath(path) in _mount_points()
+
+
+def _mount_points() -> set[str]:
+    """Where anything is mounted, as far as the system tells (Linux, ``proc_pid_mountinfo(5)``)."""
+    with suppress(OSError):
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+        names = (line.split(b" ")[4] for line in lines)
+        return {os.fsdecode(_ESCAPED.sub(_byte, name)) for name in names}
+    return set()
+
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+def _byte(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found[1], 8)])
 
 
 def exists(path: Path) -> bool:
