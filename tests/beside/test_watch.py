@@ -11,16 +11,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import Run, save, small_model
+from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport import WatchEvent, WatchOptions, consolidate, watch
 from zexport.beside import ledger, sightings
+from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
+from zexport.beside.jobs import Job, start_export
 from zexport.errors import CheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
+from zexport.store.boundary import Boundary
 
 ONCE = WatchOptions(once=True)
 OFTEN = WatchOptions(interval_s=0.1)
@@ -204,6 +208,68 @@ def test_another_save_of_the_same_step_replaces_its_export(tmp_path: Path) -> No
     assert _files(outs / "checkpoint-2") != before
 
 
+def test_a_mixture_of_two_saves_of_one_step_is_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is written into the files of the first, which a link shows, too."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    again = tmp_path / "again" / "checkpoint-2"
+    for folder, seed in ((run / "checkpoint-2", 1), (again, 2)):
+        save(Model([{"lin.weight": values((13, 7), seed)}]), Run(), folder)
+        (folder / "trainer_state.json").write_text("{}")
+    consolidate(again, tmp_path / "whole")
+
+    def start(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+        for path in again.glob("*/*rank_1*"):
+            (run / path.relative_to(again.parent)).write_bytes(path.read_bytes())
+        return start_export(checkpoint, out_dir, words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watching, "start_export", start)
+        events = [*watch(run, outs, WatchOptions(once=True, then=f"touch {tmp_path}/ran"))]
+    assert [one.event for one in events] == [EventKind.CHANGED, EventKind.WAITING]
+    assert not (outs / "checkpoint-2").exists()
+    assert not (tmp_path / "ran").exists()
+    shutil.copytree(again, run / "checkpoint-2", dirs_exist_ok=True)
+    (run / "checkpoint-2" / "trainer_state.json").touch()
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+    made, whole = _files(outs / "checkpoint-2"), _files(tmp_path / "whole")
+    assert made["model.safetensors"] == whole["model.safetensors"]
+
+
+def test_files_that_are_newer_than_the_state_of_a_trainer_are_being_saved_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    state = _save(run, 2) / "trainer_state.json"
+    os.utime(state, (1e9, 1e9))
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.WAITING, "checkpoint-2")]
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
+def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    noted = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(noted.read_text())
+    record["entries"]["checkpoint-2"] |= {"is_begun": True, "mark": "another", "manifest": ""}
+    noted.write_text(json.dumps(record))
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
+def test_an_export_is_held_against_what_was_seen(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "run", 2)
+    (one,) = sightings.look(tmp_path / "run", Boundary.of(tmp_path / "run"))
+    sightings.check_as_seen(folder, one.mark, follow=False)
+    _save(tmp_path / "run", 2)
+    with pytest.raises(CheckpointError, match="was saved anew while it was exported"):
+        sightings.check_as_seen(folder, one.mark, follow=False)
+
+
 def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
     tmp_path: Path,
 ) -> None:
@@ -215,6 +281,7 @@ def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
     spoilt = next((run / "checkpoint-2").glob("*/*rank_1*optim*"))
     whole = spoilt.read_bytes()
     spoilt.write_bytes(whole[:-300] + bytes(200) + whole[-100:])
+    (run / "checkpoint-2" / "trainer_state.json").touch()
     _save(run, 6)
     events = [*watch(run, outs, ONCE)]
     assert _told(events) == [
@@ -233,6 +300,7 @@ def test_one_that_fails_holds_up_no_other_and_is_tried_again_when_it_changes(
     assert _files(outs / "checkpoint-2") == before
     shutil.rmtree(outs / "checkpoint-2")
     spoilt.write_bytes(whole)
+    (run / "checkpoint-2" / "trainer_state.json").touch()
     assert (EventKind.EXPORTED, "checkpoint-2") in _told([*watch(run, outs, ONCE)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +14,12 @@ import pytest
 
 import zexport
 from tests.support.buckets import BUCKET, Request, Server
-from tests.support.checkpoints import Run, save, small_model
+from tests.support.checkpoints import Run, edit, save, small_model
 from zexport import WatchEvent, WatchOptions, consolidate, watch
 from zexport.beside import ledger
 from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
+from zexport.beside.jobs import Job, start_export
 from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME
 
@@ -105,6 +106,25 @@ def test_a_checkpoint_that_the_run_removes_is_told_as_lost_and_never_half_there(
     kinds = [(EventKind.LOST, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
     assert _told(events) == kinds
     assert not server.get(f"{at.name}/outs/checkpoint-2")
+
+
+def test_a_checkpoint_that_is_uploaded_anew_meanwhile_is_not_published_as_a_mixture(
+    saved: Save, at: Watched, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(2)
+
+    def start(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+        (path,) = folder.glob("*/*rank_1*optim*")
+        key = f"{at.name}/run/{path.relative_to(folder.parent)}"
+        edit(path, lambda state: state["optimizer_state_dict"]["fp32_flat_groups"][0].add_(1))
+        obstore.put(server.store, key, path.read_bytes())
+        return start_export(checkpoint, out_dir, words)
+
+    monkeypatch.setattr(watching, "start_export", start)
+    events = watch(at.run, at.outs, ONCE)
+    assert next(events).event is EventKind.CHANGED
+    events.close()
+    assert MANIFEST_NAME not in server.get(f"{at.name}/outs/checkpoint-2")
 
 
 def test_checkpoints_of_a_disk_wait_pinned_for_their_export_into_a_bucket(

@@ -81,6 +81,7 @@ def run_export(
     *,
     verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> ExportReport:
     """Make the plan's output folder, whole and on the disk, or nothing at all.
 
@@ -88,6 +89,7 @@ def run_export(
         plan: from ``plan_export``.
         verify: how the result is read again before the folder gets its name.
         progress: told of every step.
+        confirm: called once all of the checkpoint is read; the folder gets no name if it raises.
 
     Raises:
         OutputError: the folder cannot be made.
@@ -104,7 +106,9 @@ def run_export(
 
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
-        return execute.run_plan(plan, reader=reader, verify=mode, progress=progress)
+        return execute.run_plan(
+            plan, reader=reader, verify=mode, progress=progress, confirm=confirm
+        )
 
 
 def consolidate(

@@ -17,6 +17,8 @@ class EventKind(StrEnum):
     FAILED = "failed"
     LOST = "lost"
     """The run removed it before it could be kept."""
+    CHANGED = "changed"
+    """The run saved it anew while it was exported; what came of that is not kept."""
     SKIPPED = "skipped"
     """A newer one was complete before its turn came."""
     WAITING = "waiting"

@@ -173,25 +173,34 @@ class Ledger:
         entry = replace(self._entries[name], manifest=self._digest(name), is_begun=False)
         self.put(name, replace(entry, is_owed=is_owed))
 
-    def failed(self, name: str) -> None:
-        """No export came of it: what appears in its place later is somebody else's."""
-        self.put(name, replace(self._entries[name], mark="", is_begun=False))
+    def failed(self, name: str, *, is_changed: bool) -> None:
+        """No export came of it: what appears in its place later is somebody else's.
+
+        With ``is_changed`` because another save took its place.
+        """
+        entry = self._entries[name]
+        mark = entry.mark if is_changed else ""
+        self.put(name, replace(entry, mark=mark, is_begun=False))
 
     def paid(self, name: str) -> None:
         """The command after an export has ended well."""
         self.put(name, replace(self._entries[name], is_owed=False))
 
-    def is_exported(self, seen: Sighting) -> bool:
-        """Whether this very save of a checkpoint was exported.
+    def settle(self) -> None:
+        """Note what was published when the last watch was stopped."""
+        for name, entry in [*self._entries.items()]:
+            if entry.is_begun and self._digest(name) not in ("", entry.found):
+                self.end(name, is_owed=True)
 
-        An export is noted that was published when the watch was stopped.
-        """
+    def is_exported(self, seen: Sighting) -> bool:
+        """Whether this very save of a checkpoint was exported."""
         entry = self._entries.get(seen.name)
-        if entry is None or entry.mark != seen.mark:
-            return False
-        if entry.is_begun and self._digest(seen.name) not in ("", entry.found):
-            self.end(seen.name, is_owed=True)
-        return self._entries[seen.name].is_done
+        return entry is not None and entry.mark == seen.mark and entry.is_done
+
+    def has_another(self, seen: Sighting) -> bool:
+        """Whether another save of a checkpoint was exported, or went as it was."""
+        entry = self._entries.get(seen.name)
+        return entry is not None and entry.mark not in ("", seen.mark)
 
     def remove(self, name: str) -> None:
         """Remove an export; it loses its name first, so that nothing half-removed looks whole.

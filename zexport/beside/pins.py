@@ -62,15 +62,15 @@ class Pin(Struct, frozen=True):
             return self.seen.folder
         return self.folder / self.seen.run.name / self.seen.name
 
-    def is_gone(self, boundary: Boundary) -> bool:
-        """Whether it is not kept, and no longer there as it was."""
+    def mark_now(self, boundary: Boundary) -> str:
+        """The mark of what is there now, which a link shows, too; empty where nothing is."""
         if self.folder is not None:
-            return False
+            boundary = Boundary.of(self.path.parent, follow=bool(self.descriptors))
         try:
-            look_anew(self.seen.run)
-            return sighting(self.seen.run, self.seen.name, boundary).mark != self.seen.mark
+            look_anew(self.path)
+            return sighting(self.path.parent, self.path.name, boundary).mark
         except (CheckpointError, OSError):
-            return True
+            return ""
 
     def release(self) -> None:
         """Let go of the files."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,12 +17,12 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import PREFIX, original_name
+from zexport.checkpoint.pruned import NOTE, PREFIX, original_name
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
-from zexport.store.files import changed_ns, listed_version
-from zexport.store.folders import exists, leaves, list_below
+from zexport.store.files import changed_ns, listed_version, reading
+from zexport.store.folders import exists, leaves, list_below, look_anew
 from zexport.store.versions import Version
 
 STILL_S = 600
@@ -76,23 +76,29 @@ class Sighting(Struct, frozen=True):
         except FileNotFoundError:
             return None
 
-    def lacks(self, earlier: Sighting | None) -> str:
+    def lacks(self, earlier: Sighting | None, *others: Path) -> str:
         """What is still to come, in words; empty for a complete checkpoint.
 
         Args:
-            earlier: the same checkpoint as it was seen before.
+            earlier: the same checkpoint as it was seen before; ``None`` where that says nothing.
+            others: the folders of the same run on other nodes, which hold their parts of it.
 
         A Trainer's has its state, which is written when every rank has closed its files
-        (transformers 5.23, ``trainer.py``: ``_save_checkpoint``). Any other has all files of every
-        rank, each with its zip's end record, and does not change. One that has not changed for ten
-        minutes counts as complete: exporting it tells what is wrong.
+        (transformers 5.23, ``trainer.py``: ``_save_checkpoint``); where files are newer than that,
+        they are being saved anew, and settle first. Any other has all files of every rank, each
+        with its zip's end record, and does not change. One that has not changed for ten minutes
+        counts as complete: exporting it tells what is wrong.
         """
         age_s = (time.time_ns() - self.changed_ns) / 1e9
         if age_s > STILL_S:
             return ""
-        if _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir:
-            return self._lacks_of_trainer()
-        if missing := _missing(self.tag_dir):
+        if self._is_trainers:
+            if lacks := self._lacks_of_trainer():
+                return lacks
+            if self._is_state_newest():
+                return ""
+            earlier = None
+        if missing := _missing(self._parts(others)):
             return missing
         is_still = age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
         return "" if is_still else "its files may still change"
@@ -103,14 +109,23 @@ class Sighting(Struct, frozen=True):
         Args:
             others: the folders of the same run on other nodes, which hold their parts of it.
         """
-        is_trainers = _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir
-        if is_trainers and self._lacks_of_trainer():
+        if self._is_trainers and self._lacks_of_trainer():
             return False
         try:
-            opened = open_checkpoint([run / self.name for run in (self.run, *others)])
+            opened = open_checkpoint(self._parts(others))
         except (ZexportError, FileNotFoundError):
             return False
         return not opened.problems and not opened.pruned_files
+
+    def _parts(self, others: Sequence[Path]) -> list[Path]:
+        return [run / self.tag_dir.relative_to(self.run) for run in (self.run, *others)]
+
+    def _is_state_newest(self) -> bool:
+        """Whether no rank's file was written after the Trainer's state."""
+        try:
+            return listed_version(self.folder / TRAINER_STATE).mtime_ns >= self.written_ns
+        except FileNotFoundError:
+            return False
 
     def _lacks_of_trainer(self) -> str:
         if exists(self.folder / _BEING_SAVED):
@@ -124,8 +139,12 @@ class Sighting(Struct, frozen=True):
     @property
     def is_unproved(self) -> bool:
         """Whether it is a Trainer's without the file that says it is complete."""
-        is_trainers = _TRAINERS.fullmatch(original_name(self.name)) and self.folder != self.tag_dir
-        return bool(is_trainers) and not exists(self.folder / TRAINER_STATE)
+        return self._is_trainers and not exists(self.folder / TRAINER_STATE)
+
+    @property
+    def _is_trainers(self) -> bool:
+        is_named = _TRAINERS.fullmatch(original_name(self.name)) is not None
+        return is_named and self.folder != self.tag_dir
 
 
 def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
@@ -160,18 +179,37 @@ def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
 
 
 def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
-    """The checkpoint of that name in a run."""
+    """The checkpoint of that name in a run, as its framework saved it."""
     located = locate(run / name, follow_symlinks=boundary.follow)
-    files = [path for path in leaves(located.tag_dir) if boundary.holds(path)]
+    saved = (path for path in leaves(located.tag_dir) if path.name != NOTE)
+    files = [path for path in saved if boundary.holds(path)]
     versions = {str(path.relative_to(located.tag_dir)): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)
     return Sighting(name, run, located.tag_dir, versions, changed)
 
 
-def _missing(tag_dir: Path) -> str:
+def check_as_seen(folder: Path, mark: str, *, follow: bool) -> None:
+    """Refuse a checkpoint whose files are not those that a sighting had the mark of.
+
+    Raises:
+        CheckpointError: it was saved anew, or removed.
+    """
+    look_anew(folder)
+    within = Boundary.of(folder.parent, follow=follow)
+    with reading(folder):
+        found = sighting(folder.parent, folder.name, within).mark
+    if found != mark:
+        raise CheckpointError(
+            "was saved anew while it was exported",
+            path=folder,
+            hint="Export it when nothing writes there",
+        )
+
+
+def _missing(tag_dirs: Sequence[Path]) -> str:
     """What is not there yet, or not whole; what is wrong for good is for the export to tell."""
     try:
-        problems = open_checkpoint(tag_dir).problems
+        problems = open_checkpoint(tag_dirs).problems
     except ZexportError as error:
         problems = (error,)
     found = (one.statement() for one in problems if isinstance(one, CheckpointError))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 
 from msgspec import Struct
@@ -131,12 +130,10 @@ class _Work:
         """All that happens, until nothing is left to do or for ever."""
         self._take_over()
         last_looks = 0
-        for looks in count():
+        while True:
             self.ends = self.options.once or self.is_over()
             yield from self._look()
             last_looks += self.ends
-            if not looks:  # which notes what was published when the last watch ended
-                self.owed = [n for n, entry in self.ledger.entries.items() if entry.is_owed]
             yield from self._begin()
             if self.ends and self._is_done(last_looks):
                 yield from (self._event(EventKind.WAITING, n, why=w) for n, w in self.waits.items())
@@ -153,6 +150,8 @@ class _Work:
 
     def _take_over(self) -> None:
         """Go on with what a stopped watch has kept, if the run has removed it since."""
+        self.ledger.settle()
+        self.owed = [n for n, entry in self.ledger.entries.items() if entry.is_owed]
         there = {one.name: one.mark for one in look(self.run, self.boundary)}
         for left in pins_left(self.pins):
             name = left.seen.name
@@ -175,7 +174,8 @@ class _Work:
         for one in seen.values():
             if self._is_handled(one):
                 continue
-            if lacks := one.lacks(self.seen.get(one.name)):
+            earlier = None if self.ledger.has_another(one) else self.seen.get(one.name)
+            if lacks := one.lacks(earlier):
                 self.waits[one.name] = lacks
                 continue
             self.waits.pop(one.name, None)
@@ -241,8 +241,9 @@ class _Work:
         name, step = one.seen.name, one.step
         again = ("--overwrite",) if self.ledger.is_ours(name) and self._is_there(name) else ()
         links = ("--follow-symlinks",) if self.boundary.follow or one.descriptors else ()
+        seen = ("--as-seen", one.seen.mark)
         self.ledger.begin(one.seen, step)
-        job = start_export(one.path, self.ledger.out(name), (*self.words, *again, *links))
+        job = start_export(one.path, self.ledger.out(name), (*self.words, *again, *links, *seen))
         event = self._event(EventKind.EXPORTED, name, step)
         self.task = _Task(job, event, time.monotonic(), one)
 
@@ -294,15 +295,21 @@ class _Work:
             kept.release()
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*age, *told.warnings))
-        self.ledger.failed(name)
-        if kept.is_gone(self.boundary):
-            why = "the run removed it, or saved it anew, before it was exported"
-            return replace(event, event=EventKind.LOST, why=why)
-        if told.error.code == OutputError.exit_code and not self.ends:
+        mark = kept.mark_now(self.boundary)
+        is_same = mark == kept.seen.mark
+        self.ledger.failed(name, is_changed=not is_same)
+        if is_same and told.error.code == OutputError.exit_code and not self.ends:
             self.queue[name] = kept
             self.not_before[name] = time.monotonic() + _RETRY_S
         else:
             kept.release()
+        if not mark:
+            why = "the run removed it before it was exported"
+            return replace(event, event=EventKind.LOST, why=why)
+        if not is_same:
+            why = "the run saved it anew meanwhile; it is exported again when that is complete"
+            self.waits[name] = why
+            return replace(event, event=EventKind.CHANGED, why=why)
         return replace(event, event=EventKind.FAILED, failure=self._named(kept, told.error))
 
     def _named(self, kept: Pin, error: Told) -> Told:

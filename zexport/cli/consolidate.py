@@ -35,6 +35,7 @@ from zexport.store.address import local_path
     "if there is none.",
 )
 @making_options("Replace an export or a model at OUT, once the new one is complete.")
+@click.option("--as-seen", default="", hidden=True)  # by a watch: the mark of what it has seen
 def consolidate(
     *,
     paths: tuple[Path, ...],
@@ -42,6 +43,7 @@ def consolidate(
     verify: str,
     no_verify: bool,
     push_to_hub: str | None,
+    as_seen: str,
     **given: Any,
 ) -> None:
     """Turn the ZeRO checkpoint CKPT into the Hugging Face model folder OUT.
@@ -60,7 +62,7 @@ def consolidate(
     then = None
     if push_to_hub is not None:
         then = _uploading(push_to_hub, out, making, overwrite=options.overwrite)
-    making.make(ckpts, out, options, then)
+    making.make(ckpts, out, options, then, _confirming(ckpts, as_seen, making))
 
 
 def _uploading(
@@ -83,3 +85,15 @@ def _uploading(
             click.echo(f"Uploaded to {address}", err=True)
 
     return upload
+
+
+def _confirming(ckpts: tuple[Path, ...], mark: str, making: Making) -> Callable[[], None]:
+    """What sees that the checkpoint is as a watch has seen it, where one asks for that."""
+
+    def confirm() -> None:
+        if mark:
+            from zexport.beside.sightings import check_as_seen
+
+            check_as_seen(ckpts[0], mark, follow=making.follow_symlinks)
+
+    return confirm

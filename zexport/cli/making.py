@@ -84,10 +84,11 @@ class Making(Struct, frozen=True):
         out: Path,
         options: ExportOptions | ReshardOptions,
         then: Callable[[], None] | None = None,
+        confirm: Callable[[], object] = lambda: None,
     ) -> None:
         """Plan what the options are of; then show the plan, or run it and tell what was done.
 
-        ``then`` is what is to be done with the folder once it is there.
+        ``confirm`` is asked before the folder gets its name; ``then`` is done once it is there.
         """
         from zexport.api.export import plan_folder
         from zexport.checkpoint.opening import open_checkpoint
@@ -102,7 +103,7 @@ class Making(Struct, frozen=True):
         began = time.monotonic()
         with (
             progress_printer(self.progress, quiet=self.quiet) as on_progress,
-            executing(ckpts, out, self.part, self.ray) as (seen, run),
+            executing(ckpts, out, self.part, self.ray, confirm) as (seen, run),
         ):
             # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.
             plan = plan_folder(

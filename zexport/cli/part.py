@@ -165,11 +165,15 @@ class Execute(Protocol):
 
 @contextmanager
 def executing(
-    paths: Sequence[Path], out: Path, part: Share | None, ray: str | None
+    paths: Sequence[Path],
+    out: Path,
+    part: Share | None,
+    ray: str | None,
+    confirm: Callable[[], object],
 ) -> Iterator[tuple[Sequence[Path], Execute]]:
     """A block in which those are there who do the work.
 
-    Where the checkpoint lies for them, and what has them do it.
+    Where the checkpoint lies for them, and what has them do it; ``confirm`` is for one alone.
     """
     if ray is not None:
         if part is not None:
@@ -181,7 +185,7 @@ def executing(
     elif part is not None:
         yield paths, partial(_run_part, part)
     else:
-        yield paths, _run_alone
+        yield paths, partial(_run_alone, confirm)
 
 
 def _run_part(
@@ -198,6 +202,7 @@ def _run_part(
 
 
 def _run_alone(
+    confirm: Callable[[], object],
     plan: ExportPlan,
     request: Callable[[], Request],  # noqa: ARG001 - nobody makes the plan again
     *,
@@ -206,4 +211,4 @@ def _run_alone(
 ) -> ExportReport:
     from zexport.api.export import run_export
 
-    return run_export(plan, verify=verify, progress=progress)
+    return run_export(plan, verify=verify, progress=progress, confirm=confirm)

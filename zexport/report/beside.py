@@ -14,6 +14,7 @@ _SAID = {
     "exported": "exported to {out} in {time}",
     "failed": "not exported: {why}",
     "lost": "lost: {why}",
+    "changed": "not exported yet: {why}",
     "skipped": "skipped: {why}",
     "waiting": "waits: {why}",
     "ran": "the command after it has ended well in {time}",

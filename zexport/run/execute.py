@@ -174,11 +174,13 @@ def run_plan(
     reader: TensorReader | None = None,
     verify: VerifyMode = VerifyMode.READBACK,
     progress: Callable[[Progress], None] | None = None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> ExportReport:
     """Make the plan's output folder, complete, checked and on the disk, or nothing at all.
 
     What a stopped export of the same plan had finished is taken over; the folder is the same, byte
     for byte. ``progress`` is told from one thread at a time, but not always from the same one.
+    ``confirm`` is called once all of the sources is read; the folder gets no name if it raises.
     """
     began = time.monotonic()
     warnings = list(plan.warnings)
@@ -200,7 +202,7 @@ def run_plan(
             )
         )
         work = Workplace.of(plan, folder, verify, meter)
-        finished, rest = _filled(work, sources, reader)
+        finished, rest = _filled(work, sources, reader, confirm)
     written = {stretch.file.filename for stretch in rest}
     return ExportReport.of(
         work,
@@ -222,16 +224,20 @@ def fill(
     meter = Meter(progress, reads_again=False)
     with WeightReader.of_plan(plan) as sources:
         work = Workplace.of(plan, folder, VerifyMode.NONE, meter)
-        return _filled(work, sources, FileReader(sources))[0]
+        return _filled(work, sources, FileReader(sources), lambda: None)[0]
 
 
 def _filled(
-    work: Workplace, sources: WeightReader, reader: TensorReader
+    work: Workplace,
+    sources: WeightReader,
+    reader: TensorReader,
+    confirm: Callable[[], object],
 ) -> tuple[Finished, list[Stretch]]:
     """A folder with all that is planned, and the stretches that were not there before."""
     rest = begin(work)
     findings = work.plan.findings + compare_copies(work.plan, sources)
     write_part(work, rest, reader)
+    confirm()
     return finish(work, reader, findings), rest
 
 
