@@ -261,6 +261,24 @@ def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
+def test_an_export_that_was_killed_is_made_again_though_the_run_removed_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    folder = _save(run, 2)
+
+    def start(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+        job = start_export(checkpoint, out_dir, words)
+        os.kill(job._process.pid, signal.SIGKILL)
+        shutil.rmtree(folder)
+        return job
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watching, "start_export", start)
+        assert _told([*watch(run, outs, ONCE)]) == [(EventKind.FAILED, "checkpoint-2")]
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
 def test_an_export_is_held_against_what_was_seen(tmp_path: Path) -> None:
     folder = _save(tmp_path / "run", 2)
     (one,) = sightings.look(tmp_path / "run", Boundary.of(tmp_path / "run"))

@@ -30,7 +30,7 @@ _SETTLE_S = 2.0
 _UNPROVED = "trainer_state.json is not there: only its age says that the checkpoint is complete"
 
 _RETRY_S = 60.0
-"""A full disk may have room again after so long."""
+"""A full disk may have room again after so long, or the machine memory for what it has killed."""
 
 
 def watch(
@@ -296,12 +296,14 @@ class _Work:
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*age, *told.warnings))
         mark = kept.mark_now(self.boundary)
-        is_same = mark == kept.seen.mark
+        is_same, is_killed = mark == kept.seen.mark, code < 0
         self.ledger.failed(name, is_changed=not is_same)
-        if is_same and told.error.code == OutputError.exit_code and not self.ends:
+        if not is_same or not (is_killed or told.error.code == OutputError.exit_code):
+            kept.release()
+        elif not self.ends:
             self.queue[name] = kept
             self.not_before[name] = time.monotonic() + _RETRY_S
-        else:
+        elif not is_killed:  # else the next watch goes on with it
             kept.release()
         if not mark:
             why = "the run removed it before it was exported"
