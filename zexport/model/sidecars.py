@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,17 +23,14 @@ from zexport.filenames import (
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import code_files
 from zexport.store.boundary import Boundary
-from zexport.store.contents import read_json_list, read_json_object, read_range
-from zexport.store.files import open_regular, version
+from zexport.store.contents import is_json, read_json_list, read_json_object, read_range
+from zexport.store.files import version
 from zexport.store.folders import children, is_file, is_folder, matching, real
 from zexport.store.json import Json
 
 _CARD_NBYTES_MAX = 64 << 10
 _COPIED_NBYTES_MAX = 1 << 30
-_PARSED_NBYTES_MAX = 1 << 20
-_BRACKETS = {b"{": b"}", b"[": b"]"}
 _OWN_FOLDERS = Boundary(())
-
 
 THE_CHECKPOINT, ABOVE, BASE = "the checkpoint", "the folder above", "--base"
 """The folders that files are looked for in, as messages name them."""
@@ -332,23 +328,6 @@ def _present(folder: Path, names: Iterable[str]) -> _Files:
 
 
 def spoilt_files(copied: Mapping[str, Path]) -> list[str]:
-    """Names of JSON files that no program will read: cut short, or something else.
-
-    Of large ones, such as a vocabulary of tens of megabytes, only the two ends are looked at.
-    """
+    """Names of JSON files that no program will read: cut short, or something else."""
     named = sorted(copied.items())
-    return [name for name, path in named if path.suffix == ".json" and not _is_json(path)]
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        with open_regular(path) as file:
-            head = file.read(_PARSED_NBYTES_MAX)
-            if len(head) < _PARSED_NBYTES_MAX:
-                json.loads(head)
-                return True
-            file.seek(-_PARSED_NBYTES_MAX, 2)
-            tail = file.read().rstrip()
-    except (OSError, ValueError, RecursionError):
-        return False
-    return _BRACKETS.get(head.lstrip()[:1]) == tail[-1:]
+    return [name for name, path in named if path.suffix == ".json" and not is_json(path)]

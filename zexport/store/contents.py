@@ -26,6 +26,8 @@ _MEMORY_NBYTES_MAX = 128 << 20
 """What the values of one file may take, as ``_parsed`` estimates it; an index of 100,000
 weights takes a third. Sixty million bytes of empty lists would take more than a gigabyte."""
 
+_PARSED_NBYTES_MAX = 1 << 20
+_BRACKETS = {b"{": b"}", b"[": b"]"}
 _REPEATED_NBYTES_MAX = 1 << 20
 """What people write or mend by hand is shorter."""
 
@@ -142,6 +144,24 @@ def read_json_list(path: Path) -> list[Json]:
     if not isinstance(value, list):
         raise _is_not(path, "list", f"a {type(value).__name__}")
     return value
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file is whole JSON.
+
+    Of a large one, such as a vocabulary of tens of megabytes, only the two ends are looked at.
+    """
+    try:
+        with open_regular(path) as file:
+            head = file.read(_PARSED_NBYTES_MAX)
+            if len(head) < _PARSED_NBYTES_MAX:
+                json.loads(head)
+                return True
+            file.seek(-_PARSED_NBYTES_MAX, 2)
+            tail = file.read().rstrip()
+    except (OSError, ValueError, RecursionError):
+        return False
+    return _BRACKETS.get(head.lstrip()[:1]) == tail[-1:]
 
 
 def repeated_keys(path: Path) -> dict[str, list[Json]]:
