@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
+from tests.support.forked import typed
 from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
 from tests.torture.faults import Calls, killing, watched
 from tests.torture.prunings import count_calls, killed_at
@@ -540,6 +541,23 @@ def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_pat
         n: b for n, (_, b) in newest.items() if "trainer" not in n
     }
     assert [*watch(run, outs, options, bf16)] == []
+
+
+def test_no_variable_of_the_environment_has_a_whole_checkpoint_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does a watch pass it on, nor is it enough by itself."""
+    for name in ("PRUNE_DELETE", "PRUNE_DRY_RUN", "CONSOLIDATE_DRY_RUN"):
+        monkeypatch.setenv(f"ZEXPORT_{name}", "1")
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    old = trainers_run(run)
+    before = tensors_of(old, tmp_path / "scratch")
+    *_, last = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
+    assert last.event is EventKind.PRUNED
+    assert tensors_of(run / "pruned-checkpoint-2", tmp_path / "scratch") == before
+    done = typed("prune", run / "checkpoint-4", "--export", outs / "checkpoint-4")
+    assert done.returncode == UsageError.exit_code
+    assert "--delete is asked for by ZEXPORT_PRUNE_DELETE alone" in " ".join(done.stderr.split())
 
 
 def test_an_export_that_a_watch_cannot_prune_by_is_told_of_once(tmp_path: Path) -> None:

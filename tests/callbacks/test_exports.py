@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.pruning import trainers_run
 from zexport import verify_export
@@ -74,6 +76,24 @@ def test_the_end_of_a_training_is_seen_though_its_workers_live_on(
         os.waitpid(worker, 0)
     assert verify_export(tmp_path / "out" / "checkpoint-2").ok
     assert not any("go on by themselves" in line for line in caplog.messages)
+
+
+def test_what_python_gave_is_all_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables beat no default: those of the trainer's own environment set nothing here."""
+    for name, value in {"KEEP": "1", "DTYPE": "fp16", "EVERY": "3"}.items():
+        monkeypatch.setenv(f"ZEXPORT_WATCH_{name}", value)
+    monkeypatch.setenv("ZEXPORT_CONSOLIDATE_DTYPE", "fp16")
+    run, out = tmp_path / "run", tmp_path / "out"
+    trainers_run(run)
+    exports = Exports(out, newest_only=False, interval_s=0.05)
+    exports.begin(run)
+    exports.collect()
+    for step in (2, 4):
+        exported = load_file(out / f"checkpoint-{step}" / "model.safetensors")
+        assert {one.dtype for one in exported.values()} >= {torch.float32}
+        assert not {one.dtype for one in exported.values()} & {torch.float16}
 
 
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.forked import typed
+from tests.support.pruning import trainers_run
 from zexport import consolidate, verify_export
 from zexport.options import ExportDType, ExportOptions
 from zexport.store.json import decoded
@@ -126,6 +127,14 @@ def test_dtype_names_and_options_of_the_environment_are_told(tmp_path: Path) -> 
     told = json.loads(run("inspect", FIXTURE, "--json", ZEXPORT_INSPECT_FILES="1")[0])
     assert told["environment"] == {"--files": "ZEXPORT_INSPECT_FILES"}
     assert "environment" not in json.loads(run("inspect", FIXTURE, "--json")[0])
+
+
+def test_a_watch_tells_which_of_its_options_come_from_the_environment(tmp_path: Path) -> None:
+    words = ("watch", trainers_run(tmp_path / "run").parent, tmp_path / "outs", "--once", "--json")
+    out, err = run(*words, ZEXPORT_WATCH_DTYPE="bf16", ZEXPORT_WATCH_THEN="true")
+    assert all(json.loads(line)["event"] in {"exported", "ran"} for line in out.splitlines())
+    for option, variable in (("dtype", "DTYPE"), ("then", "THEN")):
+        assert f"--{option} from ZEXPORT_WATCH_{variable}" in err
 
 
 def test_verify_says_what_it_compared_with_what(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -25,8 +26,10 @@ _END_S = 20
 END_OF_INPUT = b"\x04"
 """What says on standard input that no more comes."""
 
-_OWN_SETTINGS = "ZEXPORT_CONSOLIDATE_"
-_STORAGE_OPTION = "ZEXPORT_CONSOLIDATE_STORAGE_OPTION"
+_OF_STORAGE = "_STORAGE_OPTION"
+_OPTION = re.compile(rf"ZEXPORT_[A-Z]+_(?!{_OF_STORAGE[1:]}$)")
+"""Variables that set an option of a command: a process of ours gets its options in words alone."""
+
 _TAIL_NBYTES = 2000
 
 
@@ -41,17 +44,19 @@ class Job:
         has_gpus: bool = False,
         has_input: bool = False,
     ) -> None:
-        """Start it; its output is kept, unless it ``is_heard`` on stderr.
+        """Start it; its output is kept, unless it ``is_heard`` on stderr, as the user's command is.
 
         With an input, that ends when ``no_more`` is called, or this process is gone.
         """
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN_SETTINGS)}
+        environment = {k: v for k, v in os.environ.items() if is_heard or not _OPTION.match(k)}
         if not has_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if settings := [f"{key}={value}\n" for key, value in options_in_use().items()]:
-            environment[_STORAGE_OPTION] = "".join(settings)  # anybody may read the words
+        if settings := "".join(f"{key}={value}\n" for key, value in options_in_use().items()):
+            # not as words, which anybody may read
+            ours = ("CONSOLIDATE", "WATCH")
+            environment |= {f"ZEXPORT_{one}{_OF_STORAGE}": settings for one in ours}
         self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
             words,
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,

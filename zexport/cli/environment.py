@@ -23,6 +23,24 @@ def options_set() -> Iterator[tuple[str, str]]:
             yield max(option.opts, key=len), f"{context.auto_envvar_prefix}_{name.upper()}"
 
 
+def tell_of_options_set() -> None:
+    """Say it on stderr, before the work: for commands that end with no one result."""
+    for option, variable in options_set():
+        click.echo(f"Note: {option} from {variable}", err=True)
+
+
+def typed_alone(context: click.Context, option: click.Parameter, value: bool) -> bool:
+    """The value of a flag that no environment variable may set."""
+    if value and context.get_parameter_source(option.name or "") is ParameterSource.ENVIRONMENT:
+        variable = f"{context.auto_envvar_prefix}_{str(option.name).upper()}"
+        raise click.UsageError(
+            f"{option.opts[0]} is asked for by {variable} alone: a removal has to be typed. "
+            f"Type {option.opts[0]}, or unset {variable}.",
+            context,
+        )
+    return value
+
+
 def told_of_unknown(command: click.Command, others: Iterable[str]) -> Iterator[str]:
     """Tells of variables that look like an option of a command, and are none.
 

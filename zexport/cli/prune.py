@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from zexport.cli.environment import typed_alone
 from zexport.cli.options import (
     PATH,
     adapter_config_option,
@@ -21,7 +22,12 @@ from zexport.cli.streams import put_out
 @click.command(short_help="Remove the optimizer's states of a checkpoint whose export is proved.")
 @click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
 @click.option("--export", type=PATH, required=True, metavar="OUT", help="The export of it.")
-@click.option("--delete", is_flag=True, help="Remove all of it; OUT must be complete, and fp32.")
+@click.option(
+    "--delete",
+    is_flag=True,
+    callback=typed_alone,
+    help="Remove all of it; OUT must be complete, and fp32.",
+)
 @click.option("--dry-run", is_flag=True, help="Say how much it is, and do nothing.")
 @tag_option
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from zexport.cli.environment import tell_of_options_set
 from zexport.cli.options import GivenPath, together
 
 _FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
@@ -120,6 +121,7 @@ def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **va
     explicit |= {"ds_config"} if ds_config else set()
     if options.resume:
         options = resumed(options, explicit)
+    tell_of_options_set()
     for told in without_effect(options, explicit):
         click.echo(f"Warning: {told}.", err=True)
     summary = run_training(options, explicit, progress=lambda line: click.echo(line, err=True))

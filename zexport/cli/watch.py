@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zexport.cli.environment import tell_of_options_set
 from zexport.cli.options import (
     PATH,
     export_options,
@@ -134,6 +135,8 @@ def watch(
 
 def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
     """Say what is watched; a run that is not there is waited for, but by no single look."""
+    if not quiet:
+        tell_of_options_set()
     is_there = exists(run)
     if once and not is_there:
         hint = "Give the folder of the run's checkpoints; without --once it is waited for"
