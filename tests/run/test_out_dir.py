@@ -8,10 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
+from tests.support.pruning import trainers_run
+from zexport import ExportReport, consolidate, open_checkpoint, reshard
 from zexport.errors import OutputError
 from zexport.run.manifest import FileEntry, new_manifest
 from zexport.run.staging import staged_folder
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16"
 
 
 def _make(out: Path, *, overwrite: bool = True) -> list[str]:
@@ -251,3 +256,37 @@ def test_what_an_earlier_export_could_not_remove_gets_out_of_the_way(
     (warning,) = _make(tmp_path / "out")
     assert "out.replaced-2" in warning
     assert _names(tmp_path) == ["out", "out.replaced-2"]
+
+
+# --- among a run's checkpoints ---
+
+
+def test_no_training_is_led_to_resume_from_an_export(tmp_path: Path) -> None:
+    """transformers' own functions are the oracle of what it takes for a checkpoint."""
+    run = tmp_path / "run"
+    source = trainers_run(run)
+    for name in ("checkpoint-5", "checkpoint-007"):
+        with pytest.raises(OutputError, match="from which a training resumes"):
+            consolidate(source, run / name)
+    assert get_last_checkpoint(run) == str(run / "checkpoint-4")
+    (warning,) = _told_of_run(consolidate(source, run / "checkpoint-4-hf"))
+    assert warning.startswith("checkpoint-4-hf lies among a run's checkpoints: a Trainer counts")
+    assert get_last_checkpoint(run) == str(run / "checkpoint-4")
+    assert str(run / "checkpoint-4-hf") in sort_checkpoints(run)
+    for out in (run / "hf", run / "hf-checkpoint-4", tmp_path / "models" / "checkpoint-2"):
+        assert _told_of_run(consolidate(source, out)) == []
+    assert _told_of_run(consolidate(run / "checkpoint-4", tmp_path / "models/checkpoint-4")) == []
+
+
+def test_a_checkpoint_for_other_ranks_may_lie_where_a_training_resumes(tmp_path: Path) -> None:
+    trainers_run(run := tmp_path / "run", steps=(1,))
+    source = FIXTURE / "ckpt"
+    step = open_checkpoint(source).global_steps
+    assert _told_of_run(reshard(source, run / f"checkpoint-{step}", world_size=3)) == []
+    (warning,) = _told_of_run(reshard(source, run / "checkpoint-99", world_size=3))
+    assert "resumes from it" in warning
+    assert get_last_checkpoint(run) == str(run / "checkpoint-99")
+
+
+def _told_of_run(report: ExportReport) -> list[str]:
+    return [one for one in report.warnings if "among a run's checkpoints" in one]

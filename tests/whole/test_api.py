@@ -93,7 +93,7 @@ def test_an_export_is_verified_against_its_checkpoint(zero3: Path, tmp_path: Pat
         renames=(("emb", "embedding"),),
     )
     zexport.consolidate(zero3, out, options)
-    assert zexport.verify_export(out).ok
+    assert zexport.verify_export(out)
     assert zexport.verify_export(out, against=zero3).ok
 
 
@@ -108,6 +108,7 @@ def test_an_export_of_other_weights_does_not_verify(zero3: Path, tmp_path: Path)
     )
     root = save(other, Run(stage=3, world_size=3), tmp_path / "other")
     verdict = zexport.verify_export(tmp_path / "out", against=root)
+    assert not verdict
     assert not verdict.ok
     assert any("emb.weight" in str(problem) for problem in verdict.problems)
 
@@ -173,6 +174,24 @@ def test_a_checkpoint_that_changes_under_the_plan_leaves_nothing(
     with pytest.raises(DamagedCheckpointError, match="was changed"):
         zexport.run_export(plan)
     assert not (tmp_path / "out").exists()
+
+
+def test_small_files_that_change_under_the_plan_leave_nothing(tmp_path: Path) -> None:
+    """Else there would be the old config beside the new tokenizer."""
+    root = tmp_path / "ckpt"
+    shutil.copytree(_FIXTURES / "z3_w2_bf16" / "ckpt", root)
+    opened = zexport.open_checkpoint(root)
+    to_reshard = zexport.ReshardOptions(world_size=3)
+    plans = [
+        zexport.plan_export(opened, tmp_path / "out"),
+        zexport.plan_reshard(opened, tmp_path / "out", to_reshard),
+    ]
+    for name in ("config.json", "tokenizer_config.json"):
+        (root / name).write_text((root / name).read_text() + "\n")
+    for plan in plans:
+        with pytest.raises(CheckpointError, match="was changed since the export was planned"):
+            zexport.run_export(plan)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

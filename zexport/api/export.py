@@ -17,7 +17,9 @@ from zexport.errors import UsageError
 from zexport.options import Engine, ExportOptions, ReshardOptions, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
+from zexport.run.begin import noted
 from zexport.run.execute import ExportReport, Progress, VerifyMode
+from zexport.run.neighbours import checked
 from zexport.store.address import Address, place
 
 OnProgress = Callable[[Progress], None]
@@ -32,10 +34,18 @@ def plan_export(
         CheckpointError: the checkpoint has problems, or weights were left out of it.
         UnsupportedError: its layout is not one that can be exported.
         UsageError: an option cannot be meant.
+        OutputError: a training would resume from the folder, as it lies among checkpoints.
     """
+    return checked(plan_anywhere(checkpoint, out_dir, options))
+
+
+def plan_anywhere(
+    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+) -> ExportPlan:
+    """The plan of an export wherever its folder may lie, which is there already."""
     if options is not None and options.engine is Engine.DEEPSPEED:
         _check_on_disks(checkpoint, place(out_dir), options)
-    return decide(collect(checkpoint, options), out_dir)
+    return noted(decide(collect(checkpoint, options), out_dir))
 
 
 def plan_reshard(
@@ -51,7 +61,7 @@ def plan_reshard(
     """
     from zexport.resume import plan  # noqa: PLC0415 - no export needs it
 
-    return plan.plan_reshard(checkpoint, out_dir, options)
+    return checked(noted(plan.plan_reshard(checkpoint, out_dir, options)))
 
 
 def plan_folder(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from zexport.api.export import OnProgress, plan_export
+from zexport.api.export import OnProgress, plan_anywhere
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_recorded
 from zexport.errors import (
@@ -168,7 +168,7 @@ def _plan_again(
                 adapter_config=given.adapter_config,
                 check=given.check,
             )
-            again = partial(plan_export, checkpoint, out_dir, options)
+            again = partial(plan_anywhere, checkpoint, out_dir, options)
     except ValueError as cause:
         raise VerificationError(
             "records options that no export can have",

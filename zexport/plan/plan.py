@@ -92,11 +92,15 @@ class FilePlan(Struct, frozen=True):
 
 
 class SideFile(Struct, frozen=True):
-    """A small file beside the shards: ``content`` to write, or ``origin``, a file to copy."""
+    """A small file beside the shards: ``content`` to write, or ``origin``, a file to copy.
+
+    It is copied as it was when it had this ``version``, or not at all; ``None`` for as it is.
+    """
 
     filename: str
     content: bytes | None = None
     origin: Path | None = None
+    version: Version | None = None
 
 
 class SourceFile(Struct, frozen=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from blake3 import blake3
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from zexport.errors import OutputError
+from zexport.errors import CheckpointError, OutputError
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
@@ -21,7 +22,15 @@ from zexport.run.receipts import Begun, Receipts
 from zexport.run.shares import Stretch, whole
 from zexport.store.address import Address
 from zexport.store.contents import blocks
-from zexport.store.files import check_space, open_output, open_regular, reading, sync_path, writing
+from zexport.store.files import (
+    check_space,
+    open_output,
+    open_regular,
+    reading,
+    sync_path,
+    version,
+    writing,
+)
 from zexport.store.folders import is_file
 from zexport.store.json import JsonObject
 from zexport.store.retries import steadily
@@ -192,12 +201,37 @@ def _notes_nbytes(plan: ExportPlan) -> int:
     return 2 * (tensors + provenance + _SOURCE_NBYTES * len(plan.sources) + _FIXED_NBYTES)
 
 
+def noted(plan: ExportPlan) -> ExportPlan:
+    """The plan with the versions of the files that it copies, as they are now."""
+    return replace(plan, side_files=tuple(map(_noted, plan.side_files)))
+
+
+def _noted(side: SideFile) -> SideFile:
+    if side.origin is None:
+        return side
+    with reading(side.origin):
+        return structs.replace(side, version=version(side.origin))
+
+
 def side_content(side: SideFile) -> Iterator[bytes]:
-    """The bytes of a small file, in pieces."""
+    """The bytes of a small file, in pieces.
+
+    Raises:
+        CheckpointError: it is no longer what was planned.
+    """
     if side.origin is None:
         yield side.content or b""
         return
     with reading(side.origin), open_regular(side.origin) as file:
+        found = version(side.origin)
+        if side.version is not None and found != side.version:
+            raise CheckpointError(
+                "was changed since the export was planned",
+                path=side.origin,
+                found=found,
+                expected=side.version,
+                hint="Plan it again",
+            )
         while data := steadily(lambda: file.read(_COPY_NBYTES)):
             yield data
 

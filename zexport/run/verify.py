@@ -74,6 +74,10 @@ class VerifyReport:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ok", not self.problems)
 
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.ok
+
     def to_json(self) -> JsonObject:
         """The report as JSON values, with a ``schema`` number."""
         return form_of(self)

@@ -1,0 +1,54 @@
+"""What a training takes an output folder for that is to lie among its checkpoints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from zexport.checkpoint.candidates import list_run_checkpoints
+from zexport.errors import OutputError
+from zexport.plan.plan import ExportPlan
+from zexport.run.staging import real_path
+from zexport.store.address import Address
+from zexport.store.files import reading
+from zexport.store.folders import is_folder
+
+_COUNTED = re.compile(r"checkpoint-(\d+)")
+"""What a Trainer counts, and removes by ``save_total_limit``; it resumes from a whole name's.
+
+Source: transformers 5.23, ``trainer_utils.py`` (``sort_checkpoints``, ``get_last_checkpoint``).
+"""
+
+
+def checked(plan: ExportPlan) -> ExportPlan:
+    """The plan, with a warning of what a training may do with the folder where it is to lie.
+
+    A checkpoint for other ranks may be meant to be resumed from there: that is told.
+
+    Raises:
+        OutputError: a training would resume from the folder, and it is an export.
+    """
+    target = real_path(plan.out_dir)
+    name = _COUNTED.match(target.name)
+    if name is None or isinstance(target, Address) or not is_folder(target.parent):
+        return plan
+    with reading(target.parent):
+        there = list_run_checkpoints(target.parent)
+    if target.name in there or not any(map(_COUNTED.match, there)):
+        return plan
+    is_resumed = name[0] == target.name
+    if is_resumed and not plan.form.is_checkpoint:
+        raise OutputError(
+            "would be taken for a checkpoint of the run in that folder, from which a training "
+            "resumes, and it has weights alone",
+            path=target,
+            hint="Choose a name that does not begin with checkpoint-, or another folder",
+        )
+    if is_resumed and int(name[1]) == plan.origin.step:
+        return plan
+    what = "resumes from it if it is the highest number, and " * is_resumed
+    told = (
+        f"{target.name} lies among a run's checkpoints: a Trainer {what}counts and may remove it "
+        "as one of them (save_total_limit); another name, or another folder, is safe"
+    )
+    return replace(plan, warnings=(told, *plan.warnings))
