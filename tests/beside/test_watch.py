@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -410,6 +411,28 @@ def test_what_a_newer_checkpoint_has_overtaken_is_skipped(tmp_path: Path) -> Non
     ]
     assert not (outs / "checkpoint-2").exists()
     assert [*watch(run, outs, newest)] == []
+
+
+def test_the_highest_step_stays_though_a_copy_of_the_run_has_other_times(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (6, 4, 2):  # the highest is the oldest file
+        _save(run, step)
+    told = _told([*watch(run, outs, WatchOptions(once=True, keep=1))])
+    assert (EventKind.REMOVED, "checkpoint-6") not in told
+    assert (outs / "checkpoint-6").exists()
+    assert not (outs / "checkpoint-4").exists()
+
+
+@pytest.mark.parametrize("options", [{"newest_only": True}, {"keep": 1}])
+def test_models_beside_one_another_are_no_older_ones_of_each_other(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for name in ("_actor", "_critic"):
+        save(small_model(), Run(steps=2), run / name, "global_step2")
+    told = _told([*watch(run, outs, WatchOptions(once=True, **options))])
+    assert sorted(told) == [(EventKind.EXPORTED, "_actor"), (EventKind.EXPORTED, "_critic")]
+    assert {one.name for one in outs.iterdir()} >= {"_actor", "_critic"}
 
 
 def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:

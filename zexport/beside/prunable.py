@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.beside.best import best_names
+from zexport.beside.newest import Age, newest
 from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
@@ -166,14 +167,8 @@ def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
 
 
 def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:
-    """The names of the newest checkpoints: by when they were written, and by their steps.
-
-    After a restart from an older step, the two differ, and both may be what a training takes.
-    """
-    by_time = sorted(complete, key=lambda one: one.written_ns)
-    steps = {one.name: one.step(boundary) for one in complete}
-    by_step = sorted(by_time, key=lambda one: steps[one.name] or 0)
-    return {one.name for one in (*by_time[-count:], *by_step[-count:])}
+    """The names of the newest checkpoints: a training may take them."""
+    return newest((Age(one.name, one.step(boundary), one.written_ns) for one in complete), count)
 
 
 def _link_to(folder: Path) -> Path | None:

@@ -13,6 +13,7 @@ from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, start_command, start_export, start_prune, told_by
 from zexport.beside.ledger import BEAT_S, Ledger, held
+from zexport.beside.newest import Age, newest
 from zexport.beside.pins import Pin, pin, pins_folder, pins_left
 from zexport.beside.pruning import Pruner, words_of_prune
 from zexport.beside.sightings import Sighting, look
@@ -194,7 +195,7 @@ class _Work:
         self.over[one.name] = one.mark
         step = one.step(self.boundary)
         is_due = step is None or step % self.options.every == 0
-        if not is_due or self._is_overtaken(one):
+        if not is_due or self._is_overtaken(Age(one.name, step, one.written_ns)):
             return
         try:
             self.queue[one.name] = pin(one, step, self.pins, self.boundary)
@@ -204,12 +205,17 @@ class _Work:
         except ZexportError as error:
             yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
 
-    def _is_overtaken(self, one: Sighting) -> bool:
+    def _is_overtaken(self, one: Age) -> bool:
         """Whether newer exports make that of a checkpoint one that would not be kept."""
         kept = 1 if self.options.newest_only else self.options.keep
-        exported = (entry for entry in self.ledger.entries.values() if entry.is_done)
-        newer = sum(one.written_ns < entry.written_ns for entry in exported)
-        return kept is not None and newer >= kept
+        exported = [age for age in self._ages() if age.name != one.name]
+        return kept is not None and one.name not in newest((*exported, one), kept)
+
+    def _ages(self) -> Iterator[Age]:
+        """Those of what was exported."""
+        for name, entry in self.ledger.entries.items():
+            if entry.is_done:
+                yield Age(name, entry.step, entry.written_ns)
 
     def _begin(self) -> Iterator[WatchEvent]:
         """Start what is next, if nothing runs."""
@@ -217,9 +223,11 @@ class _Work:
             self._command(self.owed.pop(0))
         if not self._is_busy() and (ready := self._ready()):
             if self.options.newest_only:
-                for one in ready[:-1]:
-                    yield self._skipped(one)
-            self._export(self.queue.pop(ready[-1 if self.options.newest_only else 0].seen.name))
+                ages = (Age(one.seen.name, one.step, one.seen.written_ns) for one in ready)
+                kept = newest(ages, 1)
+                yield from (self._skipped(one) for one in ready if one.seen.name not in kept)
+                ready = [one for one in ready if one.seen.name in kept]
+            self._export(self.queue.pop(ready[0].seen.name))
         if self.pruner is not None and not self._is_busy():
             self._prune(self.pruner.next(self.run, self.seen))
 
@@ -346,12 +354,14 @@ class _Work:
         """Remove exports beyond those that are kept, if they are as they were made."""
         if self.options.keep is None:
             return
-        entries = self.ledger.entries
-        done = [n for n, e in entries.items() if e.is_done and self._is_there(n)]
-        done.sort(key=lambda name: entries[name].written_ns)
-        for name in done[: -self.options.keep]:
-            is_owed = entries[name].is_owed and self.options.then
-            if not (is_owed or self._is_running(name) or name in self.stay):
+        done = sorted(
+            (age for age in self._ages() if self._is_there(age.name)),
+            key=lambda one: one.written_ns,
+        )
+        kept = newest(done, self.options.keep) | self.stay
+        for name in (one.name for one in done if one.name not in kept):
+            is_owed = self.ledger.entries[name].is_owed and self.options.then
+            if not (is_owed or self._is_running(name)):
                 yield self._removed(name)
 
     def _removed(self, name: str) -> WatchEvent:

@@ -132,6 +132,11 @@ def are_of_one_run(names: Iterable[str]) -> bool:
     return len({_without_numbers(name) for name in names}) <= 1 or all(map(is_age, names))
 
 
+def run_of(name: str) -> str:
+    """What is the same for folders of one run: nothing for ages, or a name without its numbers."""
+    return "" if is_age(name) else _without_numbers(name)
+
+
 def are_tied(one: Path, other: Path) -> bool:
     """Whether nothing says which of two tags of one step is the newer: neither name nor time.
 
