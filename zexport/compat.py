@@ -31,6 +31,7 @@ from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
 from zexport.extras import to_install
+from zexport.filenames import WEIGHTS_IN_ORDER
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.store.address import local_path, place
@@ -163,7 +164,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's p
     Floating tensors of less than 32 bits are widened to float32, frozen weights too. The files get
     their names when all of them are written and every CRC is right. Tied names are stored once in
     ``.bin`` files and once each in safetensors, which knows no sharing, so that the same names are
-    in both. Holds one shard in memory.
+    in both. Holds one shard in memory. Other weights in the folder stay; a warning
+    tells where from_pretrained would load those.
 
     Args:
         checkpoint_dir: as ``get_fp32_state_dict_from_zero_checkpoint``.
@@ -198,6 +200,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's p
             (folder / filenames[-1]).write_text(text, encoding="utf-8")
         for filename in filenames:  # the index last
             (folder / filename).replace(output_dir / filename)
+    _warn_of_older(output_dir, filenames[-1])
+
+
+def _warn_of_older(folder: Path, written: str) -> None:
+    """Warn where from_pretrained would load other weights than those that were written."""
+    sooner = WEIGHTS_IN_ORDER[: WEIGHTS_IN_ORDER.index(written)]
+    if older := next((name for name in sooner if is_file(folder / name)), None):
+        told = f"{folder} holds {older} from before, which from_pretrained loads in place of "
+        warnings.warn(f"{told}{written}: remove it", stacklevel=3)
 
 
 @contextmanager

@@ -12,4 +12,14 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 PROCESSOR_CONFIG = "processor_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS_IN_ORDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Where from_pretrained looks for weights: it loads the first that is there.
+
+Source: transformers 5.23, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
+"""
 SOURCE_SIDECAR = "zexport_source.json"

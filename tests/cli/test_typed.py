@@ -120,3 +120,9 @@ def test_a_detour_over_a_link_is_no_detour(tmp_path: Path) -> None:
 def test_dir_shows_what_is_public() -> None:
     assert set(dir(zexport)) >= set(zexport.__all__)
     assert "consolidate" in dir(zexport)
+
+
+def test_a_part_without_a_name_is_not_all_of_the_model(tmp_path: Path) -> None:
+    """As of a variable of the shell that is not set."""
+    assert "it is empty" in refusal("consolidate", ZERO3, tmp_path / "model", "--only", "")
+    assert not any(tmp_path.iterdir())

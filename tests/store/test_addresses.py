@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Model, Run, save, values
+from tests.support.forked import typed
 from zexport.compat import convert_zero_checkpoint_to_fp32_state_dict
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.options import ExportOptions
@@ -119,3 +120,17 @@ def test_a_base_that_is_not_in_the_cache_is_refused_with_how_to_download_it(
             use()
         assert caught.value.hint.endswith("hf download acme/small")
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("given", ["~", "~/model", "~root/model"])
+@pytest.mark.usefixtures("checkpoint")
+def test_the_home_of_a_shell_is_no_folder_to_make(given: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="which only a shell takes for a home folder"):
+        zexport.consolidate("ckpt", given, exclude_frozen=True)
+    assert "write the path in full" in typed("consolidate", "ckpt", f"--output={given}").stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+@pytest.mark.parametrize("given", ["~nobody-is-called-so", "model~", "a/~", "/a/~/b"])
+def test_a_path_with_a_tilde_elsewhere_is_a_path(given: str) -> None:
+    assert local_path(given) == Path(given)

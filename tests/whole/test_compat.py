@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -334,3 +335,25 @@ def test_the_files_have_the_modes_that_the_umask_leaves(zero3: Path, tmp_path: P
 def test_the_module_is_imported_without_torch() -> None:
     code = "import sys, zexport.compat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("older", "size", "is_warned"),
+    [
+        ("model.safetensors", None, True),
+        ("pytorch_model.bin", 300, True),
+        ("pytorch_model.bin", None, False),
+        ("pytorch_model.bin.index.json", None, False),
+    ],
+)
+def test_older_weights_that_would_be_loaded_instead_are_told_of(
+    older: str, size: int | None, is_warned: bool, zero3: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / older).write_text("older")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_zero_checkpoint_to_fp32_state_dict(zero3, tmp_path / "out", size)
+    told = [str(one.message) for one in caught if "from before" in str(one.message)]
+    assert len(told) == is_warned
+    assert all(older in one and "in place of pytorch_model.bin" in one for one in told)

@@ -41,7 +41,7 @@ from zexport.errors import (
     OtherTagError,
     UsageError,
 )
-from zexport.filenames import ADAPTER_FILE
+from zexport.filenames import ADAPTER_FILE, WEIGHTS_IN_ORDER
 from zexport.printable import some
 from zexport.store.address import Address
 from zexport.store.boundary import Boundary
@@ -52,14 +52,7 @@ from zexport.store.publish import is_unfinished
 _LATEST = ("latest", "latest_universal")
 _CHECK = "Check the path and its permissions"
 _GIVE_FOLDER = "Give a run's folder, checkpoint-N in it, or the folder that holds `latest`"
-_FINISHED = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    ADAPTER_FILE,
-    "adapter_model.bin",
-)
+_FINISHED = (*WEIGHTS_IN_ORDER, ADAPTER_FILE, "adapter_model.bin")
 """What says that a model, or an adapter, is there as it is loaded."""
 
 

@@ -97,6 +97,18 @@ class Rename(click.ParamType[tuple[str, str]]):
         return pattern, replacement
 
 
+class Prefix(click.ParamType[str]):
+    """What names begin with; an empty one, as of a variable that is not set, means no part."""
+
+    name = "prefix"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """The prefix."""
+        return str(value) or self.fail("it is empty; leave it out to export all", param, ctx)
+
+
 class Named(click.Choice[str]):
     """One of an enumeration's members, by its value; ``listed`` are those worth telling of."""
 
@@ -268,8 +280,8 @@ export_options = together(
     ),
     click.option(
         "--only",
+        type=Prefix(),
         metavar="PREFIX",
-        default=_DEFAULTS.only,
         help="Export one part of the module: what has PREFIX before its names, such as ema.",
     ),
     click.option(
@@ -313,6 +325,7 @@ def options_of(
     max_shard_size: int,
     max_memory: int | None,
     rename: tuple[tuple[str, str], ...],
+    only: str | None,
     allow: tuple[FindingKind, ...],
     **chosen: Any,
 ) -> ExportOptions:
@@ -321,6 +334,7 @@ def options_of(
         max_shard_nbytes=max_shard_size,
         max_memory_nbytes=max_memory,
         renames=rename,
+        only=only or _DEFAULTS.only,
         allow=frozenset(allow),
         **chosen,
     )

@@ -58,7 +58,8 @@ class Address(PosixPath):
 def place(given: str | os.PathLike[str]) -> Path:
     """A path on this machine, or an ``Address``, as it was given and without detours.
 
-    A scheme that is not known is refused: as a path it would be a folder ``hf:``. A detour such as
+    A scheme that is not known is refused: as a path it would be a folder ``hf:``. So is the ``~``
+    of a home folder, which nothing but a shell takes for one. A detour such as
     ``x/..`` stays where it leads elsewhere, ``x`` being a link.
     """
     if isinstance(given, Address):
@@ -66,6 +67,12 @@ def place(given: str | os.PathLike[str]) -> Path:
     if not os.fspath(given):  # as a path, nothing at all would be the working directory
         raise UsageError("a path may not be empty")
     path = Path(given)
+    first = str(path).partition("/")[0]
+    if os.path.expanduser(first) != first:  # noqa: PTH111 - Path's raises for what is no user
+        raise UsageError(
+            f"{str(given)!r} begins with {first}, which only a shell takes for a home folder: "
+            "write the path in full"
+        )
     if found := _ADDRESS.match(str(given)) or _ADDRESS.match(str(path)):
         return _address(str(given), str(path), found[1])
     direct = Path(re.sub("^//+", "/", os.path.normpath(path)))
