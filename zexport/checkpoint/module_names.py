@@ -141,7 +141,9 @@ def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -
         _check_placeholders(aliases, shown, model)
         return aliases | shown
     aliases = _of_one_shape(aliases, model)
-    return aliases | _same_views(model, stored, aliases)
+    names = (name for name in (*stored, *model.module) if name not in aliases)
+    shown = same_views(model.module, names)
+    return aliases | {name: kept for name, kept in shown.items() if name not in set(stored)}
 
 
 def _check_placeholders(
@@ -207,23 +209,15 @@ def _recorded(model: ModelStates, known: Set[str], *, is_zero3: bool) -> dict[st
     return aliases
 
 
-def _same_views(
-    model: ModelStates, stored: Sequence[str], aliases: Mapping[str, str]
-) -> dict[str, str]:
+def same_views(module: Mapping[str, TensorRef], names: Iterable[str]) -> dict[str, str]:
     """Further names in the module of what an earlier name is: the same elements of one storage.
 
     So ties show without ``shared_params``, which old files lack: torch saves a storage once.
     """
     first: dict[TensorRef, str] = {}
-    found: dict[str, str] = {}
-    for name in (*stored, *model.module):
-        tensor = model.module.get(name)
-        if tensor is None or not tensor.numel or name in aliases:
-            continue
-        kept = first.setdefault(tensor, name)
-        if kept != name:
-            found[name] = kept
-    return {name: kept for name, kept in found.items() if name not in set(stored)}
+    held = ((name, module[name]) for name in names if name in module and module[name].numel)
+    owners = {name: first.setdefault(tensor, name) for name, tensor in held}
+    return {name: owner for name, owner in owners.items() if owner != name}
 
 
 def _same_placeholders(model: ModelStates, known: Set[str]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.pipeline import merge_stages
 from zexport.checkpoint.layouts.zero import (
     bind_trained,
+    by_role,
     check_names,
     owners_of,
     rounded_copy,
@@ -94,9 +95,11 @@ def _take_cell(save: Save, index: int) -> Inventory:
         inventory = take_unsharded_experts(dense, stored, layers, optimizers)
     else:
         inventory = _take_sharded(ranks, model, dense, layers)
+    ordered = tuple(by_role(inventory.tensors))
+    check_names(ordered)
     return structs.replace(
         inventory,
-        tensors=_in_order(inventory.tensors),
+        tensors=ordered,
         files=(*(part.file for part in parts), *optimizers.values()),
     )
 
@@ -150,14 +153,6 @@ def _refuse_folded(model: ModelStates) -> None:
             expected="expert parallelism without tensor parallelism",
             hint="Resume the run with autotp_size 1, save, and export that",
         )
-
-
-def _in_order(tensors: Iterable[StoredTensor]) -> tuple[StoredTensor, ...]:
-    """Trainable ones first, then frozen ones, then buffers; each once."""
-    roles = list(Role)
-    ordered = sorted(tensors, key=lambda tensor: roles.index(tensor.role))
-    check_names(ordered)
-    return tuple(ordered)
 
 
 def _number(ranks: Sequence[Bound], layers: ExpertLayers) -> Iterator[StoredTensor]:

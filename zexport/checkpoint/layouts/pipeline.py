@@ -20,7 +20,7 @@ from zexport.checkpoint.layouts.pipeline_masters import (
 )
 from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
-from zexport.checkpoint.layouts.zero import commonest_dtype, rounded_copy
+from zexport.checkpoint.layouts.zero import by_role, commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
 from zexport.checkpoint.model_states import Grid, ModuleFile, read_module_files
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
@@ -268,14 +268,9 @@ def tied_layer(layer: ModuleFile, tied: Mapping[str, Mapping[str, int | None]]) 
 
 def merge_stages(stages: Sequence[Inventory]) -> Inventory:
     """One inventory of all stages; trainable tensors first, then frozen ones and buffers."""
-    roles = list(Role)
-    tensors = sorted(
-        (tensor for stage in stages for tensor in stage.tensors),
-        key=lambda tensor: roles.index(tensor.role),
-    )
-    unique, replicas = _unique(tensors)
-    known = {tensor.name for tensor in unique}
     joined = Inventory.joined(stages)
+    unique, replicas = _unique(by_role(joined.tensors))
+    known = {tensor.name for tensor in unique}
     return replace(
         joined,
         tensors=unique,

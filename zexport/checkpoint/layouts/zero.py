@@ -280,6 +280,12 @@ def _unlisted(masters: DType, model: ModelStates, name: str) -> StoredTensor:
     return replace(whole, role=Role.TRAINABLE, dtype=masters, module_dtype=whole.dtype)
 
 
+def by_role(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Trainable ones first, then frozen ones, then buffers."""
+    roles = list(Role)
+    return sorted(tensors, key=lambda tensor: roles.index(tensor.role))
+
+
 def check_names(tensors: Iterable[StoredTensor]) -> None:
     """Refuse a name that stands for two tensors."""
     seen: set[str] = set()

@@ -28,13 +28,15 @@ from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters
 from zexport.checkpoint.layouts.zero import stored_buffers
 from zexport.checkpoint.model_states import ModelStates
+from zexport.checkpoint.module_names import same_views
 from zexport.errors import DamagedCheckpointError
 from zexport.findings import FindingKind
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica
+from zexport.ranges.copies import CastReplica, fingerprint
 from zexport.ranges.dtypes import DType
+from zexport.ranges.reader import SourceReader
 
 
 def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:
@@ -177,7 +179,45 @@ def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]
     """
     buffers = set(model.buffer_names)
     weights = {name: one for name, one in model.module.items() if name not in buffers}
-    first: dict[TensorRef, str] = {}
-    known = {n: first.setdefault(one, n) if one.numel else n for n, one in weights.items()}
-    aliases = {name: other for name, other in known.items() if other != name}
+    aliases = same_views(weights, weights)
     return {name: one for name, one in weights.items() if name not in aliases}, aliases
+
+
+def tied_by_values(
+    weights: Sequence[Weight], found: Mapping[str, Master], file: TorchFile
+) -> tuple[dict[str, str], list[str]]:
+    """Matrices without a master of their own that are another one with a master, by all samples.
+
+    Tied weights share no storage here: the save of a model with experts clones every tensor, and
+    ZeRO-0 fills no ``shared_params``. All their elements are compared when they are exported. The
+    second ones are those that may as well be frozen copies (a reference model beside the policy),
+    which may differ from the masters by less than 16 bits show.
+    """
+    lacking = [one for one in weights if one.name not in found]
+    kinds = {(one.shape, one.dtype) for one in lacking}
+    kinds = {(shape, dtype) for shape, dtype in kinds if dtype.is_floating and len(shape) > 1}
+    alike = [one for one in weights if (one.shape, one.dtype) in kinds]
+    if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
+        return {}, []
+    with SourceReader([file]) as reader:
+        prints = {w.name: fingerprint(reader.read_into, w.source, w.dtype, w.dtype) for w in alike}
+    owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
+    tied = {
+        one.name: owners[one.shape, prints[one.name]]
+        for one in alike
+        if one.name not in found and (one.shape, prints[one.name]) in owners
+    }
+    frozen = _frozen_modules(weights, found)
+    twins = [name for name in tied if any(name.startswith(module) for module in frozen)]
+    return {name: owner for name, owner in tied.items() if name not in twins}, twins
+
+
+def _frozen_modules(weights: Iterable[Weight], found: Mapping[str, Master]) -> set[str]:
+    """The modules with several weights, none of which has a master; each with its full stop."""
+    held: dict[str, list[bool]] = {}
+    for weight in weights:
+        parts = weight.name.split(".")
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:depth]) + "."
+            held.setdefault(module, []).append(weight.name in found)
+    return {module for module, any_of in held.items() if len(any_of) > 1 and not any(any_of)}

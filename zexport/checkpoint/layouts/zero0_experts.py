@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import Inventory, Role, StoredTensor
+from zexport.checkpoint.contents import Inventory, Role, StoredTensor, source_of
 from zexport.checkpoint.layouts.expert_layers import (
     ExpertLayers,
     in_expert_order,
@@ -27,16 +27,21 @@ from zexport.checkpoint.layouts.expert_layers import (
 from zexport.checkpoint.layouts.expert_placement import uniform
 from zexport.checkpoint.layouts.master_matching import Master, Masters, Weight
 from zexport.checkpoint.layouts.unnamed_masters import find_masters, form_of, unnamed_masters
-from zexport.checkpoint.layouts.zero0 import casts, contradictions, inventory_of, weights_of
+from zexport.checkpoint.layouts.zero0 import (
+    casts,
+    contradictions,
+    inventory_of,
+    tied_by_values,
+    weights_of,
+)
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.optimizer_states import optimizer_in
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.copies import CastReplica, Replica, fingerprint
+from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, paths_of
-from zexport.ranges.reader import SourceReader
 
 _GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
 _ONE_SAVE = "Copy all files of one save again"
@@ -61,7 +66,7 @@ def take_unsharded_experts(
     dense_found = {one.name: first[one.name] for one in weights if one.name in first}
     found = {**dense_found, **_by_whole_name(shares, layers)}
     check_evenly_trained(dense, layers, optimizers, experts, found)
-    tied, twins = _tied(weights, found, dense.file)
+    tied, twins = tied_by_values(weights, found, dense.file)
     equal = tuple(casts(weights, {name: found[tied[name]] for name in tied}, dense.file))
     weights = [weight for weight in weights if weight.name not in tied]
     doubts = dict.fromkeys(one.masters.doubt for one in shares if one.masters.doubt)
@@ -99,13 +104,11 @@ def _weights(dense: ModelStates) -> list[Weight]:
 
 
 def _experts(stored: Iterable[StoredTensor]) -> list[Weight]:
-    return [_as_weight(one) for one in stored if one.role is not Role.BUFFER]
-
-
-def _as_weight(stored: StoredTensor) -> Weight:
-    if stored.source is None:
-        raise AssertionError("what expert files hold has a place")
-    return Weight(stored.name, stored.shape, stored.dtype, stored.source, of_experts=True)
+    return [
+        Weight(one.name, one.shape, one.dtype, source_of(one), of_experts=True)
+        for one in stored
+        if one.role is not Role.BUFFER
+    ]
 
 
 def _shares(
@@ -175,46 +178,6 @@ def _by_whole_name(shares: Sequence[Share], layers: ExpertLayers) -> dict[str, M
             parts = in_expert_order([master.source for master in masters], layer)
             found[name] = Master(Chain(tuple(parts)), masters[0].dtype)
     return found
-
-
-def _tied(
-    weights: Sequence[Weight], found: Mapping[str, Master], file: TorchFile
-) -> tuple[dict[str, str], list[str]]:
-    """Matrices without a master of their own that are another one with a master, by all samples.
-
-    Tied weights share no storage here: the save of a model with experts clones every tensor, and
-    ZeRO-0 fills no ``shared_params``. All their elements are compared when they are exported. The
-    second ones are those that may as well be frozen copies (a reference model beside the policy),
-    which may differ from the masters by less than 16 bits show.
-    """
-    lacking = [one for one in weights if one.name not in found]
-    kinds = {(one.shape, one.dtype) for one in lacking}
-    kinds = {(shape, dtype) for shape, dtype in kinds if dtype.is_floating and len(shape) > 1}
-    alike = [one for one in weights if (one.shape, one.dtype) in kinds]
-    if not found or len(alike) < 2:  # noqa: PLR2004 - a pair
-        return {}, []
-    with SourceReader([file]) as reader:
-        prints = {w.name: fingerprint(reader.read_into, w.source, w.dtype, w.dtype) for w in alike}
-    owners = {(one.shape, prints[one.name]): one.name for one in alike if one.name in found}
-    tied = {
-        one.name: owners[one.shape, prints[one.name]]
-        for one in alike
-        if one.name not in found and (one.shape, prints[one.name]) in owners
-    }
-    frozen = _frozen_modules(weights, found)
-    twins = [name for name in tied if any(name.startswith(module) for module in frozen)]
-    return {name: owner for name, owner in tied.items() if name not in twins}, twins
-
-
-def _frozen_modules(weights: Iterable[Weight], found: Mapping[str, Master]) -> set[str]:
-    """The modules with several weights, none of which has a master; each with its full stop."""
-    held: dict[str, list[bool]] = {}
-    for weight in weights:
-        parts = weight.name.split(".")
-        for depth in range(1, len(parts)):
-            module = ".".join(parts[:depth]) + "."
-            held.setdefault(module, []).append(weight.name in found)
-    return {module for module, any_of in held.items() if len(any_of) > 1 and not any(any_of)}
 
 
 def _dense_copies(weights: Iterable[Weight], shares: Sequence[Share]) -> Iterator[Replica]:
