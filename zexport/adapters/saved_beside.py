@@ -22,7 +22,7 @@ from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
-from zexport.weights.base import copy_of
+from zexport.weights.base import copy_of, frozen_in
 from zexport.weights.named import PEFT_PREFIX, Weights
 
 _PARAMETERS = ("weight", "bias")
@@ -91,7 +91,7 @@ def saved_beside(
         if header is None or not whole:
             continue
         held = {name: base[inner] for name, inner in whole.items() if inner in base}
-        lacking = {name: _frozen(header, name) for name in whole if name not in held}
+        lacking = {name: frozen_in(header, name) for name in whole if name not in held}
         own = _tensors_of(adapter, stored)
         is_of_step, nbytes = _holds(header, {**own, **held}, checkpoint, check)
         found[adapter.name] = SavedBeside(header, held, lacking, is_of_step, nbytes)
@@ -152,11 +152,6 @@ def _of_base(header: SafetensorsHeader, copied: Set[str]) -> dict[str, str]:
         and not part.is_replaced
         and part.of_base not in copied
     }
-
-
-def _frozen(header: SafetensorsHeader, name: str) -> StoredTensor:
-    tensor = header.tensors[name]
-    return StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
 
 
 def _holds(

@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from zexport.model.hub_layout import HubLayout, whole
+from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
 
 _WRAPPERS = (
@@ -140,6 +141,15 @@ class Difference(Struct, frozen=True):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     reshaped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The names, by what is wrong with them."""
+        told = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.reshaped),
+        )
+        return "; ".join(f"{what}: {some(which)}" for what, which in told if which)
 
     @property
     def count(self) -> int:

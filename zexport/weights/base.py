@@ -101,12 +101,14 @@ def source_files(headers: Iterable[SafetensorsHeader]) -> Iterator[SourceFile]:
 
 def base_of(path: Path | None, headers: Iterable[SafetensorsHeader]) -> Base:
     """The base of a folder whose weight files have these headers."""
-    tensors = {
-        name: StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
-        for header in headers
-        for name, tensor in header.tensors.items()
-    }
+    tensors = {name: frozen_in(header, name) for header in headers for name in header.tensors}
     return Base(path, tensors, "" if tensors or path is None else _instead(path))
+
+
+def frozen_in(header: SafetensorsHeader, name: str) -> StoredTensor:
+    """A tensor of a file, which no training of the checkpoint has changed."""
+    tensor = header.tensors[name]
+    return StoredTensor(name, tensor.shape, tensor.dtype, Role.FROZEN, header.source(name))
 
 
 def _instead(folder: Path) -> str:

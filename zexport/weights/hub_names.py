@@ -231,15 +231,10 @@ def _undecided(first: HubLayout, other: HubLayout, names: ModelNames) -> str:
 
 
 def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatchError:
-    told = (
-        ("missing", found.missing),
-        ("unexpected", found.unexpected),
-        ("of another shape", found.reshaped),
-    )
     return NamesMismatchError(
         "the weights are neither named as in memory nor as on the hub",
         path=path,
-        found="; ".join(f"{what}: {some(which)}" for what, which in told if which),
+        found=str(found),
         expected=f"the names of {names.provenance}",
         hint=f"Put the names right with --rename, give the right config.json, or {_KEEP_NAMES}",
     )

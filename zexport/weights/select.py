@@ -114,15 +114,11 @@ def _differences(
     shapes = {name: tensor.shape for name, tensor in own.items()} | dict(wanted)
     shapes |= {alias: shapes[name] for alias, name in aliases.items() if name in shapes}
     found = difference(settled.names, dict(shapes))
-    reshaped = tuple(
+    reshaped = (
         f"{n} {list(shapes[n])} for {list(settled.names.shapes[n])}" for n in found.reshaped
     )
-    told = (
-        ("missing", found.missing),
-        ("unexpected", tuple(n for n in found.unexpected if not settled.names.ignores(n))),
-        ("of another shape", reshaped),
-    )
-    return "; ".join(f"{what}: {some(which)}" for what, which in told if which)
+    unexpected = (n for n in found.unexpected if not settled.names.ignores(n))
+    return str(structs.replace(found, unexpected=tuple(unexpected), reshaped=tuple(reshaped)))
 
 
 def _wanted(
