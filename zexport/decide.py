@@ -28,8 +28,8 @@ from zexport.store.address import place
 from zexport.store.json import JsonObject, Natural, values_of
 from zexport.targets.hf import HubModel
 from zexport.targets.peft import PeftAdapters
-from zexport.weights.accounting import Accounting, account
-from zexport.weights.hub_names import Selection
+from zexport.weights.named import Selection
+from zexport.weights.proof import Accounting, account
 
 
 def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:

@@ -17,7 +17,7 @@ from zexport.checkpoint.layouts import zero3, zero12
 from zexport.errors import UnsupportedError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.weights.accounting import Accounting, account
+from zexport.weights.proof import Accounting, account
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

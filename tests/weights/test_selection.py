@@ -22,8 +22,8 @@ from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.store.contents import LFS_POINTER
 from zexport.weights.base import Base
-from zexport.weights.hub_names import Selection, settle_names
-from zexport.weights.named import Weights
+from zexport.weights.hub_names import settle_names
+from zexport.weights.named import Selection, Weights
 from zexport.weights.select import select_tensors
 from zexport.weights.ties import tie_statements
 

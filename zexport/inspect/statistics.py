@@ -21,8 +21,7 @@ from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
 from zexport.ranges.extents import ByteSource
 from zexport.run.progress import Progress, Teller
-from zexport.weights.accounting import account
-from zexport.weights.proof import WeightReader
+from zexport.weights.proof import WeightReader, account
 
 _BUFFER_NBYTES = 1 << 20
 """Small enough that a block stays in the cache while it is looked at several times."""

@@ -39,7 +39,7 @@ from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.contents import read_json_object
 from zexport.store.json import JsonObject, values_of
-from zexport.weights.accounting import Accounting, account
+from zexport.weights.proof import Accounting, account
 
 
 class ReshardProvenance(Struct, frozen=True):

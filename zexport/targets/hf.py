@@ -36,8 +36,9 @@ from zexport.plan.plan import (
 )
 from zexport.printable import placeless, some
 from zexport.ranges.dtypes import DType
-from zexport.weights.hub_names import Selection, check_shapes, settle_names
+from zexport.weights.hub_names import check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
+from zexport.weights.named import Selection
 from zexport.weights.select import select_tensors, with_frozen_counted
 from zexport.weights.ties import settle_ties, tie_statements
 

@@ -30,8 +30,7 @@ from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
 from zexport.store.contents import read_range
 from zexport.weights.base import check_plain
-from zexport.weights.hub_names import Selection
-from zexport.weights.named import PEFT_PREFIX, Weights
+from zexport.weights.named import PEFT_PREFIX, Selection, Weights
 
 _UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16
 """What peft's card says where somebody is to write (peft 0.21, ``peft_model.py``)."""

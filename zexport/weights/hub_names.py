@@ -5,63 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct, field
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
-from zexport.facts.statements import Statement
 from zexport.findings import Finding, FindingKind
-from zexport.model.config import ConfigFile
 from zexport.model.fit import Difference, Fit, ModelNames, NamesUnknown, absent, as_it_is
 from zexport.model.hub_layout import HubLayout
 from zexport.options import ExportOptions, NameLayout
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
-from zexport.weights.named import PEFT_PREFIX, Weights
+from zexport.weights.named import PEFT_PREFIX, Selection, Weights
 
 _KEEP_NAMES = "export with --layout memory, which keeps the checkpoint's names"
-
-
-class Selection(Struct, frozen=True):
-    """What is written, as far as it is decided.
-
-    ``weights`` are at first the checkpoint's under the names of ``names``, which is the model in
-    the form that the checkpoint has; at last those of the output, with names that are left to the
-    model to tie as aliases. Without a ``layout`` names stay as they are. ``untied`` are names that
-    the config must no longer tie, and ``loadable`` is whether transformers would load it with no
-    missing and no unexpected key; ``False`` where that is not known.
-    """
-
-    weights: Weights
-    names: ModelNames | NamesUnknown
-    layout: HubLayout | None = None
-    is_for_hub: bool = True
-    untied: frozenset[str] = frozenset()
-    from_base: tuple[str, ...] = ()
-    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
-    config: ConfigFile | None = None
-    findings: tuple[Finding, ...] = ()
-    loadable: bool = False
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    statements: tuple[Statement, ...] = ()
-
-    @property
-    def label(self) -> str | None:
-        """The layout's label, where there is a layout."""
-        return None if self.layout is None else self.layout.label
-
-    @property
-    def architecture(self) -> str | None:
-        """The model class that it loads as, where that is known."""
-        names = self.names
-        return names.architecture if self.loadable and isinstance(names, ModelNames) else None
-
-    @property
-    def written(self) -> tuple[StoredTensor, ...]:
-        """All that is written."""
-        return (*self.weights.tensors.values(), *self.heads.values())
 
 
 def settle_names(

@@ -1,4 +1,7 @@
-"""A model's weights by name, at every point of the way from a checkpoint to the files."""
+"""A model's weights by name, at every point of the way from a checkpoint to the files.
+
+As weights alone; and as what is selected to be written, with what was decided of it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UsageError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.fit import INNER_WRAPPERS, without_inner_wrappers
+from zexport.findings import Finding
+from zexport.model.config import ConfigFile
+from zexport.model.fit import (
+    INNER_WRAPPERS,
+    ModelNames,
+    NamesUnknown,
+    without_inner_wrappers,
+)
+from zexport.model.hub_layout import HubLayout
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
 
@@ -139,6 +150,47 @@ class Weights(Struct, frozen=True):
             {new(alias): new(name) for alias, name in self.aliases.items()},
             tuple(map(new, self.left_out)),
         )
+
+
+class Selection(Struct, frozen=True):
+    """What is written, as far as it is decided.
+
+    ``weights`` are at first the checkpoint's under the names of ``names``, which is the model in
+    the form that the checkpoint has; at last those of the output, with names that are left to the
+    model to tie as aliases. Without a ``layout`` names stay as they are. ``untied`` are names that
+    the config must no longer tie, and ``loadable`` is whether transformers would load it with no
+    missing and no unexpected key; ``False`` where that is not known.
+    """
+
+    weights: Weights
+    names: ModelNames | NamesUnknown
+    layout: HubLayout | None = None
+    is_for_hub: bool = True
+    untied: frozenset[str] = frozenset()
+    from_base: tuple[str, ...] = ()
+    heads: Mapping[str, StoredTensor] = field(default_factory=dict)
+    config: ConfigFile | None = None
+    findings: tuple[Finding, ...] = ()
+    loadable: bool = False
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    statements: tuple[Statement, ...] = ()
+
+    @property
+    def label(self) -> str | None:
+        """The layout's label, where there is a layout."""
+        return None if self.layout is None else self.layout.label
+
+    @property
+    def architecture(self) -> str | None:
+        """The model class that it loads as, where that is known."""
+        names = self.names
+        return names.architecture if self.loadable and isinstance(names, ModelNames) else None
+
+    @property
+    def written(self) -> tuple[StoredTensor, ...]:
+        """All that is written."""
+        return (*self.weights.tensors.values(), *self.heads.values())
 
 
 def _rename(names: Iterable[str], renames: tuple[tuple[str, str], ...]) -> dict[str, str]:

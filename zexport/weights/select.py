@@ -15,10 +15,10 @@ from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.base import Base, check_plain
-from zexport.weights.hub_names import Selection, check_complete
+from zexport.weights.hub_names import check_complete
 from zexport.weights.hub_tensors import lay_out
 from zexport.weights.model_class import is_value_head
-from zexport.weights.named import Weights
+from zexport.weights.named import Selection, Weights
 
 
 def select_tensors(

@@ -16,8 +16,7 @@ from zexport.ranges.copies import are_equal
 from zexport.ranges.extents import Read
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.weights.base import Base
-from zexport.weights.hub_names import Selection
-from zexport.weights.named import Weights
+from zexport.weights.named import Selection, Weights
 
 
 class Ties(Struct, frozen=True):
