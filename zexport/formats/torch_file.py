@@ -27,8 +27,6 @@ from zexport.store.files import OpenFile, version_of
 from zexport.store.object_files import ObjectBytes, ObjectReader
 from zexport.store.versions import Version
 
-__all__ = ["Container", "Member", "TorchFile", "read_torch_file"]
-
 _ZIP_START = b"PK\x03\x04"
 _PICKLE_START = b"\x80"
 _MAGIC = 0x1950A86A20F9469CFC6C

@@ -114,22 +114,21 @@ def compare_casts(
     read: Read,
     *,
     full: bool,
-    batch_numel: int = _BATCH_NUMEL,
     expect: Expect | None = None,
 ) -> tuple[Comparison, ...]:
     """The tensors whose copies differ; NaN equals NaN.
 
-    Unless ``full``, samples are taken from each file that a tensor lies in; memory is that of
-    ``batch_numel`` elements of both copies. ``expect`` is told what ``read`` will be asked for.
+    Unless ``full``, samples are taken from each file that a tensor lies in; memory is that of a
+    batch of both copies. ``expect`` is told what ``read`` will be asked for.
     """
     compared = [Comparison(replica) for replica in replicas]
     parts = (
         (one, part)
         for number, one in enumerate(compared)
         for span in _spans(one.replica, number, len(replicas), full=full)
-        for part in _parts(span, batch_numel)
+        for part in _parts(span, _BATCH_NUMEL)
     )
-    for batch in _batches(parts, batch_numel):
+    for batch in _batches(parts, _BATCH_NUMEL):
         if expect is not None:
             expect(chain.from_iterable(_windows(one.replica, span) for one, span in batch))
         _compare(batch, read)
