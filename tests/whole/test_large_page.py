@@ -1,0 +1,127 @@
+"""The page about large checkpoints: each of its commands is run, and gives one process's bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.buckets import serving as serving_buckets
+from tests.support.hub import serving as serving_hub
+from tests.support.stopping import files
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "large.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+LINES = [line.partition("#")[0].strip() for line in "".join(BLOCKS).splitlines()]
+RUN = "run/checkpoint-1000"
+LIMIT_S = 400
+
+_STAND_INS = {
+    "zexport": f'exec {sys.executable} -m zexport "$@"\n',
+    "srun": 'SLURM_PROCID=0 SLURM_NTASKS=1 exec "$@"\n',
+    "sbatch": "for n in 1 2 3 4 5 6 7 8; do SLURM_ARRAY_TASK_ID=$n SLURM_ARRAY_TASK_COUNT=8 "
+    'SLURM_ARRAY_TASK_MIN=1 SLURM_CPUS_PER_TASK=1 bash "$@" || exit 1; done\n',
+    "kubectl": f'exec {sys.executable} "$(dirname "$0")/pods.py" "$3"\n',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run --standalone "$@"\n',
+}
+_PODS = """
+import os, subprocess, sys, yaml
+spec = yaml.safe_load(open(sys.argv[1]))["spec"]
+(container,) = spec["template"]["spec"]["containers"]
+words = [word.removeprefix("/data/") for word in container["command"]]
+for number in range(spec["completions"]):
+    subprocess.run(words, check=True, env=os.environ | {"JOB_COMPLETION_INDEX": str(number)})
+"""
+"""What a cluster would do with the file: each pod in turn, its volume being this folder."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, the examples, what one process makes of it, and stand-ins in ``bin``."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "bin").mkdir()
+    for name, body in _STAND_INS.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "bin" / "pods.py").write_text(_PODS)
+    shutil.copytree(ROOT / "fixtures" / "z3_w2_bf16_frozen" / "ckpt", folder / RUN)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    _typed(folder, f"zexport consolidate {RUN} whole")
+    _typed(folder, f"zexport reshard {RUN} whole-64 -n 64")
+    return folder
+
+
+def _typed(folder: Path, *lines: str, **variables: str) -> None:
+    """Lines in a shell, all to a good end."""
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+    pythonpath = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        ["bash", "-euxc", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": pythonpath} | variables,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _lines(*words: str) -> Iterator[str]:
+    """The page's lines with one of these words."""
+    found = [line for line in LINES if any(word in line for word in words)]
+    assert found
+    yield from found
+
+
+def _check(folder: Path, made: str = "model", whole: str = "whole") -> None:
+    assert files(folder / made) == files(folder / whole)
+    assert not [*folder.glob(f"{made}.*")]
+    shutil.rmtree(folder / made)
+
+
+def test_parts_by_hand(place: Path) -> None:
+    """The page shows the first two of eight."""
+    shown = [*_lines("--part 1/8", "--part 2/8")]
+    others = [line.replace("1/8", f"{n}/8") for line in shown if "1/8" in line for n in range(2, 9)]
+    _typed(place, *dict.fromkeys([*shown, *others]))
+    _check(place)
+    _check(place, "on-64", "whole-64")
+
+
+@pytest.mark.parametrize("launcher", ["sbatch", "kubectl", "torchrun"])
+def test_launchers(launcher: str, place: Path) -> None:
+    """A cluster is stood in for; torchrun is the real one, on a node."""
+    (line,) = _lines(f"{launcher} ")
+    _typed(place, line.replace("--nnodes 4", "--nnodes 1"))
+    _check(place)
+
+
+def test_buckets(place: Path) -> None:
+    with serving_buckets() as server:
+        server.put(place / RUN, "run")
+        _typed(place, f"zexport consolidate {RUN} model --dtype bf16")
+        _typed(place, *_lines("s3://"), **server.environment)
+    shutil.rmtree(place / "model")
+
+
+def test_the_hub(place: Path) -> None:
+    with serving_hub() as hub:
+        _typed(place, *_lines("--push-to-hub"), **hub.environment)
+        assert hub.files == files(place / "model")
+    _check(place)
+
+
+def test_no_line_is_left_out() -> None:
+    """Those of Ray are run where there is a cluster (``tests/cluster``)."""
+    run = {*_lines("--part", "sbatch", "kubectl", "torchrun", "s3://", "--push-to-hub", "ray")}
+    assert {line for line in LINES if line} == run
