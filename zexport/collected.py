@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from msgspec import Struct, field
 
@@ -10,7 +11,7 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.facts.statements import Statement
-from zexport.filenames import CONFIG
+from zexport.filenames import CONFIG, GENERATION_CONFIG
 from zexport.findings import Finding
 from zexport.model.fit import Fit, NamesUnknown
 from zexport.model.sidecars import Sidecars
@@ -58,8 +59,19 @@ class Collected(Struct, frozen=True):
     def files_of_base(self) -> list[str]:
         """Names of the files that the base gives."""
         config, base = self.sidecars.config, self.options.base
-        files = {**self.sidecars.copied, **({} if config is None else {CONFIG: config.path})}
+        files = self.copied
+        if config is not None and self.mode is not AdapterMode.KEEP:
+            files = {**files, CONFIG: config.path}
         return [] if base is None else sorted(n for n in files if files[n].is_relative_to(base))
+
+    @property
+    def copied(self) -> Mapping[str, Path]:
+        """The files that are copied, by name; beside an adapter, none that is the model's own."""
+        files = self.sidecars.copied
+        if self.mode is not AdapterMode.KEEP:
+            return files
+        own = {name for name in files if name == GENERATION_CONFIG or name.endswith(".py")}
+        return {name: path for name, path in files.items() if name not in own}
 
     def __repr__(self) -> str:
         """What it is about; whole, it would be as long as the checkpoint."""

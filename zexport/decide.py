@@ -15,6 +15,7 @@ from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.statements import Judgement, judge
+from zexport.facts.table import Fact
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
 from zexport.model.fit import Fit
@@ -104,19 +105,33 @@ def _names(found: Collected) -> str:
 
 
 def _judge(found: Collected, selection: Selection) -> Judgement:
-    """What the statements lead to; a base that gives no weight cannot give a wrong one."""
-    gives_weights = found.mode is AdapterMode.MERGE or selection.from_base
+    """What the statements lead to."""
     judged = judge(
         (*found.statements, *selection.statements),
         found.checkpoint.location.tag_dir,
         chosen=found.base.path,
         allow=found.options.allow,
-        harmless={}
-        if gives_weights
-        else {FindingKind.BASE_MISMATCH: "no weight of it is in the export"},
+        harmless=_harmless(found, selection),
     )
     raise_all(judged.refused, found.checkpoint.location.tag_dir)
     return judged
+
+
+def _harmless(found: Collected, selection: Selection) -> Mapping[Fact, str]:
+    """What a base may be another model in: a wrong weight is given by none that gives none.
+
+    Config and tokenizer of a stranger make a wrong model too, and weights alone tell a stranger.
+    """
+    if found.mode is AdapterMode.MERGE or selection.from_base:
+        return {}
+    files = found.files_of_base
+    kept = f", only {some(files)}" if files else ""
+    facts = (fact for fact in Fact if fact.value.kind is FindingKind.BASE_MISMATCH)
+    return {
+        fact: f"no weight of it is in the export{kept}"
+        for fact in facts
+        if not (files and fact is Fact.BASE_WEIGHTS)
+    }
 
 
 def _of_base(found: Collected, selection: Selection) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, UsageError
 from zexport.findings import FindingKind
-from zexport.options import AdapterMode, ExportDType
+from zexport.options import AdapterMode, ExportDType, NameLayout
 from zexport.ranges.copies import CastReplica, cosines
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent
@@ -179,10 +180,35 @@ def test_a_stranger_is_no_base_for_what_was_frozen(tmp_path: Path) -> None:
         consolidate(root, tmp_path / "out", ExportOptions(base=tmp_path / "stranger"))
     assert caught.value.finding is FindingKind.BASE_MISMATCH
     options = ExportOptions(base=tmp_path / "stranger", exclude_frozen=True)
+    (tmp_path / "stranger" / "generation_config.json").unlink()
     told = consolidate(root, tmp_path / "trained", options).warnings
     assert any("weights differ" in one and "no weight of it" in one for one in told)
     report = consolidate(root, tmp_path / "out", ExportOptions(base=began))
     assert "no name in config.json; began in --base" in report.warnings[0]
+
+
+def test_a_stranger_gives_neither_config_nor_tokenizer(tmp_path: Path) -> None:
+    """All weights are in the checkpoint, and no config is: as Accelerate and DeepSpeed save."""
+    model, began = peft_models.llama(), tmp_path / "began"
+    model.save_pretrained(began)
+    root = save(Model([dict(model.state_dict())]), Run(), tmp_path / "run")
+    torch.manual_seed(7)
+    stranger = peft_models.llama()
+    stranger.save_pretrained(tmp_path / "stranger")
+    for layout in NameLayout:
+        options = ExportOptions(base=tmp_path / "stranger", layout=layout)
+        with pytest.raises(UsageError, match=r"weights differ.*mean cosine") as caught:
+            consolidate(root, tmp_path / "out", options)
+        assert caught.value.finding is FindingKind.BASE_MISMATCH
+    allowed = replace(options, allow=frozenset({FindingKind.BASE_MISMATCH}))
+    assert [one.kind for one in consolidate(root, tmp_path / "all", allowed).findings] == [
+        FindingKind.BASE_MISMATCH
+    ]
+    (tmp_path / "stranger" / "model.safetensors").unlink()  # a model that began from random weights
+    for base in (began, tmp_path / "stranger"):
+        report = consolidate(root, tmp_path / base.name / "out", ExportOptions(base=base))
+        assert report.notes == ("from --base: config.json, generation_config.json",)
+        assert not any("another model" in one for one in report.warnings)
 
 
 def test_a_base_that_the_config_names_fills_in_what_was_frozen(tmp_path: Path) -> None:
@@ -296,6 +322,10 @@ def test_a_base_that_gives_no_weight_is_only_warned_of(tmp_path: Path) -> None:
     beside(trained)
     report = consolidate(trained.checkpoint, tmp_path / "kept", options)
     assert any("rms_norm_eps" in warning for warning in report.warnings)
+    assert report.notes[0].endswith("not a model; --adapter merge makes one")
+    assert not any(note.startswith("from --base") for note in report.notes)
+    alone = consolidate(trained.checkpoint, tmp_path / "alone")
+    assert alone.notes[0].endswith("not a model; --base MODEL makes one")
 
 
 def test_a_base_with_more_digits_than_training_kept_is_the_same(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from zexport.api.export import OnProgress, plan_anywhere
+from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.opening import Checkpoint, open_recorded
 from zexport.errors import (
@@ -115,7 +116,7 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
         boundary.check(out_dir / MANIFEST_NAME)
         if exists(out_dir / MANIFEST_NAME):
             boundary.check_tree(out_dir)
-        elif is_file(out_dir / "latest"):  # a look into it may take long
+        elif is_file(out_dir / "latest") or list_run_checkpoints(out_dir):  # to read it takes long
             raise VerificationError(
                 "is a checkpoint, and no export",
                 path=out_dir,

@@ -14,7 +14,7 @@ from zexport.facts.table import Agreement, Fact, Severity
 from zexport.findings import Finding, FindingKind
 from zexport.printable import some
 
-_NONE: Mapping[FindingKind, str] = MappingProxyType({})
+_NONE: Mapping[Fact, str] = MappingProxyType({})
 _ABOUT_MAX = 8
 _BY_MAX = 4
 
@@ -159,7 +159,7 @@ def judge(
     *,
     chosen: Path | None = None,
     allow: Set[FindingKind] = frozenset(),
-    harmless: Mapping[FindingKind, str] = _NONE,
+    harmless: Mapping[Fact, str] = _NONE,
 ) -> Judgement:
     """What the statements lead to where they disagree.
 
@@ -168,7 +168,7 @@ def judge(
         path: what a refusal is about.
         chosen: what one is about where what the user chose is at fault.
         allow: kinds that the user allows, which are told as findings.
-        harmless: kinds that change nothing in what is written, and are warned of, each with why.
+        harmless: facts whose differences are warned of and not refused, each with why.
     """
     judged = Judgement()
     for found in disagreements(statements):
@@ -176,8 +176,8 @@ def judge(
         error = found.error((issubclass(row.error, UsageError) and chosen) or path)
         if row.severity is Severity.NOTED:
             judged.notes.append(error.statement())
-        elif row.kind is not None and row.kind in harmless:
-            judged.warnings.append(f"{error.statement()}, but {harmless[row.kind]}")
+        elif found.fact in harmless:
+            judged.warnings.append(f"{error.statement()}, but {harmless[found.fact]}")
         elif row.severity is Severity.WARNED:
             judged.warnings.append(error.statement())
         elif row.kind is None or row.kind not in allow:

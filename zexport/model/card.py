@@ -167,7 +167,8 @@ def _metadata(
     card = sidecars.base_card
     license_id = _stated(card, "license", _LICENSE_ID)
     is_encoder = "modules.json" in sidecars.copied
-    library = "sentence-transformers" if is_encoder else "transformers"
+    is_model = sidecars.config is not None  # without, these are weights that nothing loads
+    library = "sentence-transformers" if is_encoder else "transformers" if is_model else None
     names = (name for name in _names(sidecars, card, trained_on) if is_hub_id(name))
     base_model = next(names, None)
     known = {

@@ -48,10 +48,10 @@ class PeftAdapters(Struct, frozen=True):
         found = self.collected
         tensors: dict[str, StoredTensor] = {}
         from_base, warnings, stated = list[str](), list[str](), list[Statement]()
+        given = found.base.tensors
         for adapter in found.adapters:
             kept = self._kept(adapter)
             lacking = _lacking_embeddings(adapter.config, kept)
-            given = found.base.tensors
             filled = {name: given[inner] for name, inner in lacking.items() if inner in given}
             check_plain(filled.values(), found.base, NamesUnknown("not asked"))
             module_dtype = found.checkpoint.cast_dtype
@@ -68,7 +68,10 @@ class PeftAdapters(Struct, frozen=True):
         names = ", ".join(repr(adapter.name) for adapter in found.adapters)
         is_excluded = found.options.exclude_frozen
         excluded = ("--exclude-frozen left out 0 weights of the adapter",) if is_excluded else ()
-        what = f"this is the {words} {names} for peft, not a model; --adapter merge makes one"
+        frozen = (n for n, t in found.weights.tensors.items() if t.role is Role.FROZEN and t.source)
+        has_base = bool(given) or any(not read_name(name).adapter for name in frozen)
+        merge = "--adapter merge" if has_base else "--base MODEL"
+        what = f"this is the {words} {names} for peft, not a model; {merge} makes one"
         return Selection(
             Weights(tensors, {}),
             NamesUnknown("not asked"),
@@ -113,12 +116,12 @@ class PeftAdapters(Struct, frozen=True):
             else:
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
                 yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
-        for name, path in sorted(self.collected.sidecars.copied.items()):
+        for name, path in sorted(self.collected.copied.items()):
             is_blank = name == README and _UNFILLED in read_range(path, 0, _CARD_NBYTES)
-            if name != GENERATION_CONFIG and path.suffix != ".py" and not is_blank:
-                yield SideFile(name, origin=path)
-            elif is_blank:
+            if is_blank:
                 yield SideFile(name, content=self._card(files))
+            else:
+                yield SideFile(name, origin=path)
 
     def _card(self, files: Sequence[FilePlan]) -> bytes:
         """A card in place of peft's, which leaves everything to be filled in."""

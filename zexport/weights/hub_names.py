@@ -192,7 +192,8 @@ def _mismatch(found: Difference, names: ModelNames, path: Path) -> NamesMismatch
         path=path,
         found=str(found),
         expected=f"the names of {names.provenance}",
-        hint=f"Put the names right with --rename, give the right config.json, or {_KEEP_NAMES}",
+        hint="Give the config.json of this model, or the model that training began from with "
+        f"--base; put the names right with --rename; or {_KEEP_NAMES}",
     )
 
 
