@@ -31,7 +31,7 @@ from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, plan_export
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.errors import UnsafeError, UnsupportedError
+from zexport.errors import AmbiguousTagError, UnsafeError, UnsupportedError
 from zexport.formats import torch_zip as zip_container
 from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions, NameLayout
@@ -226,6 +226,26 @@ def test_the_checkpoints_of_a_run_are_shown_by_the_name_that_tag_takes(tmp_path:
         ("checkpoint-100", 100),
     ]
     assert as_json(tmp_path, "--tag", "checkpoint-9")["checkpoint"]["global_steps"] == 9
+    cut = optimizer_file(tmp_path / "checkpoint-100" / "global_step100", small_model(), 1)
+    cut.write_bytes(cut.read_bytes()[:-100])
+    found = as_json(tmp_path, "--stats", "--html", tmp_path / "run.html")
+    assert [tag["complete"] for tag in found["tags"]] == [True, False]
+    asked = f"--tag checkpoint-9 --stats --html {tmp_path}/run.html"
+    assert found["verdict"]["next_step"].endswith(asked)
+    assert "checkpoint-9</dt><dd>step 9, " in (tmp_path / "run.html").read_text()
+    assert as_json(tmp_path, "--tag", "newest")["checkpoint"]["global_steps"] == 9
+
+
+def test_a_folder_of_runs_and_checkpoints_is_refused_with_the_runs_as_an_export_does(
+    tmp_path: Path,
+) -> None:
+    save(small_model(), Run(stage=2), tmp_path / "copied")
+    save(small_model(), Run(stage=2), tmp_path / "run" / "checkpoint-2")
+    for words in ((), ("--tag", "newest")):
+        result = run(tmp_path, *words)
+        assert result.returncode == AmbiguousTagError.exit_code
+        assert "holds the folders of whole runs" in result.stderr
+        assert "(found run, copied)" in result.stderr
 
 
 def test_other_tags_are_told_with_step_and_completeness(tmp_path: Path) -> None:

@@ -249,8 +249,7 @@ def _example(candidates: Sequence[Candidate]) -> str:
 def _check_any(path: Path, tag: str | None = None) -> None:
     """Refuse a folder without tags that holds no folder with tags either, or whole runs."""
     checkpoints = list_run_checkpoints(path)
-    is_run = tag in checkpoints or any(map(is_age, checkpoints))
-    if not is_run and (runs := list_runs(path)):
+    if tag not in checkpoints and (runs := runs_in(path)):
         raise AmbiguousTagError(
             "holds the folders of whole runs, and is no run itself",
             path=path,
@@ -280,6 +279,12 @@ def _check_any(path: Path, tag: str | None = None) -> None:
         expected="`latest` and a tag folder such as global_step100",
         hint="Give the folder that DeepSpeed's save_checkpoint wrote to",
     )
+
+
+def runs_in(path: Path) -> tuple[str, ...]:
+    """Names of the runs in a folder that is neither a run nor holds tags itself."""
+    is_run = bool(list_tags(path)) or any(map(is_age, list_run_checkpoints(path)))
+    return () if is_run else list_runs(path)
 
 
 def _finished(path: Path) -> Path | None:

@@ -77,6 +77,10 @@ def inspect(
 
         check_place(html)
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
+    if found.checkpoint is None:
+        asked = {"--tensors": tensors, "--files": files, "--stats": stats}
+        words = [option for option, is_asked in asked.items() if is_asked]
+        found = found.asked_with([*words, *(() if html is None else ("--html", str(html)))])
     statistics = None
     if stats and found.checkpoint is not None:
         measured = _measure(found.checkpoint, progress, quiet=quiet)

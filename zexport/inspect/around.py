@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.checkpoint.candidates import (
     READ_MAX,
@@ -22,8 +23,10 @@ from zexport.checkpoint.candidates import (
 )
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, run_folder
+from zexport.checkpoint.location import TagChoice, location_of
 from zexport.checkpoint.optimizer_states import read_optimizer_states
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
+from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import CheckpointError, ZexportError
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header
@@ -71,27 +74,36 @@ def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
 def summarize_choice(path: Path, *, follow_symlinks: bool = False) -> tuple[TagSummary, ...]:
     """The tags in ``path``, and the checkpoints in a run's folder, newest last."""
     boundary = Boundary.of(path, follow=follow_symlinks)
-    return tuple(_summarize_all(run_folder(path), boundary))
+    return tuple(_summarize_all(run_folder(path), boundary, is_judged=True))
 
 
-def _summarize_all(root: Path, boundary: Boundary) -> Iterator[TagSummary]:
-    """Every candidate; so many of the newest are looked into, the others named only."""
+def _summarize_all(
+    root: Path, boundary: Boundary, *, is_judged: bool = False
+) -> Iterator[TagSummary]:
+    """Every candidate; so many of the newest are looked into, the others named only.
+
+    Complete is what has all files; where they are judged, what ``--tag newest`` would take.
+    """
     models = list_run_checkpoints(root)
     candidates = list_candidates(root, boundary) or [
         Candidate(n, root / n, (), None) for n in models
     ]
     for index, one in enumerate(candidates, start=READ_MAX - len(candidates)):
-        is_read, step, folder = index >= 0, one.step, root / one.name
+        is_read, step = index >= 0, one.step
+        location = location_of(root, one.name, TagChoice.NEWEST, boundary)
         if one.root != root:
             try:
-                folder = locate(one.root, follow_symlinks=boundary.follow).tag_dir
+                location = locate(one.root, follow_symlinks=boundary.follow)
             except ZexportError:  # it cannot be opened without a tag of its own, or at all
                 yield TagSummary(one.name)
                 continue
-            step = recorded_step(folder, boundary) if is_read else None
+            step = recorded_step(location.tag_dir, boundary) if is_read else None
         try:
-            with reading(folder):
+            with reading(folder := location.tag_dir):
                 summary = _summarize(one.name, folder, boundary, step, is_read=is_read)
+                if is_judged and is_read and summary.complete is not False:
+                    is_whole = not read_checkpoint([location]).problems
+                    summary = replace(summary, complete=is_whole)
         except CheckpointError:  # opening this tag tells what is wrong
             summary = TagSummary(one.name, step)
         yield summary

@@ -14,6 +14,7 @@ from zexport.adapters.peft_format import find_adapter_config
 from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.find import runs_in
 from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.extras import lack_for_names, to_have_names
@@ -121,6 +122,11 @@ class Inspection(Struct, frozen=True):
         """Bytes of tensors that an export to ``target`` writes."""
         return sum(tensor.numel * tensor.output_dtype(target).itemsize for tensor in self.tensors)
 
+    def asked_with(self, words: Sequence[str]) -> Inspection:
+        """The same, whose next step repeats what was asked for, which needs one checkpoint."""
+        step = " ".join((self.verdict.next_step, *map(shell_word, words)))
+        return replace(self, verdict=replace(self.verdict, next_step=step))
+
     def with_problems(self, more: Sequence[ZexportError]) -> Inspection:
         """The same with what reading the values has shown; without an export, if it is anything."""
         problems = (*self.problems, *more)
@@ -151,7 +157,7 @@ def inspect_checkpoint(
                 "--tag names",
             ) from cause
         tags = summarize_choice(paths[0], follow_symlinks=follow_symlinks)
-        if tag == NEWEST or not tags:  # without any, it holds whole runs, which the error names
+        if tag == NEWEST or not tags or runs_in(paths[0]):  # it names the runs
             raise
         return _choice(paths[0], tags)
     with reading(paths[0], hint="Check its permissions"):

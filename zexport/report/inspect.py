@@ -125,13 +125,14 @@ def _print_tags(console: Console, tags: Sequence[TagSummary]) -> None:
     print_table(
         console,
         ("Tag", ">Step", ">Size", "Files of ranks", ""),
-        (_tag_row(tag) for tag in tags[-_TAGS_SHOWN:]),
+        (tag_row(tag) for tag in tags[-_TAGS_SHOWN:]),
         "Tags",
     )
     print_rest(console, len(tags) - _TAGS_SHOWN, "--json", "older")
 
 
-def _tag_row(tag: TagSummary) -> tuple[str, ...]:
+def tag_row(tag: TagSummary) -> tuple[str, ...]:
+    """Name, step, size and files of a checkpoint, and whether it is the one that is shown."""
     whole = {True: "complete", False: "incomplete", None: ""}[tag.complete]
     of = "" if tag.world_size is None else f" of {tag.world_size:,}"
     return (

@@ -10,7 +10,7 @@ from zexport.inspect.statistics import TensorStatistics
 from zexport.inspect.strips import Fill, Piece, fill_of, strips
 from zexport.plan.plan import Origin
 from zexport.ranges.dtypes import DType
-from zexport.report.inspect import facts, remarks
+from zexport.report.inspect import facts, remarks, tag_row
 from zexport.report.page.drawing import draw
 from zexport.report.page.page import Bar, Column, Mood, Page, Remarks, Row
 from zexport.report.page.treemap import Leaf, treemap
@@ -53,7 +53,7 @@ def inspection_page(
         verdict=inspection.verdict.sentence,
         mood=_MOODS[inspection.verdict.outcome],
         next_step=inspection.verdict.next_step,
-        facts=() if checkpoint is None else tuple(f for f in facts(inspection, checkpoint) if f[1]),
+        facts=tuple(_facts(inspection)),
         proof=tuple(_proof(checkpoint, is_read=statistics is not None)),
         remarks=tuple(Remarks.all_of(remarks(inspection))),
         colors=_COLORS if checkpoint is not None else (),
@@ -64,6 +64,17 @@ def inspection_page(
         columns=(*_COLUMNS, *values, _REMARK),
         rows=tuple(_rows(inspection, colors, None if statistics is None else measured)),
     )
+
+
+def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """What the checkpoint is, or which ones there are to choose from."""
+    if inspection.checkpoint is not None:
+        yield from (one for one in facts(inspection, inspection.checkpoint) if one[1])
+        return
+    for tag in inspection.tags:
+        name, step, nbytes, files, _ = tag_row(tag)
+        told = (step and f"step {step}", nbytes, f"{files} rank files")
+        yield name, ", ".join(filter(None, told))
 
 
 def _color(tensor: StoredTensor, values: TensorStatistics | None) -> int:
