@@ -119,7 +119,7 @@ def _whole(node: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     if "enum" in node:
         whole = {"type": "string", **whole}
     if "properties" in node:
-        texts = dict(_descriptions(docstring))
+        texts = dict(descriptions(docstring))
         whole["properties"] = {
             name: {"description": texts[name], **_whole(value, known)}
             for name, value in node["properties"].items()
@@ -136,7 +136,7 @@ def _whole(node: Any, known: Mapping[str, Any]) -> dict[str, Any]:
 _SAID_OTHERWISE = frozenset({"title", "description", "default", "uniqueItems"})
 
 
-def _descriptions(docstring: str) -> Iterator[tuple[str, str]]:
+def descriptions(docstring: str) -> Iterator[tuple[str, str]]:
     """Field and what its docstring says of it, as a sentence in Markdown."""
     for names, text in _ENTRY.findall(docstring):
         said = " ".join(text.split()).replace("``None``", "null").replace("``", "`")

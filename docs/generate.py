@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import click
 
 import zexport
-from docs.forms import schemas
+from docs.forms import descriptions, schemas
 from docs.picture import PICTURE, picture, words
 from docs.support import SUPPORT
 from zexport import compat
+from zexport.beside.words import option_of
 from zexport.cli.main import cli
 from zexport.facts.table import Fact, Severity
 from zexport.findings import FindingKind
@@ -108,28 +110,88 @@ def _python_page() -> str:
 
 
 def _public(module: ModuleType, names: list[str]) -> str:
-    """The functions of a module with what they take, and its other names with what they are."""
+    """The functions of a module with what they take, and its types with what they hold."""
     found = {name: getattr(module, name) for name in names if not name.startswith("_")}
-    functions = {name: one for name, one in found.items() if inspect.isfunction(one)}
-    calls = "".join(
-        f"| `{name}({', '.join(map(str, _arguments(one)))})` | {_first(one)} |\n"
-        for name, one in functions.items()
-    )
-    kinds = "".join(
-        f"| `{name}` | {_first(one)} |\n" for name, one in found.items() if name not in functions
-    )
-    types = f"\n| type | what it is |\n|---|---|\n{kinds}" if kinds else ""
-    return f"| function | what it gives |\n|---|---|\n{calls}{types}"
+    functions = [one for one in found.values() if inspect.isfunction(one)]
+    calls = "".join(_call(one) for one in functions)
+    kinds = [one for one in found.values() if not inspect.isfunction(one)]
+    return calls + "".join(_type_section(one) for one in sorted(kinds, key=_is_enumeration))
 
 
-def _arguments(function: Any) -> Iterator[str]:
-    """What a function takes, without types."""
-    marked = False
-    for name, one in inspect.signature(function).parameters.items():
+def _call(function: Any) -> str:
+    """A function as it is called, each argument with its type and default, and what it gives."""
+    signature = inspect.signature(function)
+    marked, lines = False, list[str]()
+    for one in signature.parameters.values():
         if one.kind is one.KEYWORD_ONLY and not marked:
             marked = True
-            yield "*"
-        yield f"**{name}" if one.kind is one.VAR_KEYWORD else name
+            lines.append("*")
+        lines.append(_argument(one))
+    inner = "".join(f"    {line},\n" for line in lines)
+    gives = f" -> {signature.return_annotation}"
+    return (
+        f"### `{function.__name__}`\n\n{_first(function)}\n\n"
+        f"```text\n{function.__name__}(\n{inner}){gives}\n```\n\n"
+    )
+
+
+def _argument(one: inspect.Parameter) -> str:
+    named = f"{'**' if one.kind is one.VAR_KEYWORD else ''}{one.name}: {_plain(one.annotation)}"
+    if one.default is one.empty:
+        return named
+    return f"{named} = {'...' if callable(one.default) else _written(one.default)}"
+
+
+def _plain(annotation: object) -> str:
+    """A type as a caller has it."""
+    return str(annotation).replace("Natural", "int")
+
+
+def _written(value: object) -> str:
+    return repr(value.value if isinstance(value, Enum) else value)
+
+
+def _is_enumeration(kind: type) -> bool:
+    return issubclass(kind, Enum)
+
+
+def _type_section(kind: type) -> str:
+    """What a type is, and its values or fields; those of options with default and option."""
+    head = f"### `{kind.__name__}`\n\n{_first(kind)}\n\n"
+    if issubclass(kind, Enum):
+        return head + ", ".join(f'`"{one.value}"`' for one in kind) + "\n\n"
+    above = [one for one in reversed(kind.__mro__) if one.__module__.startswith("zexport.")]
+    types = {name: text for one in above for name, text in one.__annotations__.items()}
+    known = {name: text for one in above for name, text in descriptions(one.__doc__ or "")}
+    rows = [(name, _plain(types.get(name, "")), text) for name, text in known.items()]
+    if kind.__name__.endswith("Options"):
+        usual = kind()
+        columns = "| field | type | default | option | |\n|---|---|---|---|---|\n"
+        cells = [
+            (f"`{name}`", f"`{text}`", _default(name, getattr(usual, name)), _option(name), told)
+            for name, text, told in rows
+        ]
+    else:
+        columns = "| field | type | |\n|---|---|---|\n"
+        cells = [(f"`{name}`", f"`{text}`" if text else "", told) for name, text, told in rows]
+    lines = "".join(f"| {' | '.join(map(_cell, row))} |\n" for row in cells)
+    return head + (f"{columns}{lines}\n" if rows else "")
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a table; what is null in JSON is ``None`` here."""
+    return re.sub(r"\bnull\b", "`None`", text.replace("|", "\\|"))
+
+
+def _default(name: str, value: object) -> str:
+    """A default as it is written; that of ``jobs`` depends on the machine."""
+    if name == "jobs":
+        return "one a core, up to 4"
+    return f"`{_written(value)}`"
+
+
+def _option(name: str) -> str:
+    return "" if name == "hub_layout" else f"`{option_of(name)}`"
 
 
 def _first(value: Any) -> str:
@@ -170,16 +232,16 @@ def findings_table() -> str:
 
 def facts_table() -> str:
     """What several files say, and what it leads to where they disagree."""
-    head = "| fact | where its statements disagree | |\n|---|---|---|\n"
+    head = "| what is told | what follows | about |\n|---|---|---|\n"
     allowed = {kind: f"refused; `--allow {kind.value}` goes on" for kind in FindingKind}
     return head + "".join(
-        f"| {row.name} | {row.problem} | "
+        f"| {row.problem} | "
         + (
             allowed.get(row.kind, "refused")
             if row.severity is Severity.REFUSED
             else row.severity.value
         )
-        + " |\n"
+        + f" | {row.name} |\n"
         for row in (fact.value for fact in Fact)
     )
 

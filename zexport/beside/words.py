@@ -27,6 +27,11 @@ def words_of(options: ExportOptions | WatchOptions) -> tuple[str, ...]:
     return tuple(_words(options))
 
 
+def option_of(field: str) -> str:
+    """The option of the command line that means a field of the options."""
+    return _OPTIONS.get(field, f"--{field.replace('_', '-')}")
+
+
 def _words(options: ExportOptions | WatchOptions) -> Iterator[str]:
     usual = type(options)()
     renames = getattr(options, "renames", ())
@@ -36,7 +41,7 @@ def _words(options: ExportOptions | WatchOptions) -> Iterator[str]:
             continue
         if one.name == "hub_layout" or any("=" in old for old, _ in renames):
             raise UsageError(f"no word of the command line means {one.name}", found=value)
-        option = _OPTIONS.get(one.name, f"--{one.name.replace('_', '-')}")
+        option = option_of(one.name)
         for item in sorted(value, key=str) if isinstance(value, frozenset) else _items(value):
             yield option
             if item is not True:
