@@ -19,5 +19,5 @@ say zexport inspect demo/run
 say zexport consolidate demo/run demo/model
 say zexport verify demo/model --against demo/run
 say python examples/generate.py demo/model "The tide"
-say zexport reshard demo/run demo/on-3 --world-size 3
+say zexport reshard demo/run demo/on-3 -n 3
 say zexport train demo/on-3 --resume --steps 210

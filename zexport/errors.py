@@ -15,6 +15,9 @@ from typing import ClassVar
 from zexport.findings import FindingKind
 from zexport.printable import shown
 
+_LINE_MAX = 160
+"""Two lines of a terminal, for what a message says beside its path."""
+
 
 class ZexportError(Exception):
     """Root of the tree.
@@ -26,6 +29,7 @@ class ZexportError(Exception):
         hint: the next step, as an imperative sentence without a full stop. These four are
             printable: characters that a terminal would obey are written as escapes.
         finding: the kind by which a user may allow it all the same; ``None`` where nobody may.
+        problems: the errors that this one stands for, where it stands for several.
         exit_code: what a command ends with.
         kind: a stable word for programs (the ``kind`` of the JSON error object).
     """
@@ -42,9 +46,11 @@ class ZexportError(Exception):
         expected: object = None,
         hint: str = "",
         finding: FindingKind | None = None,
+        problems: Sequence[ZexportError] = (),
     ) -> None:
         self.problem = shown(problem)
         self.path = path
+        self.problems = tuple(problems)
         self.found = None if found is None else shown(found)
         self.expected = None if expected is None else shown(expected)
         self.finding = finding
@@ -57,21 +63,44 @@ class ZexportError(Exception):
     def __str__(self) -> str:  # also of one that came out of another process
         return self.sentence()
 
-    def sentence(self) -> str:
-        """The message: ``<path>: <what is wrong> (found X, expected Y). <what to do>``."""
-        where = f"{shown(self.path)}: " if self.path is not None else ""
-        step = f" {self.hint}." if self.hint else ""
-        return f"{where}{self.statement()}.{step}"
+    def sentence(self, within: ZexportError | None = None) -> str:
+        """The message, such as ``path: what is wrong (found X, expected Y). What to do.``.
+
+        ``within`` is the error of several that tells of this one; what it says is left out.
+        """
+        where, step = self._around(within)
+        return f"{where}{self.statement()}.{step and ' '}{step}"
 
     def statement(self) -> str:
         """What is wrong, with both sides of the contradiction, and neither path nor full stop."""
-        facts = ", ".join(
-            f"{word} {value}"
-            for word, value in (("found", self.found), ("expected", self.expected))
-            if value is not None
-        )
-        aside = f" ({facts})" if facts else ""
-        return f"{self.problem}{aside}"
+        if self.problems:
+            told = "; ".join(one.sentence(self).rstrip(".") for one in self.problems)
+            return f"{self.problem}: {shown(told)}"
+        facts = ", ".join(f"{word} {value}" for word, value in self._facts())
+        return f"{self.problem} ({facts})" if facts else self.problem
+
+    def lines(self, within: ZexportError | None = None) -> list[str]:
+        """The sentence for a terminal: where it is long, each fact and each problem on a line."""
+        where, step = self._around(within)
+        if not self.problems and len(f"{self.statement()} {step}") <= _LINE_MAX:
+            return [self.sentence(within)]
+        told = [f"{word}: {value}" for word, value in self._facts()]
+        for number, one in enumerate(self.problems, start=1):
+            first, *more = one.lines(self)
+            told += [f"{number}. {first}", *(f" {line}" for line in more)]
+        head = f"{where}{self.problem}{':' if self.problems else '.'}"
+        return [head, *(f"  {line}" for line in (*told, step) if line)]
+
+    def _facts(self) -> list[tuple[str, str]]:
+        facts = (("found", self.found), ("expected", self.expected))
+        return [(word, value) for word, value in facts if value is not None]
+
+    def _around(self, within: ZexportError | None) -> tuple[str, str]:
+        """What stands before and behind a message: where it is, and the next step."""
+        is_told = within is not None and within.path == self.path
+        where = "" if self.path is None or is_told else f"{shown(self.path)}: "
+        step = "" if within is not None and within.hint == self.hint else self.hint
+        return where, step if step.endswith("?") or not step else f"{step}."
 
 
 class UsageError(ZexportError):
@@ -180,16 +209,20 @@ class TrainingError(ZexportError):
 
 
 def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
-    """Raise the one problem there is, or all of them as one error of the gravest kind."""
+    """Raise the one problem there is, or all of them as one error of the gravest kind.
+
+    A path or a next step that all have in common is told once.
+    """
     if len(problems) == 1:
         raise problems[0]
     if problems:
         gravest = max(problems, key=lambda problem: problem.exit_code)
+        paths, hints = {one.path for one in problems}, {one.hint for one in problems}
         raise type(gravest)(
             f"has {len(problems)} problems",
-            path=path,
-            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
-            hint="Mend them and run again; `zexport inspect` shows what is there",
+            path=paths.pop() if len(paths) == 1 else path,
+            hint=hints.pop() if len(hints) == 1 else "Mend them and run again",
+            problems=problems,
         )
 
 

@@ -347,7 +347,7 @@ def test_inspect_tells_of_the_adapter(tmp_path: Path) -> None:
     assert sorted(told["targets"]) == ["q_proj", "v_proj"]
     assert told["saved_modules"] == ["lm_head"]
     assert not told["has_base"]
-    assert inspection.verdict.next_step.endswith("OUT --base MODEL)")
+    assert inspection.verdict.next_step.endswith("OUT --base MODEL")
     console = Console(width=200, record=True, file=io.StringIO())
     print_inspection(console, inspection)
     assert "default: LoRA of rank 4" in console.export_text()

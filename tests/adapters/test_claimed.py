@@ -44,8 +44,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "IA3's targets": ("ia3", {"target_modules": ["k_proj"]}, "down_proj updated"),
     "IA3's kinds": ("ia3", {"feedforward_modules": []}, "feedforward_modules"),
     "LoHa's targets": ("loha", {"target_modules": ["o_proj"]}, "q_proj updated"),
-    "LoHa's rank": ("loha", {"r": 64}, "q_proj 4 in the adapter's tensors; 64 in"),
-    "LoKr's rank": ("lokr", {"r": 3}, "q_proj 2 in the adapter's tensors; 3 in"),
+    "LoHa's rank": ("loha", {"r": 64}, "q_proj 4 in the adapter's tensors but 64 in"),
+    "LoKr's rank": ("lokr", {"r": 3}, "q_proj 2 in the adapter's tensors but 3 in"),
     "HRA's rank": ("hra", {"r": 2}, "q_proj 4 in"),
     "a spectrum's size": ("fourierft", {"n_frequency": 8}, "q_proj 9 in"),
     "a prompt's length": ("prompt", {"num_virtual_tokens": 50}, "num_virtual_tokens 5 in"),
@@ -196,7 +196,7 @@ def test_an_adapter_of_another_class_of_model_is_warned_of(
 ) -> None:
     mapping = {"base_model_class": trained_on, "parent_library": "transformers"}
     warned = _export(plain, tmp_path, AdapterMode.MERGE, auto_mapping=mapping).warnings
-    assert any(f"{trained_on} in adapter_config.json; Llama" in one for one in warned) is is_told
+    assert any(f"{trained_on} in adapter_config.json but Llama" in one for one in warned) is is_told
 
 
 @pytest.mark.parametrize(("base", "is_told"), [("/data/old/base", True), ("org/base", False)])

@@ -32,7 +32,7 @@ CHANGED: dict[str, tuple[str, dict[str, object], str]] = {
     "fewer by a pattern": ("plain", {"target_modules": r".*\.[01]\..*\.q_proj"}, "v_proj updated"),
     "some left out": ("plain", {"exclude_modules": ["v_proj"]}, "v_proj updated"),
     "no experts": ("experts", {"target_parameters": None}, "mlp.experts updated"),
-    "another rank": ("plain", {"r": 8}, "q_proj 4 in the adapter's tensors; 8 in"),
+    "another rank": ("plain", {"r": 8}, "q_proj 4 in the adapter's tensors but 8 in"),
     "another rank of one": ("patterns", {"rank_pattern": {}}, "q_proj 7 in"),
     "another rank of experts": ("one_of_the_experts", {"r": 5}, "experts 6 in"),
     "no DoRA": ("dora", {"use_dora": False}, "use_dora"),
@@ -227,7 +227,7 @@ def test_a_kept_adapter_says_nothing_of_a_config_that_it_does_not_have(tmp_path:
     assert not told[AdapterMode.KEEP]
     (said,) = told[AdapterMode.MERGE]
     assert "config.json is the one beside the checkpoint" in said
-    assert "max_position_embeddings 5 in the checkpoint's config.json; " in said
+    assert "max_position_embeddings 5 in the checkpoint's config.json but " in said
 
 
 def test_rows_that_were_trained_and_that_the_config_does_not_name_are_refused(
@@ -316,7 +316,7 @@ def test_files_of_one_adapter_that_differ_are_warned_of(
     (trained.checkpoint.parent / "adapter_config.json").write_text(other)
     report = export(trained, mode, tmp_path / "out")
     told = [one for one in report.warnings if "the adapter's configuration differ" in one]
-    assert [f"(found {words} {own}; " in one for one in told] == ([True] if words else [])
+    assert [f"(found {words} {own} but " in one for one in told] == ([True] if words else [])
 
 
 def test_a_file_of_the_adapter_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_the_file_that_is_given_comes_before_the_one_that_lies_there(tmp_path: P
     change(trained, lora_alpha=16)
     options = ExportOptions(adapter_config=given)
     report = consolidate(trained.checkpoint, tmp_path / "out", options)
-    assert any(f"(found lora_alpha 6 in {given}; 16 in" in one for one in report.warnings)
+    assert any(f"(found lora_alpha 6 in {given} but 16 in" in one for one in report.warnings)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_an_adapter_for_another_task_than_the_base_is_warned_of(
     report = export(trained, AdapterMode.MERGE, tmp_path / "out")
     told = [one for one in report.warnings if "trained for another task" in one]
     assert len(told) == is_told
-    assert all("SEQ_CLS in adapter_config.json; CAUSAL_LM in config.json" in one for one in told)
+    assert all("SEQ_CLS in adapter_config.json but CAUSAL_LM in config.json" in one for one in told)
 
 
 @pytest.mark.parametrize(

@@ -445,8 +445,12 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     first.close()
     with pytest.raises(OutputError, match="has the exports of another run"):
         next(watch(tmp_path / "other", outs, ONCE))
-    with pytest.raises(UsageError, match="need a folder of their own"):
-        next(watch(run, run, ONCE))
+    for inside in (run, run / "models"):
+        with pytest.raises(UsageError, match="lies in the run, into which nothing is written"):
+            next(watch(run, inside, ONCE))
+    with pytest.raises(UsageError, match="holds checkpoints, and is to hold exports"):
+        next(watch(outs, run, ONCE))
+    assert [one.name for one in run.iterdir()] == ["checkpoint-2"]
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
         next(watch(tmp_path / "file", outs, ONCE))

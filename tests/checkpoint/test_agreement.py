@@ -39,37 +39,45 @@ def _config(section: str, **settings: object) -> Change:
         *(
             pytest.param(name, _RANK1, partial(_group, **settings), said, id=next(iter(settings)))
             for name, settings, said in (
-                ("z2_w2_fp16", {"lr": 0.1}, "settings differs (found 0.lr 0.004375 on rank 0; 0.1"),
-                ("z3_w2_bf16", {"betas": (0.9, 0.999)}, "0.betas (0.9, 0.95) on rank 0; (0.9, 0.9"),
-                ("z1_w2_bf16opt", {"weight_decay": 0.25}, "0.weight_decay 0.0 on rank 0; 0.25"),
+                (
+                    "z2_w2_fp16",
+                    {"lr": 0.1},
+                    "(found 0.lr 0.004375 on rank 0 but 0.1",
+                ),
+                (
+                    "z3_w2_bf16",
+                    {"betas": (0.9, 0.999)},
+                    "0.betas (0.9, 0.95) on rank 0 but (0.9, ",
+                ),
+                ("z1_w2_bf16opt", {"weight_decay": 0.25}, "0.weight_decay 0.0 on rank 0 but 0.25"),
             )
         ),
         pytest.param(
             "z2_w2_fp16",
             _RANK1,
             lambda s: vars(s["optimizer_state_dict"]["loss_scaler"]).update(cur_scale=512),
-            "the loss scaler's state differs (found cur_scale 256 on rank 0; 512 on rank 1",
+            "differ in the loss scaler's state (found cur_scale 256 on rank 0 but 512 on rank 1",
             id="loss scale",
         ),
         pytest.param(
             "z1_w3_bf16_elastic",
             _RANK1,
             lambda s: s["ds_config"].pop("gradient_clipping"),
-            "(found gradient_clipping 1.0 on ranks 0, 2 and in mp_rank_00_model_states.pt; nothing",
+            "(found gradient_clipping 1.0 on ranks 0, 2 and in mp_rank_00_model_states.pt but",
             id="configuration",
         ),
         pytest.param(
             "z2_w2_fp16",
             "mp_rank_00_model*",
             _config("optimizer", type="Lion"),
-            "optimizer.type Lion in mp_rank_00_model_states.pt; AdamW on ranks 0-1",
+            "optimizer.type Lion in mp_rank_00_model_states.pt but AdamW on ranks 0-1",
             id="configuration of the model file",
         ),
         pytest.param(
             "z3_w2_bf16",
             _MODEL,
             lambda s: s["lr_scheduler"].update(last_batch_iteration=7),
-            "the scheduler's state differs (found last_batch_iteration",
+            "differ in the scheduler's state (found last_batch_iteration",
             id="scheduler",
         ),
         pytest.param(
@@ -99,7 +107,7 @@ def test_other_steps_skipped_are_another_attempt(tmp_path: Path) -> None:
     root = copied("z3_w2_bf16", tmp_path)
     rewrite(file_of(root, _MODEL), lambda s: s.update(skipped_steps=1))
     (problem,) = zexport.open_checkpoint(root).problems
-    assert "the number of skipped steps differs" in problem.problem
+    assert "differ in the number of skipped steps" in problem.problem
     assert problem.finding is FindingKind.MIXED_STEPS
 
 

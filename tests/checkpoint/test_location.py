@@ -222,7 +222,7 @@ def test_a_tag_is_not_looked_for_in_other_models(tmp_path: Path, own: str | None
     else:
         _tag(tmp_path / "actor", "global_step10")
     _tag(tmp_path / "critic", "global_step20")
-    with pytest.raises(CheckpointError, match="has no tag 'global_step20'"):
+    with pytest.raises(CheckpointError, match="no tag or checkpoint 'global_step20'"):
         locate(tmp_path, "global_step20")
 
 

@@ -14,6 +14,7 @@ from tests.support.forked import typed
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.node_local import unite
+from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import list_rank_files
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout
@@ -85,6 +86,9 @@ def test_folders_of_different_tags_are_no_parts(tmp_path: Path) -> None:
     parts = [locate(save(small_model(), Run(), tmp_path / tag, tag)) for tag in ("step1", "step2")]
     with pytest.raises(UsageError, match="different tags"):
         unite(parts)
+    for tag in (None, "step2", "newest"):
+        with pytest.raises(UsageError, match=r"step1 in .*Give one checkpoint alone"):
+            open_checkpoint([tmp_path / "step1", tmp_path / "step2"], tag=tag)
 
 
 # --- from several folders to one model ---

@@ -108,7 +108,7 @@ def test_a_trainers_state_of_another_step_is_warned_of(
 ) -> None:
     (zero2 / "trainer_state.json").write_text(json.dumps({"global_step": recorded}))
     told = [text for text in open_checkpoint(zero2).warnings if "trainer_state.json" in text]
-    said = "(found 2 in the files of the tag, its name; 4 in trainer_state.json)"
+    said = "(found 2 in the files of the tag, its name but 4 in trainer_state.json)"
     assert told == [f"names or files beside the tag tell of another step {said}"][:count]
 
 
@@ -182,6 +182,10 @@ def test_several_problems_come_as_one_error_that_tells_them_all(zero3: Path) -> 
     assert "is empty" in str(caught.value)
     assert "files of rank 1" in str(caught.value)
     assert caught.value.exit_code == 3
+    head, first, second, *_ = caught.value.lines()
+    assert head.endswith("global_step2: has 2 problems:")
+    assert "is empty" in first
+    assert second.startswith("  2. lacks the optimizer files of rank 1")
 
 
 def test_of_several_problems_the_gravest_kind_is_raised(zero3: Path) -> None:

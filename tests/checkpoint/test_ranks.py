@@ -123,21 +123,21 @@ def test_a_rank_file_of_other_groups_is_seen(zero2: Path, tmp_path: Path) -> Non
     name = f"global_step2/{_OPTIMIZER.format(1)}"
     shutil.copy(save(alone, Run(stage=2), tmp_path / "other") / name, zero2 / name)
     problems = [one.problem for one in _read(zero2).problems]
-    assert sum(one.endswith("the number of flat groups differs") for one in problems) == 1
+    assert sum(one.endswith("differ in the number of flat groups") for one in problems) == 1
 
 
 def test_a_model_file_of_a_run_on_other_ranks_is_seen(zero3: Path, tmp_path: Path) -> None:
     other = save(small_model(), Run(stage=3, world_size=2), tmp_path / "other")
     name = "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(other / name, zero3 / name)
-    assert "number of data-parallel ranks differs" in _problem(zero3).problem
+    assert "differ in the number of data-parallel ranks" in _problem(zero3).problem
 
 
 def test_a_model_file_of_another_step_is_seen(zero3: Path, tmp_path: Path) -> None:
     other = save(small_model(), Run(stage=3, world_size=3, steps=4), tmp_path / "other")
     name = "global_step2/zero_pp_rank_2_mp_rank_00_model_states.pt"
     shutil.copy(other / name, zero3 / name)
-    assert "the global step differs" in _problem(zero3).problem
+    assert "differ in the global step" in _problem(zero3).problem
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_files_of_a_bf16_run_and_of_another_are_not_of_one_save(zero3: Path) -> 
     path.unlink()
     problem = _problem(zero3)
     assert "prefix of the file names" in problem.problem
-    assert problem.found == "bf16_ on ranks 0, 2; no on rank 1"
+    assert problem.found == "bf16_ on ranks 0, 2 but no on rank 1"
 
 
 @pytest.mark.parametrize("content", [b"", b"not torch", b"PK\x03\x04"])

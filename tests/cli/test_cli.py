@@ -188,7 +188,7 @@ def test_overwrite_removes_nothing_but_a_model(tmp_path: Path) -> None:
     (out / "thesis.tex").write_text("years")
     done = run("consolidate", ZERO3, out, "--overwrite")
     assert done.returncode == 6
-    assert "found thesis.tex" in done.stderr
+    assert "found: thesis.tex" in done.stderr
     assert (out / "thesis.tex").read_text() == "years"
 
 
@@ -241,7 +241,8 @@ def refused(code: int, kind: str, *words: object, **environment: str) -> Any:
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     error = failure(run(*words, "--json", **environment))
     assert error["kind"] == kind, error
-    assert done.stderr == f"Error: {error['message']}\n"
+    assert done.stderr.startswith(f"Error: {error['path'] or ''}")
+    assert done.stderr.endswith(f"{error['hint']}{'.' * bool(error['hint'])}\n")
     assert "Traceback" not in done.stderr
     return error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import zexport
+from zexport.cli import main
 from zexport.cli.main import cli
 from zexport.cli.options import allow_option
 from zexport.cli.progress import progress_printer
@@ -56,6 +58,34 @@ def test_a_folder_that_is_no_single_checkpoint_is_told_what_to_type(runs: Path) 
     assert f"zexport verify model --against {one}" in refusal("verify", one)[0]
     assert f"comes first: {one} {runs}/new" in refusal("consolidate", runs / "new", one)[0]
     assert f"zexport verify MODEL --against {one}" in refusal("diff", model, one)[0]
+    assert f"verify {model} --against {one}" in refusal("verify", model, one)[0]
+    assert f"prune {one} --export {model}" in refusal("prune", one, model)[0]
+    new = runs / "new"
+    for typed, meant in (
+        ("2", "checkpoint-2"),
+        ("newst", "newest"),
+        ("checkpiont-1", "checkpoint-1"),
+    ):
+        assert f"Did you mean --tag {meant}?" in refusal("consolidate", a, new, "--tag", typed)[0]
+    assert f"Did you mean {one}?" in refusal("inspect", runs / "rum-a" / "checkpoint-1")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["diff", "a"], "Missing argument 'B'. As in: zexport diff model base"),
+        (["diff", "a", "b", "--fail"], "No such option '--fail'. Did you mean '--fail-on'?"),
+        (["help"], "No such command 'help'. Did you mean --help?"),
+    ],
+)
+def test_a_refused_line_is_told_the_next_one(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zexport", *words])
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert told in capsys.readouterr().err
 
 
 def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_checkpoint_of_more_steps_is_the_trained_one_in_either_order(tmp_pat
     for pair in ((older, newer), (newer, older)):
         found = diff_states(*pair).verdict
         assert found.cause is Cause.TRAINING
-        assert found.sentence.endswith("(lin 1, norm 1)")
+        assert found.sentence.endswith("(1 in lin, 1 in norm)")
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w2_bf16"])

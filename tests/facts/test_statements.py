@@ -31,7 +31,7 @@ def test_a_number_that_is_none_is_like_another_such() -> None:
 def test_each_value_is_told_once_with_all_who_state_it() -> None:
     said = [Statement(Fact.STAGE, stage, rank) for rank, stage in enumerate((2, 3, 2))]
     (found,) = disagreements(said)
-    assert found.found() == "2 on ranks 0, 2; 3 on ranks 1"
+    assert found.found() == "2 on ranks 0, 2 but 3 on ranks 1"
 
 
 def test_what_is_stated_of_several_things_is_held_against_each_other_thing_by_thing() -> None:
@@ -41,7 +41,7 @@ def test_what_is_stated_of_several_things_is_held_against_each_other_thing_by_th
         for by, value in zip(("adapter_config.json", "the tensors"), values, strict=True)
     ]
     (found,) = disagreements(said)
-    assert found.found() == "v_proj 8 in adapter_config.json; 16 in the tensors"
+    assert found.found() == "v_proj 8 in adapter_config.json but 16 in the tensors"
 
 
 def test_a_refusal_that_has_a_kind_is_lifted_by_allowing_it() -> None:

@@ -194,7 +194,7 @@ def test_frozen_weights_left_out_are_said_to_need_a_base(tmp_path: Path) -> None
     found = as_json(root)
     assert found["verdict"]["outcome"] == "needs_base"
     assert found["checkpoint"]["frozen_left_out"]
-    assert "--base DIR" in run(root).stdout
+    assert "--base MODEL" in run(root).stdout
 
 
 def two_tags(root: Path) -> Path:

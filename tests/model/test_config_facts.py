@@ -24,7 +24,7 @@ def judged(own: dict[str, object], base: dict[str, object]) -> Judgement:
 
 def test_other_keys_are_noted() -> None:
     (note,) = judged({"max_position_embeddings": 8}, {"max_position_embeddings": 16}).notes
-    assert "max_position_embeddings 8 in the checkpoint's config.json; 16 in the base's" in note
+    assert "max_position_embeddings 8 in the checkpoint's config.json but 16 in the base's" in note
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def labels(id2label: object, label2id: object) -> list[str]:
 
 def test_a_name_of_two_classes_and_another_number_of_them_are_told() -> None:
     (warning,) = labels({"0": "a", "1": "a"}, None)
-    assert "class 'a' 0 in id2label, 0; 1 in id2label, 1" in warning
+    assert "class 'a' 0 in id2label, 0 but 1 in id2label, 1" in warning
     content = {"id2label": NAMES, "num_labels": 5}
     (warning,) = judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
-    assert "the number of classes, 2 in id2label; 5 in num_labels" in warning
+    assert "the number of classes, 2 in id2label but 5 in num_labels" in warning
 
 
 def test_a_class_with_two_names_is_told() -> None:
     (warning,) = labels(NAMES, {"no": 1, "yes": 0})
-    assert "class 0 no in id2label; yes in label2id" in warning
+    assert "class 0 no in id2label but yes in label2id" in warning
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ SHIFTED = {**WORDS, "a": 1, "b": 0}
 def test_a_tokenizer_of_the_same_size_with_other_numbers_is_told(root: Path, where: str) -> None:
     other = tokenizer(root.parent if where == "above" else root.parents[1] / "base", SHIFTED)
     (warning,) = warned(tokenizer(root, WORDS), other if where == "base" else None)
-    assert "2 of 6 tokens, such as 'a', 0 in the export's tokenizer.json; 1 in " in warning
+    assert "2 of 6 tokens, such as 'a', 0 in the export's tokenizer.json but 1 in " in warning
 
 
 def test_tokenizers_with_the_same_tokens_and_other_merges_are_told(root: Path) -> None:
@@ -169,7 +169,7 @@ def test_configs_of_one_run_that_differ_are_told(root: Path) -> None:
     above = {**CONFIG, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "use_cache": False}
     put(root.parent, config=above)
     (warning,) = warned(root)
-    assert "rms_norm_eps 1e-05 in the checkpoint's; 1e-06 in the folder above's" in warning
+    assert "rms_norm_eps 1e-05 in the checkpoint's but 1e-06 in the folder above's" in warning
     assert "rope_theta" in warning
     assert "use_cache" not in warning
 
@@ -182,7 +182,7 @@ def test_a_config_of_something_else_above_is_not_held_against_it(root: Path) -> 
 def test_element_types_that_a_config_tells_twice_are_noted(root: Path) -> None:
     put(root, config={**CONFIG, "dtype": "bfloat16", "torch_dtype": "float16"})
     (note,) = judged(root).notes
-    assert "bfloat16 in dtype; float16 in torch_dtype" in note
+    assert "bfloat16 in dtype but float16 in torch_dtype" in note
 
 
 def test_settings_of_other_files_of_a_run_are_told_and_of_a_base_noted(root: Path) -> None:
@@ -193,8 +193,8 @@ def test_settings_of_other_files_of_a_run_are_told_and_of_a_base_noted(root: Pat
     put(base, tokenizer_config={"padding_side": "right", "pad_token": {"content": "<p>"}})
     found = judged(root, base)
     (warning,), (note,) = found.warnings, found.notes
-    assert "generation_config.json, temperature: 0.6 in the export's; 0.9 in the folder" in warning
-    assert "tokenizer_config.json, padding_side: left in the export's; right in --base's" in note
+    assert "generation_config.json, temperature: 0.6 in the export's but 0.9 in the " in warning
+    assert "tokenizer_config.json, padding_side: left in the export's but right in --base's" in note
 
 
 VISION = {"vision_config": {"image_size": 336, "patch_size": 14, "spatial_merge_size": 2}}
@@ -204,14 +204,14 @@ def test_a_processor_that_cuts_images_otherwise_is_told(root: Path) -> None:
     put(root, config={**CONFIG, **VISION})
     put(root, preprocessor_config={"patch_size": {"height": 16, "width": 16}, "merge_size": 2})
     (warning,) = warned(root)
-    assert "patch_size 14 in config.json; 16 in preprocessor_config.json" in warning
+    assert "patch_size 14 in config.json but 16 in preprocessor_config.json" in warning
 
 
 @pytest.mark.parametrize("size", [448, {"height": 448, "width": 448}, [448, 448]])
 def test_a_processor_with_images_of_another_size_is_noted(root: Path, size: object) -> None:
     put(root, config={**CONFIG, **VISION}, preprocessor_config={"size": size})
     (note,) = judged(root).notes
-    assert "336 in config.json; 448 in preprocessor_config.json" in note
+    assert "336 in config.json but 448 in preprocessor_config.json" in note
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_files_that_name_two_processors_are_told(root: Path) -> None:
     write(put(root, preprocessor_config={"processor_class": "LlavaProcessor"}), vocab_txt="a")
     put(root, tokenizer_config={"processor_class": "Qwen2VLProcessor"})
     (warning,) = warned(root)
-    assert "LlavaProcessor in preprocessor_config.json; Qwen2VLProcessor in tokenizer_" in warning
+    assert "LlavaProcessor in preprocessor_config.json but Qwen2VLProcessor in " in warning
 
 
 STEPS = [{"path": "", "type": "T"}, {"path": "1_Pooling", "type": "P"}]
@@ -244,7 +244,7 @@ def test_pooling_of_another_size_than_the_model_is_told(root: Path, key: str) ->
     assert not warned(root)
     put(root, modules=STEPS, **{"1_Pooling__config": {key: 48}})
     (warning,) = warned(root)
-    assert "64 in config.json; 48 in 1_Pooling/config.json" in warning
+    assert "64 in config.json but 48 in 1_Pooling/config.json" in warning
 
 
 def test_the_step_after_a_dense_one_takes_what_that_gives(root: Path) -> None:
@@ -253,13 +253,13 @@ def test_the_step_after_a_dense_one_takes_what_that_gives(root: Path) -> None:
     put(root, **{"2__config": dense, "3__config": {"in_features": 32}})
     assert not any("another size" in one for one in warned(root))
     put(root, **{"3__config": {"in_features": 64}})
-    assert any("32 in 2/config.json; 64 in 3/config.json" in one for one in warned(root))
+    assert any("32 in 2/config.json but 64 in 3/config.json" in one for one in warned(root))
 
 
 def test_a_card_that_names_another_base_is_told(root: Path) -> None:
     write(root, README_md="---\nbase_model: acme/small\n---\n")
     (warning,) = warned(root, **{"adapter_config.json": "acme/large"})
-    assert "acme/small in the checkpoint's README.md; acme/large in adapter_config" in warning
+    assert "acme/small in the checkpoint's README.md but acme/large in adapter_config" in warning
     for same in ("acme/Small", "acme/small-bnb-4bit", "/models/large", ""):
         assert not warned(root, **{"adapter_config.json": same})
 
@@ -270,7 +270,7 @@ def test_all_who_name_the_base_are_held_against_each_other(root: Path) -> None:
     hub = root.parents[1] / "models--acme--small-instruct" / "snapshots" / "a"
     base = put(hub, config={**CONFIG, "_name_or_path": "acme/older"})
     (warning,) = warned(root, base)
-    assert "acme/small in config.json; acme/large in the folder above's config.json" in warning
+    assert "acme/small in config.json, acme/large in the folder above's config.json but " in warning
     assert "acme/small-instruct in --base" in warning
     assert "acme/older" not in warning
     (warning,) = warned(root, base, **{"adapter_config.json": "acme/small"})
@@ -307,14 +307,14 @@ def test_a_key_that_stands_twice_in_a_file_is_told(root: Path) -> None:
     text = '{"model_type": "llama", "rms_norm_eps": 1e-06, "a": 1, "rms_norm_eps": 0.01, "a": 1}'
     (root / "config.json").write_text(text)
     (warning,) = warned(root)
-    assert "rms_norm_eps 1e-06 in config.json, 1.; 0.01 in config.json, 2." in warning
+    assert "rms_norm_eps 1e-06 in config.json, 1. but 0.01 in config.json, 2." in warning
 
 
 def test_licences_that_differ_are_told(root: Path) -> None:
     write(root, README_md="---\nlicense: mit\n---\n", LICENSE="\n   Apache License\n Version 2.0")
     base = write(root.parents[1] / "base", README_md="---\nlicense: gemma\n---\n")
     (warning,) = warned(root, base)
-    assert "mit in the checkpoint's README.md; gemma in the card of --base; apache-2.0" in warning
+    assert "mit in the checkpoint's README.md, gemma in the card of --base but apache" in warning
 
 
 def test_licences_that_agree_or_are_not_known_are_not_told(root: Path) -> None:
@@ -325,7 +325,7 @@ def test_licences_that_agree_or_are_not_known_are_not_told(root: Path) -> None:
 
 def test_code_that_is_nowhere_is_told(root: Path) -> None:
     put(root, config={**CONFIG, "auto_map": {"AutoModel": "modeling_mine.Mine"}})
-    assert "modeling_mine.py code of its own in config.json; no such" in warned(root)[0]
+    assert "modeling_mine.py code of its own in config.json but no such" in warned(root)[0]
     write(root, modeling_mine_py="")
     (root / "modeling.mine.py").rename(root / "modeling_mine.py")
     assert not warned(root)
@@ -344,9 +344,9 @@ def test_a_card_of_another_task_is_noted(root: Path) -> None:
 
 def test_steps_whose_files_are_not_there_are_told(root: Path) -> None:
     put(root, modules=[*STEPS, DENSE], **{"1_Pooling__config": {}})
-    assert "2 a step in modules.json; no files in the export" in warned(root)[0]
+    assert "2 a step in modules.json but no files in the export" in warned(root)[0]
     put(root, **{"2__config": {"in_features": 64, "out_features": 32}})
-    assert "2 weights of its own in its config; none in the export" in warned(root)[0]
+    assert "2 weights of its own in its config but none in the export" in warned(root)[0]
 
 
 def test_texts_longer_than_the_model_are_told(root: Path) -> None:
@@ -365,11 +365,11 @@ def test_a_length_that_a_tokenizer_was_left_with_is_noted(root: Path) -> None:
     put(root, tokenizer_config={"model_max_length": 10**30})
     assert len(left.encode("ab" * 40)) == len(left.encode("a")) == 16
     (note,) = judged(root).notes
-    assert "texts are cut to no length in the other files; 16 in tokenizer.json" in note
-    assert "texts are filled up to no length in the other files; 16 in tokenizer.json" in note
+    assert "texts are cut to no length in the other files but 16 in tokenizer.json" in note
+    assert "texts are filled up to no length in the other files but 16 in tokenizer.json" in note
     put(root, config={**CONFIG, "max_position_embeddings": 64})
     (note,) = judged(root).notes
-    assert "cut to [64] in the other files; 16 in" in note
+    assert "cut to [64] in the other files but 16 in" in note
 
 
 @pytest.mark.parametrize("padding", [None, {"strategy": "BatchLongest"}, {"strategy": 5}, 5])
@@ -387,12 +387,12 @@ def test_the_two_files_of_an_image_processor_say_the_same(root: Path) -> None:
     put(root, processor_config={"image_processor": {"do_resize": True, "image_mean": [0.5]}})
     put(root, preprocessor_config={"do_resize": True, "image_mean": [0.4]})
     (warning,) = warned(root)
-    assert "image_mean [0.5] in processor_config.json; [0.4] in preprocessor_" in warning
+    assert "image_mean [0.5] in processor_config.json but [0.4] in preprocessor_" in warning
 
 
 def test_sounds_cut_otherwise_than_the_model_takes_them_are_told(root: Path) -> None:
     put(root, config={**CONFIG, "num_mel_bins": 128}, preprocessor_config={"feature_size": 80})
-    assert "feature_size 128 in config.json; 80 in pre" in warned(root)[0]
+    assert "feature_size 128 in config.json but 80 in pre" in warned(root)[0]
 
 
 def named(root: Path, **config: object) -> list[str]:
@@ -406,9 +406,9 @@ def test_numbers_of_special_tokens_that_differ_are_told(root: Path) -> None:
     agreeing = {"image_token_id": 2, "bos_token_id": 3, "decoder_start_token_id": 2}
     assert not named(root, **agreeing)
     for key, shown in {
-        "image_token_index": "image_token 1 in config.json; 2 in processor_config.json (c)",
-        "bos_token_id": "bos_token 1 in config.json; 3 in tokenizer_config.json (<s>)",
-        "decoder_start_token_id": "decoder_start_token 1 in config.json; 2 in generation_conf",
+        "image_token_index": "image_token 1 in config.json but 2 in processor_config.json (c)",
+        "bos_token_id": "bos_token 1 in config.json but 3 in tokenizer_config.json (<s>)",
+        "decoder_start_token_id": "decoder_start_token 1 in config.json but 2 in generation_conf",
     }.items():
         assert shown in named(root, **{key: 1})[0]
 
@@ -417,7 +417,7 @@ def test_special_tokens_that_two_files_name_differently_are_told(root: Path) -> 
     put(tokenizer(root, WORDS), special_tokens_map={"eos_token": {"content": "</s>"}})
     put(root, tokenizer_config={"eos_token": "<s>"})
     (warning,) = named(root)
-    assert "eos_token <s> in tokenizer_config.json; </s> in special_tokens_map.json" in warning
+    assert "eos_token <s> in tokenizer_config.json but </s> in special_tokens_map.json" in warning
 
 
 def padded(root: Path, pad: object) -> list[str]:
@@ -431,8 +431,8 @@ def test_a_classifier_without_the_token_that_fills_up_texts_is_told(root: Path) 
     assert not padded(root, 5)
     put(tokenizer(root, WORDS), tokenizer_config={"pad_token": "<unk>"})
     (warning,) = padded(root, 3)
-    assert "3 in config.json; 5 in tokenizer_config.json (<unk>)" in warning
-    assert "none in config.json; 5 in" in padded(root, None)[0]
+    assert "3 in config.json but 5 in tokenizer_config.json (<unk>)" in warning
+    assert "none in config.json but 5 in" in padded(root, None)[0]
     assert not padded(root, 5)
 
 
@@ -455,10 +455,10 @@ def test_parts_of_a_tokenizer_that_number_a_token_otherwise_are_told(root: Path)
     around = {"special_tokens": {"<s>": {"id": "<s>", "ids": [5], "tokens": ["<s>"]}}}
     put(root, tokenizer={**content, "added_tokens": [taken], "post_processor": around})
     (warning,) = (one for one in warned(root) if "several numbers" in one)
-    assert "token 1: '<|im_end|>' in its added_tokens; 'b' in its vocabulary" in warning
-    assert "'<s>' 3 in tokenizer.json; 5 in its post_processor" in warning
+    assert "token 1: '<|im_end|>' in its added_tokens but 'b' in its vocabulary" in warning
+    assert "'<s>' 3 in tokenizer.json but 5 in its post_processor" in warning
     put(root, tokenizer={**content, "post_processor": {"processors": [around, 5]}})
-    assert "'<s>' 3 in tokenizer.json; 5" in warned(root)[0]
+    assert "'<s>' 3 in tokenizer.json but 5" in warned(root)[0]
 
 
 def sentencepiece(folder: Path, *pieces: str) -> Path:
@@ -518,7 +518,7 @@ def test_rules_that_the_tokenizers_config_has_otherwise_are_told(root: Path) -> 
     put(root, tokenizer={**content, "normalizer": {"type": "BertNormalizer", "lowercase": True}})
     put(root, tokenizer_config={"do_lower_case": False})
     (warning,) = warned(root)
-    assert "do_lower_case True in tokenizer.json; False in tokenizer_config.json" in warning
+    assert "do_lower_case True in tokenizer.json but False in tokenizer_config.json" in warning
     assert not warned(put(root, tokenizer_config={"do_lower_case": True}))
 
 
@@ -560,14 +560,14 @@ def test_configs_of_one_run_with_classes_in_another_order_are_told(root: Path) -
     put(root, config={**CONFIG, "id2label": {"0": "neg", "1": "pos"}})
     put(root.parent, config={**CONFIG, "id2label": {"0": "pos", "1": "neg"}})
     (warning,) = warned(root)
-    assert "class 0 neg in the checkpoint's config.json; pos in the folder above's" in warning
+    assert "class 0 neg in the checkpoint's config.json but pos in the folder above's" in warning
 
 
 def test_a_config_that_tells_twice_how_positions_are_rotated_is_told(root: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4}
     put(root, config={**CONFIG, "rope_theta": 1e6, "rope_parameters": rope})
     (warning,) = warned(root)
-    assert "rope_theta 10000.0 in rope_parameters; 1000000.0 in rope_theta" in warning
+    assert "rope_theta 10000.0 in rope_parameters but 1000000.0 in rope_theta" in warning
     scaling = {"rope_type": "yarn", "factor": 4.0}
     put(root, config={**CONFIG, "rope_scaling": scaling, "rope_parameters": rope})
     assert "rope_type default" in warned(root)[0]

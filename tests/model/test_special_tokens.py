@@ -55,7 +55,7 @@ def test_the_end_of_an_added_token_is_known(tmp_path: Path) -> None:
 
 def test_configs_without_an_end_in_common_are_told(tmp_path: Path) -> None:
     (warning,) = told(put(tmp_path, config=ENDS, generation_config={"eos_token_id": [3, 4]}))
-    assert "[3, 4] in generation_config.json; [2] in config.json" in warning
+    assert "[3, 4] in generation_config.json but [2] in config.json" in warning
 
 
 def test_a_template_whose_turns_end_otherwise_is_told(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ DECODER = {"added_tokens_decoder": {"21": {"content": "<a>"}}}
 @pytest.mark.parametrize("files", [{"tokenizer_config": DECODER}, {"added_tokens": {"<a>": 21}}])
 def test_a_token_with_two_numbers_is_told(files: dict[str, object], tmp_path: Path) -> None:
     (warning,) = told(put(tmp_path, tokenizer=tokenizer("<a>"), **files))
-    assert "'<a>' 20 in tokenizer.json; 21 in " in warning
+    assert "'<a>' 20 in tokenizer.json but 21 in " in warning
 
 
 def test_tokens_with_one_number_are_not_told(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_trainers_random_states_get_the_names_that_so_many_ranks_look_for(
     copied = _origins(found)
     assert {name: copied[name] for name in copied if "rng" in name} == states
     told = [note for note in found.notes if "random state" in note]
-    assert told == ([f"{lacking} of {after} ranks begin with the random state of their seed: "
-                     "there is none of theirs to copy"] if lacking else [])  # fmt: skip
+    said = f"for {lacking} of {after} ranks there is no random state to copy: a rank without one "
+    assert told == ([f"{said}begins with that of its seed"] if lacking else [])
 
 
 def test_random_states_for_any_number_of_ranks_keep_their_names_but_for_accelerates(

@@ -394,7 +394,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     file_of(root, "*rank_2_*optim*").unlink()
     error = _refused(root, tmp_path / "out", _allowing(FindingKind.MIXED_STEPS))
     assert "2 problems" in error.problem
-    assert "DeepSpeed version differs" in str(error.found)
+    assert "differ in the DeepSpeed version" in str(error.found)
     assert "optimizer files of rank 2" in str(error.found)
 
 

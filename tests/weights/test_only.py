@@ -62,7 +62,7 @@ def test_a_part_that_no_name_begins_with_is_refused_with_those_that_there_are(
     tmp_path: Path,
 ) -> None:
     root = _two_models(tmp_path / "ckpt", is_ema_trained=True)
-    with pytest.raises(UsageError, match="--only 'ema' is no part of the model") as caught:
+    with pytest.raises(UsageError, match="--only 'ema' names no part of the model") as caught:
         zexport.consolidate(root, tmp_path / "out", ExportOptions(only="ema"))
     assert caught.value.found == "ema_model, model"
 

@@ -351,7 +351,7 @@ def test_a_tie_that_the_config_does_not_declare_is_noted(zero3: Path) -> None:
     stored = Weights.of(open_checkpoint(zero3))
     untied, declared = (Selection(stored, _names(small_model(), tied)) for tied in ({}, None))
     (note,) = judge(tie_statements(untied), zero3).notes
-    assert "head.weight emb.weight in the checkpoint; head.weight in config.json" in note
+    assert "head.weight emb.weight in the checkpoint but head.weight in config.json" in note
     assert not judge(tie_statements(declared), zero3).notes
 
 
@@ -359,7 +359,7 @@ def test_renames_that_change_no_name_are_told(zero3: Path, tmp_path: Path) -> No
     renames = (("^base=", "="), ("^emb", "word"), ("^word", "emb"))
     report = consolidate(zero3, tmp_path / "out", ExportOptions(renames=renames))
     (warning,) = (one for one in report.warnings if "--rename" in one)
-    assert "'^base=' some names in --rename; none in the checkpoint" in warning
+    assert "'^base=' given in --rename but no such name in the checkpoint" in warning
 
 
 def test_renames_onto_the_names_of_other_weights_are_told(zero3: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_model_parallel_ranks_of_different_optimizer_steps_are_refused(
     root = _copy(name, tmp_path)
     for path in _files(root, "mp_rank_01_optim_states.pt"):
         rewrite(path, _set_steps(torch.tensor(77.0)))
-    _refused(root, tmp_path / "out", "the optimizer step differs")
+    _refused(root, tmp_path / "out", "differ in the optimizer step")
 
 
 def test_a_base_weight_comes_from_the_file_that_the_index_names(tmp_path: Path) -> None:

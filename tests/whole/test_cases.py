@@ -167,7 +167,7 @@ _REFUSED: dict[str, tuple[type[ZexportError], str]] = {
     "dmg_latest_missing_two": (AmbiguousTagError, "--tag global_step4"),
     "dmg_latest_traversal": (UnsafeError, "outside"),
     "dmg_z2_missing_model0": (IncompleteCheckpointError, "mp_rank_00_model_states.pt"),
-    "dmg_z2_mixed_steps_optim": (DamagedCheckpointError, "optimizer step differs"),
+    "dmg_z2_mixed_steps_optim": (DamagedCheckpointError, "differ in the optimizer step"),
     "dmg_z2_other_world": (DamagedCheckpointError, "another name"),
     "dmg_z3_deflated": (UnsupportedError, "compressed"),
     "dmg_z3_flip_weight": (DamagedCheckpointError, "CRC-32"),

@@ -62,7 +62,7 @@ def test_a_rank_with_fewer_flat_groups_than_the_first_is_refused(
     root = copied(name, tmp_path)
     path = file_of(root, "*rank_1_mp_rank_00_optim*")
     rewrite(path, lambda state: state["optimizer_state_dict"].update({_PARTITIONS: left}))
-    error = _refused(root, tmp_path / "out", "number of flat groups differs")
+    error = _refused(root, tmp_path / "out", "differ in the number of flat groups")
     assert f"0 flat groups in {path.name}" in str(error)
 
 

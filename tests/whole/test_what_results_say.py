@@ -193,7 +193,7 @@ def test_a_base_that_only_gives_files_is_named_and_not_taken_for_the_one_that_wa
     out = tmp_path / "out"
     options = ExportOptions(base=base, base_dtype=ExportDType.BF16)
     report = consolidate(root, out, options)
-    assert any("acme/small in config.json; acme/instruct in --base" in w for w in report.warnings)
+    assert any("acme/small in config.json but acme/instruct" in w for w in report.warnings)
     assert any(one.startswith("from --base: tokenizer") for one in report.notes)
     assert any(one.startswith("--base-dtype changes nothing") for one in report.notes)
     card = ModelCard.load(out / "README.md")

@@ -18,6 +18,7 @@ from zexport.beside.pins import Pin, pin, pins_folder, pins_left
 from zexport.beside.pruning import Pruner, words_of_prune
 from zexport.beside.sightings import Sighting, look
 from zexport.beside.words import words_of
+from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
 from zexport.options import ExportOptions
 from zexport.report.failure import Told
@@ -62,13 +63,10 @@ def watch(
     Raises:
         OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
             be written.
-        UsageError: ``outs`` is the run's folder.
+        UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints.
     """
     run, outs = absolute(place(run)), absolute(place(outs))
-    if real(run) == real(outs):
-        raise UsageError("the exports need a folder of their own", found=str(outs))
-    if exists(run) and not is_folder(run):
-        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
+    _check_places(run, outs)
     export = export or ExportOptions()
     options = options or WatchOptions()
     to_prune = words_of_prune(run, export) if options.prune else ()
@@ -86,6 +84,24 @@ def watch(
             yield from work.events()
         finally:
             work.end()
+
+
+def _check_places(run: Path, outs: Path) -> None:
+    """Refuse to write into a run: into this one, or, given the wrong way round, into the other."""
+    if exists(run) and not is_folder(run):
+        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
+    if real(outs).is_relative_to(real(run)):
+        raise UsageError(
+            "lies in the run, into which nothing is written",
+            path=outs,
+            hint="Give the exports a folder beside the run",
+        )
+    if exists(outs) and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
+        raise UsageError(
+            "holds checkpoints, and is to hold exports",
+            path=outs,
+            hint="The run comes first, and a folder for its exports second",
+        )
 
 
 class _Task(Struct, frozen=True):

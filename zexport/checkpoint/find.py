@@ -7,6 +7,7 @@ folder with the rank files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from zexport.checkpoint.candidates import (
     models_of_accelerate,
 )
 from zexport.checkpoint.location import (
+    NEWEST,
     Location,
     TagChoice,
     check_child_name,
@@ -50,6 +52,7 @@ from zexport.store.folders import absolute, child_folders, exists, is_file, is_f
 from zexport.store.publish import is_unfinished
 
 _LATEST = ("latest", "latest_universal")
+_NUMBERS = re.compile(r"\d+")
 _CHECK = "Check the path and its permissions"
 _GIVE_FOLDER = "Give a run's folder, checkpoint-N in it, or the folder that holds `latest`"
 _FINISHED = (*WEIGHTS_IN_ORDER, ADAPTER_FILE, "adapter_model.bin")
@@ -126,14 +129,32 @@ def _folder(path: Path) -> Path:
 
 def _instead(path: Path) -> str:
     """What to give in place of what is no folder: what lies beside it under a like name."""
-    import difflib  # noqa: PLC0415 - who names a folder that is there needs it not
-
     names = list[str]()
-    if is_folder(path.parent) and not isinstance(path, Address):
-        with suppress(PermissionError):
-            names = sorted(child.name for child, _ in child_folders(path.parent))
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"Did you mean {path.parent / near[0]}? {_GIVE_FOLDER}" if near else _GIVE_FOLDER
+    if isinstance(path, Address):
+        return _GIVE_FOLDER
+    above = next(parent for parent in path.parents if is_folder(parent))
+    with suppress(PermissionError):
+        names = sorted(child.name for child, _ in child_folders(above))
+    wanted, *below = path.relative_to(above).parts
+    near = _nearest(wanted, names)
+    meant = above.joinpath(near or "", *below)
+    if near is None or (below and not is_folder(meant)):
+        return _GIVE_FOLDER
+    return f"Did you mean {meant}? {_GIVE_FOLDER}"
+
+
+def _meant(tag: str, names: Sequence[str]) -> str | None:
+    """The one of these that was likely meant by a name: none of another number."""
+    numbers = _NUMBERS.findall(tag)
+    same = [one for one in names if _NUMBERS.findall(one) == numbers]
+    return same[0] if numbers and len(same) == 1 else _nearest(tag, same)
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """The most alike of these, if any is."""
+    import difflib  # noqa: PLC0415 - who names what is there needs it not
+
+    return next(iter(difflib.get_close_matches(name, names, 1)), None)
 
 
 def run_folder(path: Path) -> Path:
@@ -185,11 +206,13 @@ def _named(path: Path, tag: str, boundary: Boundary) -> Location:
         )
     if holders:
         return location_of(path / holders[0], tag, TagChoice.OPTION, boundary)
+    there = [*list_tags(path), *runs]
+    near = _meant(tag, [*there, NEWEST])
     raise NoSuchTagError(
-        f"has no tag {tag!r}",
+        f"has no tag or checkpoint {tag!r}",
         path=path,
-        found=_listed([*list_tags(path), *runs]),
-        hint="Choose one of these",
+        found=_listed(there),
+        hint=f"Did you mean --tag {near}?" if near else "Choose one of these, or --tag newest",
     )
 
 
@@ -275,7 +298,7 @@ def _check_any(path: Path, tag: str | None = None) -> None:
     raise NotACheckpointError(
         "holds no ZeRO checkpoint",
         path=path,
-        found="no *_optim_states.pt and no *_model_states.pt at, or up to two levels below",
+        found="neither *_optim_states.pt nor *_model_states.pt in it, nor two levels below it",
         expected="`latest` and a tag folder such as global_step100",
         hint="Give the folder that DeepSpeed's save_checkpoint wrote to",
     )

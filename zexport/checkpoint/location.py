@@ -15,6 +15,9 @@ from zexport.store.boundary import Boundary
 from zexport.store.contents import read_regular
 from zexport.store.folders import is_file, real
 
+NEWEST = "newest"
+"""The value of ``--tag`` that asks for the newest complete tag."""
+
 _LATEST_NBYTES_MAX = 4096
 
 

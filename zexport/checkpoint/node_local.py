@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.candidates import is_tag_dir, list_ages, list_run_checkpoints, list_tags
+from zexport.checkpoint.find import run_folder
+from zexport.checkpoint.location import NEWEST, Location
 from zexport.checkpoint.model_states import ModelStates, read_model_states
 from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, in_order, list_rank_files
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
+from zexport.printable import shell_word, some
 from zexport.store.contents import same_bytes
+from zexport.store.folders import absolute
 
 
 def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
@@ -42,6 +47,39 @@ def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
     return tuple(
         _one_of(list(copies), found) for _, copies in groupby(found, key=lambda f: f.path.name)
     )
+
+
+def check_parts(paths: Sequence[Path], tag: str | None) -> None:
+    """Refuse folders that hold no parts of one checkpoint, and a newest tag among several parts.
+
+    Raises:
+        UsageError: no tag is in all of them, or ``tag`` is to be the newest.
+    """
+    held = [_names_in(run_folder(absolute(path))) for path in paths]
+    common = [name for name in held[0] if all(name in names for names in held)]
+    if not common and all(held):
+        one = shell_word(paths[-1])
+        raise UsageError(
+            "the folders hold different checkpoints, and several folders are the parts of one",
+            found="; ".join(
+                f"{some(names, 3)} in {path}" for path, names in zip(paths, held, strict=True)
+            ),
+            hint=f"Give one checkpoint alone, for example {one}",
+        )
+    if tag == NEWEST:
+        raise UsageError(
+            "of several folders none tells which tag is the newest",
+            found=some(common),
+            hint="Name the tag with --tag",
+        )
+
+
+def _names_in(path: Path) -> tuple[str, ...]:
+    """What ``--tag`` may name in a folder; of a tag folder itself, its own name."""
+    if is_tag_dir(path):
+        return (path.name,)
+    tags = [tag for run in list_ages(path) for tag in list_tags(path / run)]
+    return tuple(dict.fromkeys((*list_tags(path), *list_run_checkpoints(path), *tags)))
 
 
 def _one_of(copies: list[RankFile], found: Sequence[RankFile]) -> RankFile:

@@ -17,15 +17,13 @@ from zexport.checkpoint.candidates import (
 )
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, locate_named
-from zexport.checkpoint.location import Location, TagChoice, location_of
+from zexport.checkpoint.location import NEWEST, Location, TagChoice, location_of
+from zexport.checkpoint.node_local import check_parts
 from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import AmbiguousTagError, NoSuchTagError, UsageError
 from zexport.printable import some
 from zexport.store.address import place
 from zexport.store.files import reading
-
-NEWEST = "newest"
-"""The value of ``--tag`` that asks for the newest complete tag."""
 
 _CHECK = "Check its permissions, and that nothing is writing there"
 
@@ -60,9 +58,9 @@ def open_checkpoint(
     paths = [*map(place, [path] if isinstance(path, Path | str) else path)]
     if not paths:
         raise UsageError("no folder was given", hint="Give the checkpoint's")
-    if tag == NEWEST and len(paths) > 1:
-        raise UsageError("several folders and --tag newest", hint="Name the tag with --tag")
     with reading(paths[0], hint=_CHECK):
+        if len(paths) > 1:
+            check_parts(paths, tag)
         if tag == NEWEST:
             return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
         opened = read_checkpoint(

@@ -110,11 +110,11 @@ def _exit_code(found: Inspection) -> int:
     try:
         plan = plan_export(found.checkpoint, "model")
     except ZexportError as error:
-        click.echo(f"Error: {error.sentence()}", err=True)
+        click.echo("Error: " + "\n".join(error.lines()), err=True)
         return error.exit_code
     told = {*found.checkpoint.newer, *found.checkpoint.warnings}
     warnings = [one for one in plan.warnings if one not in told]
-    print_list(PlainConsole(sys.stderr), "Warnings of an export", warnings)
+    print_list(PlainConsole(sys.stderr), "Warnings of an export", warnings, is_first=True)
     return max((problem.exit_code for problem in found.problems), default=0)
 
 

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 _COMMANDS = (
-    *("consolidate", "finish", "reshard", "inspect", "verify", "diff"),
-    *("watch", "prune", "train"),
+    *("inspect", "consolidate", "verify", "reshard", "diff"),
+    *("watch", "prune", "finish", "train"),
 )
 _MEANT = {
     **dict.fromkeys(("export", "convert", "merge", "save", "zero_to_fp32"), "consolidate"),
@@ -61,6 +62,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As Click has it; a refusal names the command that was meant."""
         word = args[0]
+        if word == "help":
+            raise click.UsageError("No such command 'help'. Did you mean --help?", ctx)
         if word not in _COMMANDS and (meant := _meant(word.lower())):
             raise click.UsageError(f"No such command {word!r}. Did you mean {meant!r}?", ctx)
         name, command, rest = super().resolve_command(ctx, args)
@@ -87,7 +90,7 @@ class _Commands(click.Group):
     epilog='Completion: eval "$(_ZEXPORT_COMPLETE=bash_source zexport)" (or zsh_source, '
     "fish_source). Every option also reads ZEXPORT_<COMMAND>_<OPTION>.",
 )
-@click.version_option(__version__, prog_name="zexport")
+@click.version_option(__version__, "-v", "--version", prog_name="zexport")
 @click.option("--local_rank", hidden=True, expose_value=False)  # put there by deepspeed's launcher
 def cli() -> None:
     """DeepSpeed ZeRO checkpoints to Hugging Face models: offline, bit-exact, in bounded memory.
@@ -97,10 +100,14 @@ def cli() -> None:
 
 
 def _meant(word: str) -> str | None:
+    return _MEANT.get(word) or next(iter(_nearest(word, _COMMANDS)), None)
+
+
+def _nearest(word: str, words: Sequence[str]) -> list[str]:
+    """The one of these that is most like the word; none where none is."""
     import difflib
 
-    near = difflib.get_close_matches(word, _COMMANDS, 1)
-    return _MEANT.get(word) or (near[0] if near else None)
+    return difflib.get_close_matches(word, words, 1)
 
 
 def main() -> NoReturn:
@@ -161,7 +168,9 @@ def _tell_interrupt(error: BaseException) -> int:
 
 def _tell(error: ZexportError, *, as_json: bool) -> int:
     """Say what is wrong, once for people and once for programs; the exit code."""
-    click.echo(" ".join([f"Error: {error.sentence()}", *getattr(error, "__notes__", [])]), err=True)
+    *lines, last = [error.sentence()] if as_json else error.lines()
+    told = "\n".join([*lines, " ".join([last, *getattr(error, "__notes__", [])])])
+    click.echo(f"Error: {told}", err=True)
     if as_json:
         from zexport.report.failure import Failure, Told
         from zexport.store.json import form_of
@@ -172,8 +181,23 @@ def _tell(error: ZexportError, *, as_json: bool) -> int:
 
 
 def _tell_usage(error: click.UsageError, *, as_json: bool) -> int:
+    error = _plainer(error)
     if as_json:
         told = UsageError(error.format_message().rstrip("."), hint="See --help")
         return _tell(told, as_json=True)
     error.show()
     return error.exit_code
+
+
+def _plainer(error: click.UsageError) -> click.UsageError:
+    """Click's refusal, with the one option that was likely meant, or the command's example."""
+    if isinstance(error, click.NoSuchOption) and error.possibilities:
+        typed, meant = error.option_name, error.possibilities
+        begun = [one for one in meant if one.startswith(typed)]
+        near = begun[:1] or _nearest(typed, meant)
+        return click.NoSuchOption(typed, possibilities=near, ctx=error.ctx)
+    if isinstance(error, click.MissingParameter) and not error.message and error.ctx is not None:
+        example = re.search(r"Example: (.+)", error.ctx.command.help or "")
+        told = f"As in: {example[1]}" if example else ""
+        return click.MissingParameter(told, error.ctx, error.param)
+    return error

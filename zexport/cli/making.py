@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from zexport.store.json import JsonObject
 
 
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Ends of names that look like a file's."""
+
 output_option = click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, by name.")
 quiet_option = click.option(
     "-q", "--quiet", is_flag=True, help="No progress, no report and no notes; warnings stay."
@@ -100,6 +103,8 @@ class Making(Struct, frozen=True):
         if options.overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
             told = f"What {out} holds is removed before the new folder is written: "
             click.echo(f"{told}this is not undone.", err=True)
+        if out.suffix in _FILES and not self.quiet:
+            click.echo(f"{out} will be a folder, as every model is.", err=True)
         began = time.monotonic()
         with (
             progress_printer(self.progress, quiet=self.quiet) as on_progress,
@@ -149,7 +154,7 @@ class Making(Struct, frozen=True):
             form = partial(form_of, done, plan.provenance)
             tell(done, form, as_json=self.json, quiet=self.quiet, what=_what(plan))
         elif self.quiet and not self.json:
-            print_warnings(PlainConsole(sys.stderr), done)
+            print_warnings(PlainConsole(sys.stderr), done, alone=True)
         else:
             put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
 
@@ -184,7 +189,7 @@ def tell(
     from zexport.report.text import PlainConsole
 
     if quiet and not as_json:
-        print_warnings(PlainConsole(sys.stderr), done)
+        print_warnings(PlainConsole(sys.stderr), done, alone=True)
     else:
         put_out(form, lambda console: print_export(console, done, what=what), as_json=as_json)
 

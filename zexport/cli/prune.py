@@ -17,11 +17,13 @@ from zexport.cli.options import (
     tag_option,
 )
 from zexport.cli.streams import put_out
+from zexport.errors import UsageError
+from zexport.printable import shell_word
 
 
 @click.command(short_help="Remove the optimizer's states of a checkpoint whose export is proved.")
 @click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
-@click.option("--export", type=PATH, required=True, metavar="OUT", help="The export of it.")
+@click.option("--export", type=PATH, metavar="OUT", help="The export of it.  [required]")
 @click.option(
     "--delete",
     is_flag=True,
@@ -38,7 +40,7 @@ from zexport.cli.streams import put_out
 def prune(
     *,
     ckpts: tuple[Path, ...],
-    export: Path,
+    export: Path | None,
     json: bool,
     progress: str,
     quiet: bool,
@@ -57,6 +59,10 @@ def prune(
     from zexport.cli.progress import progress_printer
     from zexport.report.beside import print_prune
 
+    if export is None:
+        *first, last = map(shell_word, ckpts)
+        meant = " ".join((*first, "--export", last) if first else (last, "--export", "OUT"))
+        raise UsageError("--export is missing", hint=f"Name the export: zexport prune {meant}")
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = beside(ckpts, export, progress=on_progress, **chosen)
     if json or not quiet:

@@ -26,16 +26,22 @@ _train_options = together(
         type=click.IntRange(min=260),
         metavar="N",
         default=384,
-        help="Of the tokenizer that is built in.",
+        help="Tokens of the built-in tokenizer.",
     ),
     click.option(
         "--hidden-size",
         type=click.IntRange(min=8),
         metavar="N",
         default=64,
-        help="Of the built-in model.",
+        help="Hidden size of the built-in model.",
     ),
-    click.option("--layers", type=_POSITIVE, metavar="N", default=2, help="Of the built-in model."),
+    click.option(
+        "--layers",
+        type=_POSITIVE,
+        metavar="N",
+        default=2,
+        help="Layers of the built-in model.",
+    ),
     click.option("--world-size", type=_POSITIVE, metavar="N", default=2, help="Number of ranks."),
     click.option(
         "--stage", type=click.IntRange(0, 3), metavar="0..3", default=3, help="ZeRO stage."
@@ -44,7 +50,7 @@ _train_options = together(
         "--dtype",
         type=click.Choice(["fp32", "bf16", "fp16"]),
         default="bf16",
-        help="Of the module.",
+        help="Element type that the module trains in.",
     ),
     click.option("--steps", type=_POSITIVE, metavar="N", default=20, help="Step to train up to."),
     click.option(
@@ -55,13 +61,25 @@ _train_options = together(
         help="Learning rate, after four steps.",
     ),
     click.option(
-        "--batch-size", type=_POSITIVE, metavar="N", default=4, help="Sequences a rank and step."
+        "--batch-size",
+        type=_POSITIVE,
+        metavar="N",
+        default=4,
+        help="Sequences a rank takes in a step.",
     ),
     click.option(
-        "--seq-len", type=click.IntRange(min=2), metavar="N", default=64, help="Tokens a sequence."
+        "--seq-len",
+        type=click.IntRange(min=2),
+        metavar="N",
+        default=64,
+        help="Tokens in a sequence.",
     ),
     click.option(
-        "--seed", type=_COUNT, metavar="N", default=0, help="Of the weights and the data order."
+        "--seed",
+        type=_COUNT,
+        metavar="N",
+        default=0,
+        help="Seed of the weights and of the order of the data.",
     ),
     click.option("--lora", is_flag=True, help="Train a LoRA adapter, the model frozen."),
     click.option(
@@ -70,7 +88,11 @@ _train_options = together(
         metavar="REGEX",
         help="Freeze the parameters whose name matches (repeatable).",
     ),
-    click.option("--ds-config", type=_FILE, help="DeepSpeed configuration merged over ours."),
+    click.option(
+        "--ds-config",
+        type=_FILE,
+        help="DeepSpeed configuration; what it says comes before zexport's own.",
+    ),
     click.option(
         "--timeout",
         type=_POSITIVE,
@@ -85,10 +107,18 @@ _train_options = together(
         help="Every rank's part (to resume), the whole 16-bit model from rank 0, or both.",
     ),
     click.option(
-        "--save-every", type=_COUNT, metavar="N", default=0, help="Steps (0: at the end only)."
+        "--save-every",
+        type=_COUNT,
+        metavar="N",
+        default=0,
+        help="Save every N steps (0: at the end only).",
     ),
     click.option(
-        "--keep", type=_COUNT, metavar="N", default=0, help="Newest checkpoints kept (0: all)."
+        "--keep",
+        type=_COUNT,
+        metavar="N",
+        default=0,
+        help="Keep the newest N checkpoints (0: all).",
     ),
     click.option("--resume", is_flag=True, help="Continue from the folder's latest checkpoint."),
 )

@@ -16,12 +16,13 @@ from zexport.cli.options import (
     storage_option,
 )
 from zexport.cli.streams import put_out
-from zexport.errors import VerificationError
+from zexport.errors import UsageError, VerificationError
 from zexport.options import CheckMode
+from zexport.printable import shell_word
 
 
 @click.command(short_help="Check an export against its manifest and its checkpoint.")
-@click.argument("out", type=PATH)
+@click.argument("outs", type=PATH, metavar="OUT", nargs=-1, required=True)
 @click.option(
     "--against",
     type=PATH,
@@ -46,7 +47,7 @@ from zexport.options import CheckMode
 @progress_options
 def verify(
     *,
-    out: Path,
+    outs: tuple[Path, ...],
     against: tuple[Path, ...],
     base: Path | None,
     adapter_config: Path | None,
@@ -64,6 +65,13 @@ def verify(
     from zexport.cli.progress import progress_printer
     from zexport.report.export import print_verify
 
+    out, *more = outs
+    if more:
+        meant = " ".join((shell_word(out), "--against", *map(shell_word, more)))
+        raise UsageError(
+            "one folder is verified at a time",
+            hint=f"To hold it against its checkpoint: zexport verify {meant}",
+        )
     with progress_printer(progress, quiet=quiet) as on_progress:
         found = verify_export(
             out,

@@ -148,7 +148,7 @@ def _nothing_compared(tensors: Sequence[TensorDiff], adapters: tuple[bool, bool]
         return Verdict(
             Cause.TENSORS,
             f"A is {a} and B is {b}, whose tensors have other names: zexport consolidate CKPT OUT "
-            "--adapter merge --base DIR gives a model to compare",
+            "--adapter merge --base MODEL gives a model to compare",
         )
     if renamed := [tensor for tensor in tensors if tensor.kind is Kind.RENAMED]:
         return Verdict(Cause.TENSORS, f"Cannot tell: {seen(renamed, 1)}")
@@ -179,7 +179,8 @@ def _training(models: Models) -> str:
     known = [t.values.relative_norm for t in moved if t.values and t.values.relative_norm]
     by = f" by {share(min(known))} to {share(max(known))} of their norm" if known else ""
     modules = Counter(_module(tensor.name) for tensor in moved)
-    where = some([f"{module} {count:,}" for module, count in modules.most_common()], _NAMED)
+    counted = [f"{count:,} in {module}" for module, count in modules.most_common()]
+    where = some(counted, _NAMED) + " modules" * (len(counted) > _NAMED)
     parts = [f"{_count(moved)} moved{by} ({where})"] if moved else []
     if heads := [tensor.name for tensor in models.tensors if tensor.kind is Kind.UNRELATED]:
         parts.append(f"new is the head ({some(heads, _NAMED)})")

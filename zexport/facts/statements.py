@@ -54,11 +54,12 @@ class Disagreement(Struct, frozen=True):
         told = []
         for about, statements in self.statements.items():
             differing = _differing(self.fact, statements)
-            sides = "; ".join(
+            *sides, last = (
                 f"{one.value} {_said_by([s.by for s in differing if _same(s, one)], named)}"
                 for one in _distinct(differing)
             )
-            told.append(f"{about} {sides}" if about else sides)
+            said = f"{', '.join(sides)} but {last}" if sides else last
+            told.append(f"{about} {said}" if about else said)
         return some(told, _ABOUT_MAX)
 
     @property

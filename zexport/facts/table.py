@@ -62,7 +62,7 @@ def _of_one_save(name: str, kind: FindingKind | None = None) -> Row:
     """What all rank files of one save state alike."""
     return Row(
         name,
-        f"mixes files of different saves: the {name} differs",
+        f"mixes files of different saves, which differ in the {name}",
         expected="one save",
         hint="Copy all rank files of one save again",
         kind=kind,
@@ -104,7 +104,7 @@ class Fact(Enum):
     """What may be stated more than once."""
 
     PARTITION_COUNT = _of_one_save("partition count")
-    FILE_PREFIX = _of_one_save("prefix of the file names, which tells of bf16")
+    FILE_PREFIX = _of_one_save("prefix of the file names (bf16_)")
     STAGE = _of_one_save("ZeRO stage")
     FLAT_GROUPS = _of_one_save("number of flat groups")
     OPTIMIZER_STEP = _of_one_save("optimizer step", FindingKind.MIXED_STEPS)
@@ -119,7 +119,7 @@ class Fact(Enum):
         "names or files beside the tag tell of another step",
     )
     RUN_BATCH = _warned(
-        "rows of a micro-batch",
+        "size of a micro-batch",
         "files beside the tag tell of another batch, and may be of another run",
     )
     RUN_RANKS = _warned(
@@ -159,9 +159,9 @@ class Fact(Enum):
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)
     CELL_WORLD_SIZE = _of_one_save("data-parallel world size")
-    BASE_CONFIG = _of_one_base("what the base model is built like", "their configs differ")
+    BASE_CONFIG = _of_one_base("shape of the base model", "their configs differ")
     BASE_ROPE = Row(  # another model of the same sizes, or the same one trained for longer texts
-        "how the base model rotates positions",
+        "rotary positions (RoPE) of the base",
         "the base is another model than the one that training began from, or was trained for "
         "longer texts than it was made for: their configs differ",
         expected="the same rope settings",
@@ -171,7 +171,7 @@ class Fact(Enum):
         error=UsageError,
     )
     LONGER_TEXTS = _warned(
-        "how the base model rotates positions, where the weights are the base's",
+        "rotary positions (RoPE), where the weights are the base's",
         "config.json, the one beside the checkpoint, rotates positions otherwise than the base, "
         "whose weights are those that were trained: right only if this run was trained so",
     )
@@ -213,7 +213,7 @@ class Fact(Enum):
     ADAPTER_FEEDFORWARD = _of_one_adapter("choice of feedforward_modules")
     ADAPTER_COPIES = _of_one_adapter("choice of modules_to_save")
     ADAPTER_EFFECT = _warned(
-        "what an adapter changes",
+        "effect of an adapter",
         "the adapter changes nothing, as one before its first step",
     )
     ADAPTER_UNHELD = _warned(
@@ -416,7 +416,7 @@ class Fact(Enum):
         "config.json tells of two element types, and the export's has the one that is written",
     )
     CONFIG_ROPE = _warned(
-        "how positions are rotated, told twice by one config",
+        "rotary positions (RoPE), told twice by one config",
         "config.json tells twice how positions are rotated, and not every program goes by the "
         "same: leave what was trained with",
     )

@@ -221,7 +221,7 @@ def read_zip(
         raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
     except _ZIP_ERRORS as error:
         problem = "is not a whole zip archive: it ends early, or its bytes were changed"
-        raise _damaged(path, problem, error) from error
+        raise _damaged(path, problem) from error
     known = {} if known is None else known
     if data not in known:
         known[data] = load(data, path=path)

@@ -15,7 +15,8 @@ from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.candidates import are_of_one_run, list_tags
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.find import runs_in
-from zexport.checkpoint.opening import NEWEST, Checkpoint, open_checkpoint
+from zexport.checkpoint.location import NEWEST
+from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.extras import lack_for_names, to_have_names
 from zexport.filenames import CONFIG
@@ -253,20 +254,21 @@ def _verdict(
         return Verdict(
             Outcome.EXPORTABLE,
             "exportable as an adapter, or merged into its base model",
-            f"{command} (or merged: {command} {merge})",
+            f"{command}  # or merged: {command} {merge}",
         )
     if checkpoint.left_out or checkpoint.frozen_left_out:
         return Verdict(
             Outcome.NEEDS_BASE,
             "exportable with the base model, which has the frozen weights that were left out, or "
             "without them",
-            f"{command} --base MODEL (or {command} --exclude-frozen)",
+            f"{command} --base MODEL  # or {command} --exclude-frozen",
         )
     command += " --base MODEL" if CONFIG in missing_sidecars else ""
     sentence = "exportable, as far as the rank files tell"
     if lack := lack_for_names():
         sentence += f"; here ({lack}) only if the model's names on the hub are known already"
-        command += f" (if they are not: {to_have_names()}; or add --layout memory)"
+        first = to_have_names().removeprefix("Type ")
+        command += f"  # where names are not known, first {first}; or add --layout memory"
     return Verdict(Outcome.EXPORTABLE, sentence, command)
 
 

@@ -54,14 +54,15 @@ def share_memory(
     if chunk < _CHUNK_NBYTES_MIN:
         raise MemoryLimitError(
             "--max-memory is too small",
-            found=f"{options.max_memory_nbytes} bytes",
-            expected=f"{needed + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN} bytes or more",
+            found=f"{options.max_memory_nbytes // _MB:,} MB",
+            expected=f"{-(-(needed + _BUFFERS_PER_JOB * _CHUNK_NBYTES_MIN) // _MB):,} MB or more",
             hint="Raise --max-memory",
         )
     return jobs, chunk - chunk % 4096
 
 
 _BYTES_PER_SECOND = 1_000_000_000
+_MB = 1_000_000
 
 
 class PlannedFile(Struct, frozen=True):

@@ -17,7 +17,7 @@ _SAID = {
     "changed": "not exported yet: {why}",
     "skipped": "skipped: {why}",
     "waiting": "waits: {why}",
-    "ran": "the command after it has ended well in {time}",
+    "ran": "its --then command ended well, after {time}",
     "command-failed": "{why}",
     "removed": "{out} is removed, as newer exports are there",
     "pruned": "pruned, {freed} are free again",
@@ -45,13 +45,18 @@ def print_event(console: Console, event: WatchEvent) -> None:
 def print_prune(console: Console, done: PruneReport) -> None:
     """A line of what is free again and what is left, and what was held against what."""
     freed, before = size(done.nbytes_freed), size(done.nbytes_before)
-    if done.is_dry_run:
+    checkpoint = near(done.checkpoint)
+    if not done.nbytes_freed:
+        print_line(console, f"{checkpoint} is pruned already: nothing is left to remove")
+    elif done.is_dry_run:
         what = "would be removed" if done.is_deleted else "would be freed"
-        print_line(console, f"{done.checkpoint}: {freed} of {before} {what}")
+        print_line(console, f"{checkpoint}: {freed} of {before} {what}")
         return
-    print_line(console, f"{done.checkpoint}: {freed} of {before} freed", "bold green")
-    if done.pruned is not None:
-        print_line(console, f"It is {done.pruned} now, and exports as before")
+    else:
+        print_line(console, f"{checkpoint}: {freed} of {before} freed", "bold green")
+    if done.pruned is not None and done.pruned != done.checkpoint:
+        print_line(console, f"It is {near(done.pruned)} now, and exports as before")
     if done.tensors:
-        print_line(console, f"Proof: {plural(done.tensors, 'tensor')} of {done.export}, all equal")
+        held = f"{plural(done.tensors, 'tensor')} of {near(done.export)}"
+        print_line(console, f"Proof: {held}, all equal")
     print_list(console, "Left out, as they cannot be written safely", done.left_out)

@@ -61,7 +61,7 @@ def print_plan(
             ("Base", str(plan.base or "")),
             ("Reads", reads),
             ("Compared", _compared(plan)),
-            ("Writes", size(plan.nbytes_to_write)),
+            ("Writes", size(plan.nbytes_to_write + sum(side_nbytes.values()))),
             ("Memory", f"up to {size(plan.memory_nbytes)} ({plural(plan.jobs, 'worker')})"),
             ("Time", f"about {seconds} if the disk does 1 GB/s"),
             ("Replaces", "the folder that is there" if plan.overwrite else ""),
@@ -153,8 +153,14 @@ def _listed(names: Sequence[str]) -> str:
 
 def print_part(console: Console, report: PartReport) -> None:
     """What one of several workers did."""
-    told = f"Part {report.part}/{report.parts} of {near(report.out_dir)} is written from "
-    print_text(console, f"{told}{_near(report.origin)}", "bold green", indent=2)
+    out, part = near(report.out_dir), f"part {report.part}/{report.parts}"
+    origin, whole = _near(report.origin), f"{part.capitalize()} of {out}"
+    if not (report.missing or report.nbytes_written):
+        told = f"{out} is complete, and holds {part} as it would be written from {origin}"
+        print_text(console, told, "bold green", indent=2)
+        print_warnings(console, report)
+        return
+    print_text(console, f"{whole} is written from {origin}", "bold green", indent=2)
     missing = [f"{number}/{report.parts}" for number in report.missing]
     print_facts(
         console,
@@ -171,10 +177,14 @@ def print_part(console: Console, report: PartReport) -> None:
     print_warnings(console, report)
 
 
-def print_warnings(console: Console, report: ExportReport | PartReport) -> None:
+def print_warnings(
+    console: Console, report: ExportReport | PartReport, *, alone: bool = False
+) -> None:
     """What is to be known before the export is used, which nothing silences."""
-    print_findings(console, "Findings (exported as it is)", report.findings)
-    print_list(console, "Warnings", report.warnings, "bold yellow")
+    title = "Findings (exported as it is)"
+    print_findings(console, title, report.findings, is_first=alone)
+    is_first = alone and not report.findings
+    print_list(console, "Warnings", report.warnings, "bold yellow", is_first=is_first)
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:

@@ -215,9 +215,12 @@ def remarks(inspection: Inspection) -> Iterator[tuple[str, Iterable[str], str]]:
     yield "Problems", [problem.sentence() for problem in inspection.problems], "bad"
     unknown = _unknown_globals(inspection, checkpoint)
     yield "Unknown code in pickles (it was not run)", unknown, "warning"
-    warnings = (*checkpoint.newer, *checkpoint.warnings, *_left_out(checkpoint))
+    left_out = (*_left_out(checkpoint),)
+    is_adapter = bool(inspection.adapters)  # whose base is where it was
+    warnings = (*checkpoint.newer, *checkpoint.warnings, *(() if is_adapter else left_out))
     yield "Warnings", (*warnings, *_lacking(inspection)), "warning"
-    yield "Notes", (*checkpoint.notes, *_beside(inspection.weight_files)), "plain"
+    notes = (*checkpoint.notes, *(left_out if is_adapter else ()))
+    yield "Notes", (*notes, *_beside(inspection.weight_files)), "plain"
 
 
 def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:
@@ -241,16 +244,16 @@ def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
         )
     elif checkpoint.frozen_left_out:
         yield (
-            "the record of frozen weights was switched off when it was saved, as the Hugging Face "
-            "Trainer does for LoRA: frozen weights, if there were any, are in no file"
+            "no frozen weights are recorded, as always where the Hugging Face Trainer saves LoRA: "
+            "if there were any, they are in no file"
         )
 
 
 def _lacking(inspection: Inspection) -> Iterator[str]:
     if inspection.missing_sidecars:
         yield (
-            f"not with the checkpoint: {', '.join(inspection.missing_sidecars)}; an export takes "
-            "them from --base DIR"
+            f"not beside the checkpoint: {' and '.join(inspection.missing_sidecars)}; with --base "
+            "MODEL, an export takes what is missing from there"
         )
 
 

@@ -97,11 +97,14 @@ def print_text(console: Console, text: str, style: str = "", *, indent: int = 0)
         print_line(console, line, style)
 
 
-def print_list(console: Console, title: str, items: Iterable[str], style: str = "") -> None:
-    """A title and its items, one a line; nothing at all for no items."""
+def print_list(
+    console: Console, title: str, items: Iterable[str], style: str = "", *, is_first: bool = False
+) -> None:
+    """A title and its items, one a line, after an empty one; nothing at all for no items."""
     items = tuple(items)
-    if items:
+    if items and not is_first:
         print_line(console)
+    if items:
         print_line(console, title, style or "bold")
     for item in items:
         print_text(console, f"  - {item}", indent=4)
@@ -113,7 +116,9 @@ def print_rest(console: Console, hidden: int, option: str, what: str = "more") -
         print_line(console, f"  and {hidden:,} {what}; {option} lists all of them")
 
 
-def print_findings(console: Console, title: str, findings: Sequence[Finding]) -> None:
+def print_findings(
+    console: Console, title: str, findings: Sequence[Finding], *, is_first: bool = False
+) -> None:
     """A line for each finding; after twenty, how many more there are."""
     lines = []
     for found in findings[:_FINDINGS_SHOWN]:
@@ -123,7 +128,7 @@ def print_findings(console: Console, title: str, findings: Sequence[Finding]) ->
         lines.append(f"{where}{found.kind}{count}{detail}{', allowed' if found.accepted else ''}")
     if len(findings) > _FINDINGS_SHOWN:
         lines.append(f"and {len(findings) - _FINDINGS_SHOWN:,} more; --json lists all of them")
-    print_list(console, title, lines, "bold yellow")
+    print_list(console, title, lines, "bold yellow", is_first=is_first)
 
 
 def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:

@@ -116,8 +116,8 @@ def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path],
     rest = {name: path for name, path in kept.items() if name not in states.values()}
     lacking = ranks.after - len(new)
     told = [
-        f"{lacking} of {ranks.after} ranks begin with the random state of their seed: there is "
-        "none of theirs to copy"
+        f"for {lacking} of {ranks.after} ranks there is no random state to copy: a rank without "
+        "one begins with that of its seed"
     ]
     return rest | new, told if lacking > 0 else []
 
@@ -202,9 +202,9 @@ def told_of_resuming(framework: Framework, ranks: Ranks) -> Iterator[str]:
         return
     if framework is Framework.HF_TRAINER:
         yield (
-            "Trainer finds its place in the data by updates x today's accumulation: with another "
-            "number of rows an update it goes on elsewhere in the data; the last update of an "
-            "epoch may have other rows in any case"
+            "Trainer finds its place in the data by the number of updates, counted as large as "
+            "they are now: where an update has another number of rows, it goes on at another "
+            "place; the last update of an epoch may have other rows in any case"
         )
     if framework is Framework.LIGHTNING:
         yield (

@@ -63,8 +63,10 @@ def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> N
         )
 
 
-def told_of_loading(options: ReshardOptions, settings: UniversalSettings) -> Iterator[str]:
-    """How it is loaded, and which options it does not depend on though they were given."""
+def told_of_loading(
+    options: ReshardOptions, settings: UniversalSettings, state: TrainingState
+) -> Iterator[str]:
+    """How it is loaded, by how many ranks, and which given options it does not depend on."""
     yield (
         'load it with {"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, and '
         "take that out again for rank files, such as the run saves from then on"
@@ -76,6 +78,8 @@ def told_of_loading(options: ReshardOptions, settings: UniversalSettings) -> Ite
     }
     for option in (name for name, is_given in given.items() if is_given):
         yield f"{option} is not needed: any number of ranks loads it, under ZeRO-1, 2 or 3"
+    if settings.stage != ZERO3:
+        yield from dict.fromkeys(text for cell in state.cells for text in _too_many_ranks(cell))
 
 
 def lost_in_loading(state: TrainingState, settings: UniversalSettings) -> Iterator[str]:
@@ -85,7 +89,10 @@ def lost_in_loading(state: TrainingState, settings: UniversalSettings) -> Iterat
         told[_OF_LAYERS] = None
     yield from told
     if told:
-        yield "--world-size N in place of --format universal makes rank files, which lose nothing"
+        yield (
+            "rank files lose nothing of this: --world-size N in place of --format universal makes "
+            "them"
+        )
 
 
 def _lost(cell: CellState, settings: UniversalSettings) -> Iterator[str]:
@@ -171,13 +178,16 @@ def _under_zero12(cell: CellState) -> Iterator[str]:
             "under ZeRO-1 and 2 DeepSpeed loads Muon's momentum in another form than Muon keeps "
             "it in, unless on one rank"
         )
+
+
+def _too_many_ranks(cell: CellState) -> Iterator[str]:
+    """From how many ranks on one of them would have no part of a group."""
     least = [(_first_empty(group), number) for number, group in enumerate(cell.groups)]
     ranks, number = min(least, default=(_RANKS_MAX, 0))
     if ranks < _RANKS_MAX:
         yield (
-            f"under ZeRO-1 and 2, DeepSpeed loads it on fewer than {ranks:,} ranks alone: from "
-            f"there on a rank has no part of parameter group {number}, and loading fails "
-            "(IndexError)"
+            f"on {ranks:,} ranks or more, DeepSpeed cannot load it under ZeRO-1 or 2 (IndexError): "
+            f"one of them would have no part of parameter group {number}"
         )
 
 

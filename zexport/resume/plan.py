@@ -184,7 +184,7 @@ def _around(
         told = tuple(told_of_given(given, config, groups, new, is_whole=is_whole))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
-        told += tuple((False, text) for text in told_of_loading(options, settings))
+        told += tuple((False, text) for text in told_of_loading(options, settings, state))
     else:
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"

@@ -172,7 +172,7 @@ class PeftAdapters(Struct, frozen=True):
                 path=self.collected.checkpoint.location.tag_dir,
                 found=some(lost, 8),
                 expected="none but those that adapter_config.json tells of",
-                hint="Take them along with --adapter merge --base DIR, or write the tensors as "
+                hint="Take them along with --adapter merge --base MODEL, or write the tensors as "
                 "they are with --layout memory --exclude-frozen",
             )
 

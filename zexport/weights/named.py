@@ -83,9 +83,9 @@ class Weights(Struct, frozen=True):
         start = prefix.removesuffix(".") + "."
         if not any(name.startswith(start) for name in self.known_shapes):
             raise UsageError(
-                f"--only {prefix!r} is no part of the model",
+                f"--only {prefix!r} names no part of the model",
                 found=some(sorted({name.partition(".")[0] for name in self.known_shapes})),
-                expected="what some names begin with, up to a dot",
+                hint="Name one of these, or a part of one, as in model.layers",
             )
         first: dict[str, str] = {}
         for name, target in {**{name: name for name in self.tensors}, **self.aliases}.items():
@@ -128,8 +128,8 @@ class Weights(Struct, frozen=True):
             changed |= {n for n, (old, new) in enumerate(pairwise(each)) if old != new}
         for number, (pattern, _) in enumerate(renames):
             if number not in changed:
-                yield Statement(Fact.RENAMED_NONE, "some names", "--rename", repr(pattern))
-                yield Statement(Fact.RENAMED_NONE, "none", "the checkpoint", repr(pattern))
+                yield Statement(Fact.RENAMED_NONE, "given", "--rename", repr(pattern))
+                yield Statement(Fact.RENAMED_NONE, "no such name", "the checkpoint", repr(pattern))
         for name, new in _rename(names, renames).items() if renames else ():
             if new != name and new in had:
                 yield Statement(Fact.RENAMED_ONTO, name, "--rename", new)

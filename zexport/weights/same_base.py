@@ -106,7 +106,7 @@ def _same_weights(
 ) -> SameBase:
     """What weights tell, and where they tell nothing the names."""
     frozen = {name: one for name, one in stored.items() if one.role is Role.FROZEN}
-    found = _compared(frozen, base, files, "the checkpoint, frozen")
+    found = _compared(frozen, base, files, "the checkpoint (frozen)")
     if not (found.statements or found.agrees):
         found = _likened(stored, base, files)
     if named is None or base.path is None:
@@ -114,7 +114,7 @@ def _same_weights(
     folder = _on_this_machine(named, location)
     if folder is not None and real(folder) == real(base.path):
         return replace(found, agrees=not found.statements)
-    by = f"{named.name}, which {named.by} names"
+    by = f"{named.name} (named in {named.by})"
     found = replace(found, statements=(*found.statements, *_built(folder, base.path, by)))
     if folder is not None and (
         headers := _headers(folder, follow_symlinks=location.boundary.follow)
@@ -161,10 +161,10 @@ def _compared(
     if not differing:
         return SameBase((), nbytes, agrees=bool(pairs))
     told = [f"{one.replica.name} ({one.count} of {one.compared} compared)" for one in differing]
-    others = f"other values of {len(differing)}: {some(told, 3)}"
+    others = f"other values of {len(differing)}"
     statements = (
         Statement(Fact.BASE_WEIGHTS, f"{len(pairs)} weights", by),
-        Statement(Fact.BASE_WEIGHTS, others, "the base"),
+        Statement(Fact.BASE_WEIGHTS, others, f"the base: {some(told, 3)}"),
     )
     return SameBase(statements, nbytes)
 
@@ -206,9 +206,9 @@ def _likened(
     mean = sum(found) / len(found) if found else 1.0
     if mean > _UNLIKE or len(found) < _PAIRS_MIN:
         return SameBase((), nbytes)
-    one, other = f"{len(pairs)} weights", f"others (mean cosine {mean:.2f})"
+    one, other = f"{len(pairs)} trained weights", f"others (mean cosine {mean:.2f})"
     statements = (
-        Statement(Fact.BASE_WEIGHTS, one, "the checkpoint, trained"),
+        Statement(Fact.BASE_WEIGHTS, one, "the checkpoint"),
         Statement(Fact.BASE_WEIGHTS, other, "the base"),
     )
     return SameBase(statements, nbytes)
