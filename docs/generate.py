@@ -25,7 +25,10 @@ from docs.support import SUPPORT
 from zexport import compat
 from zexport.beside.words import option_of
 from zexport.cli.main import cli
-from zexport.facts.table import Fact, Severity
+from zexport.facts.adapters import AdapterFact
+from zexport.facts.rows import Severity
+from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
 
 DOCS = Path(__file__).parent
@@ -242,7 +245,7 @@ def facts_table() -> str:
             else row.severity.value
         )
         + f" | {row.name} |\n"
-        for row in (fact.value for fact in Fact)
+        for row in (fact.value for fact in (*TrainingFact, *Fact, *AdapterFact))
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from zexport.adapters.find import Adapter, adapter_mode, adapters_in, choose_adapters
+from zexport.adapters.find import (
+    Adapter,
+    adapter_mode,
+    adapters_in,
+    check_renamed,
+    choose_adapters,
+    places_told,
+)
 from zexport.adapters.merging import (
     as_in_training,
     merge_adapter,
@@ -25,8 +32,10 @@ from zexport.adapters.stated import (
 from zexport.adapters.untrained import effect_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
+from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.collected import Collected
 from zexport.errors import raise_all
+from zexport.facts.rows import AnyFact
 from zexport.facts.statements import judge
 from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
@@ -73,7 +82,8 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
     share_memory(options)
     location = checkpoint.location
     parts = ((one.root, one.boundary) for one in checkpoint.parts)
-    sidecars = find_sidecars(location.root, options.base, location.boundary, parts)
+    before = checkpoint_before(location)
+    sidecars = find_sidecars(location.root, options.base, location.boundary, parts, before)
     with NamesClient(are_needed=options.layout is NameLayout.HUB) as transformers:
         learner = Learner(sidecars.source, transformers)
         spoilt = spoilt_files(sidecars.copied)
@@ -160,6 +170,8 @@ def _with_adapters(found: Collected, part: Weights) -> Collected:
     """
     checkpoint, options = found.checkpoint, found.options
     mode = adapter_mode(checkpoint, found.weights, options)
+    if mode is not None:
+        check_renamed(part, found.weights)
     has_config = found.sidecars.config or found.sidecars.source
     if options.layout is NameLayout.HUB and (mode or has_config):
         weights, parts = found.weights.without_inner_wrappers()
@@ -179,7 +191,9 @@ def _with_adapters(found: Collected, part: Weights) -> Collected:
         stated += effect_statements(one.name, found.weights, found.files)
     chosen = {adapter.name for adapter in adapters}
     rest = [repr(name) for name in adapters_in(found.weights) if name not in chosen]
-    left = (f"other adapters of the checkpoint are left out: {', '.join(rest)}",) if rest else ()
+    left = [f"other adapters of the checkpoint are left out: {', '.join(rest)}"] if rest else []
+    for one in adapters:
+        left += places_told(one, checkpoint, options)
     return structs.replace(
         found,
         mode=mode,
@@ -255,7 +269,7 @@ def _held_against_base(
         named=named,
         location=found.checkpoint.location,
     )
-    facts = {Fact.BASE_ROPE: Fact.LONGER_TEXTS} if same.agrees else {}
+    facts: dict[AnyFact, Fact] = {Fact.BASE_ROPE: Fact.LONGER_TEXTS} if same.agrees else {}
     stated = (structs.replace(s, fact=facts.get(s.fact, s.fact)) for s in found.statements)
     return structs.replace(
         found,

@@ -11,7 +11,7 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.facts.statements import Statement
-from zexport.filenames import CONFIG, GENERATION_CONFIG
+from zexport.filenames import GENERATION_CONFIG
 from zexport.findings import Finding
 from zexport.model.fit import Fit, NamesUnknown
 from zexport.model.sidecars import Sidecars
@@ -58,10 +58,8 @@ class Collected(Struct, frozen=True):
     @property
     def files_of_base(self) -> list[str]:
         """Names of the files that the base gives."""
-        config, base = self.sidecars.config, self.options.base
-        files = self.copied
-        if config is not None and self.mode is not AdapterMode.KEEP:
-            files = {**files, CONFIG: config.path}
+        base = self.options.base
+        files = self.copied if self.mode is AdapterMode.KEEP else self.sidecars.files
         return [] if base is None else sorted(n for n in files if files[n].is_relative_to(base))
 
     @property

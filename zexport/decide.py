@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
-from zexport.facts.statements import Judgement, judge
+from zexport.facts.rows import AnyFact
+from zexport.facts.statements import Judgement, Statement, judge
 from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
 from zexport.model.fit import Fit
@@ -32,6 +35,8 @@ from zexport.targets.peft import PeftAdapters
 from zexport.weights.named import Selection
 from zexport.weights.proof import Accounting, account
 
+_STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d{1,18})", re.ASCII)
+
 
 def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
     """The plan of an export: what its folder will hold, to the byte."""
@@ -47,7 +52,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
             expected="at least one",
             hint="Look at it with `zexport inspect`; another tag may be whole",
         )
-    judged = _judge(found, selection)
+    judged = _judge(found, selection, place(out_dir).name)
     files = target.files(selection)
     jobs, chunk_nbytes = share_memory(options, files)
     reference = Reference(location.root, location.tag, checkpoint.tensors)
@@ -71,7 +76,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         findings=findings,
         provenance=_provenance(found, told),
         warnings=(*judged.warnings, *chain(*warned)),
-        notes=(*chain(*noted), *_of_base(found, selection), *_without_effect(found)),
+        notes=(*chain(*noted), *_of_folders(found, selection, sides), *_without_effect(found)),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -104,10 +109,10 @@ def _names(found: Collected) -> str:
     return (found.options.layout if is_known else NameLayout.MEMORY).value
 
 
-def _judge(found: Collected, selection: Selection) -> Judgement:
+def _judge(found: Collected, selection: Selection, name: str) -> Judgement:
     """What the statements lead to."""
     judged = judge(
-        (*found.statements, *selection.statements),
+        (*found.statements, *selection.statements, *_of_name(name, found.checkpoint)),
         found.checkpoint.location.tag_dir,
         chosen=found.base.path,
         allow=found.options.allow,
@@ -117,7 +122,7 @@ def _judge(found: Collected, selection: Selection) -> Judgement:
     return judged
 
 
-def _harmless(found: Collected, selection: Selection) -> Mapping[Fact, str]:
+def _harmless(found: Collected, selection: Selection) -> Mapping[AnyFact, str]:
     """What a base may be another model in: a wrong weight is given by none that gives none.
 
     Config and tokenizer of a stranger make a wrong model too, and weights alone tell a stranger.
@@ -134,8 +139,18 @@ def _harmless(found: Collected, selection: Selection) -> Mapping[Fact, str]:
     }
 
 
-def _of_base(found: Collected, selection: Selection) -> Iterator[str]:
-    """Tells which files a base gives, or that it was given for nothing."""
+def _of_name(name: str, checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
+    """The step that the output folder's name tells of, and the checkpoint's."""
+    if named := _STEP.fullmatch(name):
+        yield Statement(TrainingFact.OUT_STEP, checkpoint.global_steps, "the checkpoint")
+        yield Statement(TrainingFact.OUT_STEP, int(named[1]), "the output folder's name")
+
+
+def _of_folders(found: Collected, selection: Selection, sides: Iterable[SideFile]) -> Iterator[str]:
+    """Tells which files the folder above and a base give, or that the base was not needed."""
+    written = {side.filename for side in sides}
+    if files := [name for name in found.sidecars.files_above if name in written]:
+        yield f"from the folder above: {some(files)}"
     if found.options.base is None:
         return
     if files := found.files_of_base:

@@ -23,7 +23,7 @@ from tests.support.checkpoints import Run
 from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate
 from zexport.adapters.peft_format import AdapterConfig
-from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.errors import DamagedCheckpointError, UnsupportedError, UsageError
 from zexport.options import AdapterMode, ExportDType
 
 CHANGED: dict[str, tuple[str, dict[str, object], str]] = {
@@ -136,6 +136,45 @@ def test_adapters_that_are_left_out_are_told(tmp_path: Path) -> None:
     options = ExportOptions(adapter_name="default")
     notes = consolidate(trained.checkpoint, tmp_path / "out", options).notes
     assert "other adapters of the checkpoint are left out: 'other'" in notes
+
+
+def test_whose_configuration_an_adapter_goes_by_is_told(tmp_path: Path) -> None:
+    run = Run(stage=2, exclude_frozen=True)
+    trained = peft_models.train(FORMS["plain"], tmp_path, run, adapters=("default", "other"))
+    own = trained.checkpoint / "other" / "adapter_config.json"
+    content = own.read_text()
+
+    def told(out: str, file: Path | None = None) -> tuple[str, str]:
+        options = ExportOptions(adapter_name="other", adapter_config=file)
+        report = consolidate(trained.checkpoint, tmp_path / out, options)
+        return "; ".join(report.warnings), "; ".join(report.notes)
+
+    assert told("own") == ("", told("again")[1])
+    own.unlink()
+    assert "the adapter 'other' in the export; the adapter 'default'" in told("shared")[0]
+    own.write_text(content)
+    given = trained.checkpoint / "adapter_config.json"
+    change(trained, lora_alpha=100)
+    warned, noted = told("given", given)
+    assert f"lora_alpha 100 in {given}" in warned
+    assert "goes by adapter_config.json of --adapter-config" in noted
+    kept = json.loads((tmp_path / "given" / "other" / "adapter_config.json").read_text())
+    assert kept["lora_alpha"] == 100
+
+
+def test_a_rename_takes_no_adapter_its_name(tmp_path: Path) -> None:
+    options = ExportOptions(renames=((r"\.default\.", "."),))
+    with pytest.raises(UsageError, match="default becomes weight"):
+        consolidate(train(tmp_path).checkpoint, tmp_path / "out", options)
+
+
+def test_the_card_of_a_kept_adapter_says_what_was_warned_of(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    (trained.checkpoint / "README.md").write_text("[More Information Needed]")
+    change(trained, lora_alpha=0)
+    export(trained, AdapterMode.KEEP, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the adapter changes nothing (found lora_alpha 0 in" in card
 
 
 TARGETS: list[dict[str, object]] = [

@@ -75,6 +75,21 @@ def test_templates_that_are_the_same_are_not_told(tmp_path: Path, config: object
     assert not [*judged.warnings, *judged.notes]
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_templates_by_name_are_compared_too(tmp_path: Path, is_file: bool) -> None:
+    root, above = tmp_path / "out" / "checkpoint-4", tmp_path / "out"
+    for folder, text in ((root, ONE), (above, OTHER)):
+        config = None if is_file else [{"name": "default", "template": ONE}]
+        config = config and [*config, {"name": "tool_use", "template": text}]
+        put(folder, jinja=ONE, config=config)
+        more = folder / "additional_chat_templates"
+        more.mkdir()
+        (more / f"{'tool_use' if is_file else 'rag'}.jinja").write_text(text if is_file else ONE)
+    (warning,) = told(root).warnings
+    assert "the template 'tool_use':" in warning
+    assert "the folder above's" in warning
+
+
 def test_a_base_without_a_template_says_nothing_of_one(tmp_path: Path) -> None:
     judged = told(put(tmp_path / "run" / "root", jinja=ONE), put(tmp_path / "base"))
     assert not [*judged.warnings, *judged.notes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,14 @@ from tests.support.checkpoints import Run, save, small_model
 from zexport import ExportOptions, consolidate
 from zexport.facts.statements import Judgement, judge
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import config_statements, label_statements
+from zexport.model.config_facts import (
+    config_statements,
+    label_statements,
+    unstated_statements,
+)
+from zexport.model.fit import ModelNames
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
 
 
 def judged(own: dict[str, object], base: dict[str, object]) -> Judgement:
@@ -52,6 +60,51 @@ def test_what_counts_in_training_alone_is_not_told(key: str) -> None:
         other = {key: 0.2} if key in part else {"text_config": {key: 0.2}}
         found = judged(dict(part), other)
         assert not [*found.notes, *found.warnings, *found.refused]
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+}
+THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+
+
+def unstated(own: dict[str, Any], other: dict[str, Any], *, is_asked: bool = True) -> str:
+    one, another = (ConfigFile(Path("x"), {**LLAMA, **content}) for content in (own, other))
+    with NamesClient() as transformers:
+        names = Learner(None, transformers).names(one, {})
+    assert isinstance(names, ModelNames)
+    defaults = names.defaults if is_asked else {}
+    warnings = judge(unstated_statements(one, another, "the base's", defaults), None).warnings
+    return "; ".join(warnings)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_key_that_one_config_leaves_to_the_class_is_a_statement_too(is_asked: bool) -> None:
+    stated = {**THETA, "rms_norm_eps": 0.01}
+    told = unstated({}, stated, is_asked=is_asked)
+    default = "10000.0" if is_asked else "nothing"
+    assert f"rope_theta {default} in config.json, which leaves it to the model's class; 1" in told
+    assert "rms_norm_eps" in told
+    assert "in the base's, which leaves it" in unstated(stated, {}, is_asked=is_asked)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_theta": 10000},
+        {"rope_scaling": None, "rope_theta": 10000.0},
+        {"head_dim": 4, "attention_bias": False, "hidden_act": "silu"},
+        {"num_key_value_heads": 4, "sliding_window": None, "unknown_hidden_size": 5},
+    ],
+)
+def test_what_the_class_takes_by_itself_is_no_difference(stated: dict[str, Any]) -> None:
+    assert not unstated({}, stated) + unstated(stated, {})
 
 
 NAMES = {"0": "no", "1": "yes"}

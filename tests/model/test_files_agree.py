@@ -174,6 +174,63 @@ def test_configs_of_one_run_that_differ_are_told(root: Path) -> None:
     assert "use_cache" not in warning
 
 
+def test_what_the_checkpoint_before_says_is_compared(root: Path) -> None:
+    tokenizer(put(root, generation_config={"temperature": 0.1}), WORDS)
+    before = put(root.parent / "checkpoint-2", config=CONFIG | {"hidden_size": 32})
+    tokenizer(put(before, generation_config={"temperature": 1.0}), SHIFTED)
+    found = find_sidecars(root, before=before)
+    told = "; ".join(judge(file_facts(found, {}), root).warnings)
+    assert "hidden_size 64 in the checkpoint's; 32 in checkpoint-2's" in told
+    assert "temperature: 0.1 in the export's; 1.0 in checkpoint-2's" in told
+    assert "tokenizer.json; 1 in checkpoint-2's tokenizer.json" in told
+    assert not {*found.files.values()} & {*before.iterdir()}
+
+
+def test_how_an_added_token_is_found_is_compared(root: Path) -> None:
+    tokenizer(root, WORDS, "<tool>")
+    (token,) = json.loads((root / "tokenizer.json").read_text())["added_tokens"]
+    put(root, tokenizer_config={"added_tokens_decoder": {"6": token}})
+    assert not warned(root)
+    put(root, tokenizer_config={"added_tokens_decoder": {"6": token | {"lstrip": True}}})
+    (warning,) = warned(root)
+    assert "'<tool>', lstrip: False in tokenizer.json; True in tokenizer_config.json" in warning
+
+
+def test_what_a_config_says_of_its_language_model_twice_is_told(root: Path) -> None:
+    inner = {"model_type": "llama", "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_size": 8}
+    put(root, config={"model_type": "llava", "hidden_size": 4, "text_config": inner})
+    assert not warned(root)
+    put(root, config={"model_type": "llava", "text_config": inner, "rope_theta": 1e6})
+    (warning,) = warned(root)
+    assert "rope_theta 10000.0 in text_config; 1000000.0 in the config around it" in warning
+
+
+def test_places_for_an_image_are_those_of_the_model(root: Path) -> None:
+    for places, told in ((4, 0), (9999, 1)):
+        put(root, config=CONFIG | {"mm_tokens_per_image": 4})
+        put(root, processor_config={"image_seq_length": places})
+        assert len(warned(root)) == told
+
+
+def test_a_length_far_below_the_models_positions_is_noted(root: Path) -> None:
+    for length, told in ((16, 1), (62, 0)):
+        put(root, config=CONFIG | {"max_position_embeddings": 64})
+        put(root, tokenizer_config={"model_max_length": length})
+        assert len(judged(root).notes) == told
+
+
+def test_files_from_above_are_told_where_nothing_there_is_of_a_run(root: Path) -> None:
+    tokenizer(root.parent, WORDS)
+    assert not warned(root)
+    root = root.rename(root.parent / "mine")
+    (warning,) = warned(root)
+    assert "tokenizer.json in the export; nothing of a training in the folder above" in warning
+    for name in ("training_args.bin", "checkpoint-7", "config.json"):
+        (root.parent / name).write_text(json.dumps(CONFIG))
+        assert not warned(root)
+        (root.parent / name).unlink()
+
+
 def test_a_config_of_something_else_above_is_not_held_against_it(root: Path) -> None:
     put(root.parent, config={"hidden_size": 3})
     assert not warned(root)

@@ -49,6 +49,33 @@ def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
         assert sum("nothing in --ds-config" in text for warns, text in told if warns) == count
 
 
+@pytest.mark.parametrize(
+    ("trained", "given", "told"),
+    [
+        ({}, {"scheduler": {"type": "WarmupDecayLR"}},
+         "nothing in the checkpoint; warmupdecaylr in --ds-config"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}},
+         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}},
+         "warmup_max_lr 0.001 in the checkpoint; 0.5 in --ds-config"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+         {"scheduler": {"type": "WarmupLR", "params": {}}},
+         "warmup_num_steps 9.0 in the checkpoint; nothing in --ds-config"),
+        ({}, {"gradient_clipping": 0.001},
+         "gradient_clipping nothing in the checkpoint; 0.001 in --ds-config"),
+        ({}, {"gradient_clipping": 0, "prescale_gradients": False,
+              "gradient_predivide_factor": 1.0}, ""),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}},
+         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, ""),
+    ],
+)  # fmt: skip
+def test_what_either_side_leaves_out_counts_as_what_it_says(
+    trained: dict[str, Any], given: dict[str, Any], told: str
+) -> None:
+    found = told_of_given(given, trained, (), None, is_whole=True)
+    warned = "; ".join(text for warns, text in found if warns)
+    assert told in warned if told else not warned
+
+
 def test_a_resharding_to_the_same_ranks_is_called_a_copy(tmp_path: Path) -> None:
     for ranks, count in ((2, 1), (3, 0)):
         notes = plan_reshard(_OWN, tmp_path / "out", ReshardOptions(world_size=ranks)).notes

@@ -20,15 +20,18 @@ from pathlib import Path
 from types import FrameType
 
 from zexport.errors import ZexportError
+from zexport.facts.adapters import AdapterFact
+from zexport.facts.rows import AnyFact
 from zexport.facts.statements import Disagreement
 from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "zexport"
 GOLDENS = REPOSITORY / "tests" / "golden" / "errors"
 
 _ERRORS = PACKAGE / "errors.py"
-_FACTS = str(PACKAGE / "facts" / "table.py")
+_FACTS: tuple[AnyFact, ...] = (*TrainingFact, *Fact, *AdapterFact)
 
 Site = str
 """``export/commit.py _check_target 2``: module, function, number of the error in it."""
@@ -70,13 +73,14 @@ def sites() -> Mapping[tuple[str, int, int], Site]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for (line, column), (function, number) in _calls(tree):
                 found[str(path), line, column] = f"{module} {function} {number}"
-    rows = {(_FACTS, number, 0): _site_of_fact(fact) for number, fact in enumerate(Fact)}
+    rows = {("facts", number, 0): _site_of_fact(fact) for number, fact in enumerate(_FACTS)}
     return found | rows
 
 
-def _site_of_fact(fact: Fact) -> Site:
+def _site_of_fact(fact: AnyFact) -> Site:
     """Where statements of a fact disagree, its row makes the error."""
-    return f"facts/table.py {fact.name} 1"
+    *_, module = type(fact).__module__.split(".")
+    return f"facts/{module}.py {fact.name} 1"
 
 
 def _calls(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[str, int]]]:

@@ -61,6 +61,12 @@ def test_every_result_says_which_checkpoint_it_is(accelerate: Path, tmp_path: Pa
     }
 
 
+def test_a_folder_named_after_another_step_is_noted(accelerate: Path, tmp_path: Path) -> None:
+    for name, told in (("checkpoint-7", 1), ("step_2", 0), ("model-7", 0)):
+        notes = consolidate(accelerate, tmp_path / name).notes
+        assert sum("7 in the output folder's name" in one for one in notes) == told
+
+
 def test_a_checkpoint_elsewhere_gives_the_same_bytes_and_never_a_dotted_path(
     accelerate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

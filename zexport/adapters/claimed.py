@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from zexport.adapters.peft_format import HEADS, TRAINED_TOKENS, AdapterConfig
 from zexport.adapters.peft_names import PeftName, inner_name, read_name
+from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.printable import some
 from zexport.ranges.dtypes import Shape
 
@@ -101,25 +101,25 @@ def claimed_statements(config: AdapterConfig, by: str, modules: Modules) -> Iter
     held = {*modules.updated, *modules.with_rows}
     for module in sorted(modules.of_model - held):
         if config.does_target(module):
-            yield Statement(Fact.ADAPTER_TARGETS, "updated", by, module)
-            yield Statement(Fact.ADAPTER_TARGETS, "not updated", TENSORS, module)
+            yield Statement(AdapterFact.ADAPTER_TARGETS, "updated", by, module)
+            yield Statement(AdapterFact.ADAPTER_TARGETS, "not updated", TENSORS, module)
     for name in _not_copied(config, modules.copied):
         if modules.has(name) or not modules.are_all:
-            fact = Fact.ADAPTER_COPIES if modules.has(name) else Fact.ADAPTER_UNHELD
+            fact = AdapterFact.ADAPTER_COPIES if modules.has(name) else AdapterFact.ADAPTER_UNHELD
             yield from _unheld(fact, by, "modules_to_save", name)
     layers = {config.layer_of(module) for module in modules.updated}
     for number in config.layers if layers else ():
         if number not in layers:
-            yield from _unheld(Fact.ADAPTER_UNHELD, by, "layers_to_transform", number)
+            yield from _unheld(AdapterFact.ADAPTER_UNHELD, by, "layers_to_transform", number)
     patterns = ("rank_pattern", "alpha_pattern")
     lists = ("target_modules", "target_parameters")
     for key in patterns if modules.are_all else (*patterns, *lists):
         for entry in config.entries(key):
             if held and not _is_used(config, key, entry, held):
-                yield from _unheld(Fact.ADAPTER_UNHELD, by, key, entry)
+                yield from _unheld(AdapterFact.ADAPTER_UNHELD, by, key, entry)
 
 
-def _unheld(fact: Fact, by: str, key: str, entry: object) -> Iterator[Statement]:
+def _unheld(fact: AdapterFact, by: str, key: str, entry: object) -> Iterator[Statement]:
     yield Statement(fact, "no tensors", TENSORS, f"{key} {entry!r}")
     yield Statement(fact, "named", by, f"{key} {entry!r}")
 
@@ -154,12 +154,14 @@ def row_statements(
     }
     for name, part in parts.items():
         rows, (held, *_) = config.trained_rows(part.module), shapes[name] or (0,)
-        yield Statement(Fact.ADAPTER_TOKENS, held, TENSORS, part.module)
-        yield Statement(Fact.ADAPTER_TOKENS, None if rows is None else len(rows), by, part.module)
+        yield Statement(AdapterFact.ADAPTER_TOKENS, held, TENSORS, part.module)
+        yield Statement(
+            AdapterFact.ADAPTER_TOKENS, None if rows is None else len(rows), by, part.module
+        )
         count, *_ = embeddings.get(f"{part.module}{_WEIGHT}") or (None,)
         beyond = [str(row) for row in rows or () if isinstance(row, int) and count and row >= count]
         if beyond:
-            yield Statement(Fact.ADAPTER_TOKENS, f"row {some(beyond)}", by, part.module)
+            yield Statement(AdapterFact.ADAPTER_TOKENS, f"row {some(beyond)}", by, part.module)
     if config.content.get(TRAINED_TOKENS) and not parts:
-        yield Statement(Fact.ADAPTER_TOKENS, "no tokens", TENSORS)
-        yield Statement(Fact.ADAPTER_TOKENS, TRAINED_TOKENS, by)
+        yield Statement(AdapterFact.ADAPTER_TOKENS, "no tokens", TENSORS)
+        yield Statement(AdapterFact.ADAPTER_TOKENS, TRAINED_TOKENS, by)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from zexport.adapters.peft_format import (
 )
 from zexport.adapters.peft_names import adapters_of, read_name
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.errors import (
     FrozenLeftOutError,
     NotACheckpointError,
@@ -29,16 +30,20 @@ from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file, matching
 from zexport.weights.named import PEFT_PREFIX, Weights
 
+_LEAVES = frozenset({"weight", "bias"})
+
 
 class Adapter(Struct, frozen=True):
     """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``.
 
-    ``others`` are the files of that name that lie elsewhere with the run.
+    ``others`` are the files of that name that lie elsewhere with the run, and ``shares`` the other
+    adapters whose file it is as well.
     """
 
     name: str
     config: AdapterConfig
     others: tuple[AdapterConfig, ...] = ()
+    shares: tuple[str, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -108,23 +113,27 @@ def _is_prefixed(stored: Weights) -> bool:
     return any(f".{PEFT_PREFIX}" in f".{name}" for name in stored.tensors)
 
 
-def adapter_places(checkpoint: ZeroCheckpoint, options: ExportOptions) -> tuple[Path, ...]:
-    """Where an adapter's configuration may lie, the likeliest first: folders, or the file given."""
-    location = checkpoint.location
-    given = [] if options.adapter_config is None else [_place_of(options.adapter_config)]
+def adapter_places(
+    checkpoint: ZeroCheckpoint, options: ExportOptions, *, is_alone: bool = True
+) -> tuple[Path, ...]:
+    """Where an adapter's configuration may lie, the likeliest first: folders, or the file given.
+
+    Of several adapters a file given is that of one, and the others' lie where peft puts them.
+    """
+    location, path = checkpoint.location, options.adapter_config
+    given = [] if path is None else [_place_of(path)]
+    if path is not None and not is_alone and path.name == ADAPTER_CONFIG and is_file(path):
+        given = [path.parent]
     base = [] if options.base is None else [options.base]
     return (*given, location.root, location.tag_dir, location.root.parent, *base)
 
 
 def _place_of(path: Path) -> Path:
-    """What ``--adapter-config`` means: a folder, the one of a file that peft named, or any file."""
+    """What ``--adapter-config`` means: a folder, or a file."""
     if any(matching(path, name) for name in (ADAPTER_CONFIG, f"*/{ADAPTER_CONFIG}")):
         return path
-    if is_file(path):
-        if path.name == ADAPTER_CONFIG:
-            return path.parent
-        if "peft_type" in read_json_object(path):
-            return path
+    if is_file(path) and (path.name == ADAPTER_CONFIG or "peft_type" in read_json_object(path)):
+        return path
     raise NotACheckpointError(
         f"is no {ADAPTER_CONFIG}",
         path=path,
@@ -151,17 +160,19 @@ def choose_adapters(
     checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
 ) -> tuple[Adapter, ...]:
     """The adapters that the options mean: the one they name, else all."""
-    names = adapters_in(stored)
+    names = every = adapters_in(stored)
     if options.adapter_name is not None:
         if options.adapter_name not in names:
             raise UsageError(
                 f"there is no adapter named {options.adapter_name!r}", found=", ".join(names)
             )
         names = (options.adapter_name,)
-    adapters, location = [], checkpoint.location
-    of_run = (location.root, location.tag_dir, location.root.parent)
+    adapters, location, is_alone = [], checkpoint.location, len(names) == 1
+    of_run = [location.root, location.tag_dir, location.root.parent]
+    if (before := checkpoint_before(location)) is not None:
+        of_run.append(before)
     for name in names:
-        config = _config_of(name, checkpoint, options)
+        config = _config_of(name, checkpoint, options, is_alone=is_alone)
         if config is None:
             raise NotACheckpointError(
                 f"has no {ADAPTER_CONFIG}, which says what the adapter {name!r} is",
@@ -171,14 +182,52 @@ def choose_adapters(
                 "tensors as they are with --layout memory --exclude-frozen",
             )
         others = other_adapter_configs(config, name, of_run, location.boundary)
-        adapters.append(Adapter(name, config, tuple(others)))
+        shares = () if name == DEFAULT_ADAPTER or config.path == options.adapter_config else every
+        shares = tuple(n for n in shares if n != name and _is_of(n, config, checkpoint, options))
+        adapters.append(Adapter(name, config, tuple(others), shares))
     return tuple(adapters)
 
 
+def _is_of(
+    name: str, config: AdapterConfig, checkpoint: ZeroCheckpoint, options: ExportOptions
+) -> bool:
+    """Whether a configuration is that of the adapter of this name."""
+    other = _config_of(name, checkpoint, options, is_alone=False)
+    return other is not None and other.path == config.path
+
+
+def places_told(
+    adapter: Adapter, checkpoint: ZeroCheckpoint, options: ExportOptions
+) -> Iterator[str]:
+    """Where an adapter's configuration lies, unless that is the checkpoint's own folder."""
+    location, path, given = checkpoint.location, adapter.config.path, options.adapter_config
+    around = {path.parent, *([path.parent.parent] if path.parent.name == adapter.name else [])}
+    named = {location.root: "", location.tag_dir: "the tag folder"}
+    named |= {location.root.parent: "the folder above"}
+    named |= {} if options.base is None else {options.base: "--base"}
+    where = next((told for folder, told in named.items() if folder in around), "elsewhere")
+    if given is not None and path.is_relative_to(given):
+        where = "--adapter-config"
+    if where:
+        yield f"the adapter {adapter.name!r} goes by {adapter.config.path.name} of {where}"
+
+
+def check_renamed(before: Weights, after: Weights) -> None:
+    """Refuse renames that take an adapter's name out of its tensors, which peft does by itself."""
+    lost = {*adapters_in(before)} - {*adapters_in(after)}
+    if lost and (made := _LEAVES.intersection(adapters_in(after)).difference(adapters_in(before))):
+        raise UsageError(
+            "--rename takes the name of an adapter out of its tensors",
+            found=f"{min(lost)} becomes {min(made)}",
+            expected="names as the training had them",
+            hint="Leave that out: an adapter's file gets the names that peft loads",
+        )
+
+
 def _config_of(
-    name: str, checkpoint: ZeroCheckpoint, options: ExportOptions
+    name: str, checkpoint: ZeroCheckpoint, options: ExportOptions, *, is_alone: bool = True
 ) -> AdapterConfig | None:
-    places = adapter_places(checkpoint, options)
+    places = adapter_places(checkpoint, options, is_alone=is_alone)
     return find_adapter_config(name, places, checkpoint.location.boundary)
 
 

@@ -15,6 +15,7 @@ from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_s
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, read_name
+from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
@@ -105,12 +106,12 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
     """
     by = f"{adapter.folder}{ADAPTER_CONFIG}"
     if change := adapter.config.rewrites_base:
-        yield Statement(Fact.KEPT_CHANGES, f"init_lora_weights {change}", by)
-        yield Statement(Fact.KEPT_CHANGES, "unchanged weights", "the base model")
+        yield Statement(AdapterFact.KEPT_CHANGES, f"init_lora_weights {change}", by)
+        yield Statement(AdapterFact.KEPT_CHANGES, "unchanged weights", "the base model")
     name = adapter.config.text("base_model_name_or_path")
     if name.startswith(("/", "~")):
-        yield Statement(Fact.KEPT_BASE, name, by)
-        yield Statement(Fact.KEPT_BASE, "a hub id", "a file for others")
+        yield Statement(AdapterFact.KEPT_BASE, name, by)
+        yield Statement(AdapterFact.KEPT_BASE, "a hub id", "a file for others")
 
 
 def base_form_statements(
@@ -131,8 +132,8 @@ def class_statements(adapter: Adapter, config: ConfigFile | None) -> Iterator[St
     trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
     named = None if config is None else next(iter(config.architectures), None)
     if isinstance(trained, str) and named and _family(trained) != _family(named):
-        yield Statement(Fact.ADAPTER_CLASS, trained, f"{adapter.folder}{ADAPTER_CONFIG}")
-        yield Statement(Fact.ADAPTER_CLASS, named, CONFIG)
+        yield Statement(AdapterFact.ADAPTER_CLASS, trained, f"{adapter.folder}{ADAPTER_CONFIG}")
+        yield Statement(AdapterFact.ADAPTER_CLASS, named, CONFIG)
 
 
 def _family(model_class: str) -> str:
@@ -146,14 +147,20 @@ def _statements(adapter: Adapter, stored: Weights, base: Iterable[str]) -> Itera
         config.switch(key)
     parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
     yield from _of_files(adapter)
+    for other in adapter.shares[:1]:
+        yield Statement(AdapterFact.ADAPTER_OWN, f"the adapter {adapter.name!r}", "the export")
+        yield Statement(AdapterFact.ADAPTER_OWN, f"the adapter {other!r}", config.path.name)
+    if config.content.get("lora_alpha") == 0 and not config.content.get("alpha_pattern"):
+        yield Statement(AdapterFact.ADAPTER_EFFECT, "lora_alpha 0", by)
+        yield Statement(AdapterFact.ADAPTER_EFFECT, "another number", "an adapter that was trained")
     copies = dict.fromkeys(part.module for part in parts.values() if part.is_copy)
     for module in copies:
-        yield Statement(Fact.ADAPTER_COPIES, "trained whole", TENSORS, module)
-        yield Statement(Fact.ADAPTER_COPIES, _copied(config, module), by, module)
+        yield Statement(AdapterFact.ADAPTER_COPIES, "trained whole", TENSORS, module)
+        yield Statement(AdapterFact.ADAPTER_COPIES, _copied(config, module), by, module)
     methods = {m for part in parts.values() for m in methods_of(part.attribute)}
     if methods and config.peft_type not in methods:
-        yield Statement(Fact.ADAPTER_METHOD, " or ".join(sorted(methods)), TENSORS)
-        yield Statement(Fact.ADAPTER_METHOD, config.peft_type or "none", by)
+        yield Statement(AdapterFact.ADAPTER_METHOD, " or ".join(sorted(methods)), TENSORS)
+        yield Statement(AdapterFact.ADAPTER_METHOD, config.peft_type or "none", by)
         return
     yield from _of_task(config, by, (part.module for part in parts.values()))
     if config.variants:
@@ -173,15 +180,15 @@ def _of_files(adapter: Adapter) -> Iterator[Statement]:
             said = one.content.get(key)
             if key in _SETS and isinstance(said, list):
                 said = sorted(said, key=str)
-            yield Statement(Fact.ADAPTER_CONFIGS, said, str(one.path), key)
+            yield Statement(AdapterFact.ADAPTER_CONFIGS, said, str(one.path), key)
 
 
 def _of_task(config: AdapterConfig, by: str, modules: Iterable[str]) -> Iterator[Statement]:
     """The task that the file tells of, and those that a trained head is for."""
     for head in dict.fromkeys(module.rpartition(".")[2] for module in modules):
         if head in _OF_TASK:
-            yield Statement(Fact.ADAPTER_TASK, _OF_TASK[head], f"{TENSORS}, of a {head}")
-            yield Statement(Fact.ADAPTER_TASK, config.text("task_type") or None, by)
+            yield Statement(AdapterFact.ADAPTER_TASK, _OF_TASK[head], f"{TENSORS}, of a {head}")
+            yield Statement(AdapterFact.ADAPTER_TASK, config.text("task_type") or None, by)
 
 
 def _of_tensors(
@@ -204,21 +211,21 @@ def _of_update(
     """What is said of the update of one module."""
     is_target = config.does_target(module)
     said = {None: None, True: "updated", False: "no target"}[is_target]
-    yield Statement(Fact.ADAPTER_TARGETS, "updated", TENSORS, module)
-    yield Statement(Fact.ADAPTER_TARGETS, said, by, module)
+    yield Statement(AdapterFact.ADAPTER_TARGETS, "updated", TENSORS, module)
+    yield Statement(AdapterFact.ADAPTER_TARGETS, said, by, module)
     for short, shape in held.items() if held.keys().isdisjoint(_CONVOLVED) else ():
         size, axis = _SIZES.get(short, ("", len(shape)))
         if axis < len(shape):
             stated = _size(config, size, module, shape[axis])
-            yield Statement(Fact.ADAPTER_RANK, shape[axis], TENSORS, module)
-            yield Statement(Fact.ADAPTER_RANK, stated, by, module)
+            yield Statement(AdapterFact.ADAPTER_RANK, shape[axis], TENSORS, module)
+            yield Statement(AdapterFact.ADAPTER_RANK, stated, by, module)
     scaled = held.get("ia3_l", ())
     if len(scaled) == 2 and max(scaled) > 1:  # noqa: PLR2004
-        yield Statement(Fact.ADAPTER_FEEDFORWARD, scaled[0] == 1, TENSORS, module)
-        yield Statement(Fact.ADAPTER_FEEDFORWARD, config.is_feedforward(module), by, module)
+        yield Statement(AdapterFact.ADAPTER_FEEDFORWARD, scaled[0] == 1, TENSORS, module)
+        yield Statement(AdapterFact.ADAPTER_FEEDFORWARD, config.is_feedforward(module), by, module)
     for fact, key, attribute in (
-        (Fact.ADAPTER_DORA, "use_dora", "lora_magnitude_vector"),
-        (Fact.ADAPTER_BIAS, "lora_bias", "lora_B.bias"),
+        (AdapterFact.ADAPTER_DORA, "use_dora", "lora_magnitude_vector"),
+        (AdapterFact.ADAPTER_BIAS, "lora_bias", "lora_B.bias"),
     ):
         has_it = any(name.startswith(attribute) for name in held)
         yield Statement(fact, has_it, TENSORS, module)
@@ -236,8 +243,8 @@ def _of_prompt(config: AdapterConfig, by: str, shape: Shape) -> Iterator[Stateme
     else:
         tokens = tokens and submodules and tokens * submodules
     for what, held, said in zip(keys, shape, (tokens, width), strict=False):
-        yield Statement(Fact.ADAPTER_PROMPT, held, TENSORS, what)
-        yield Statement(Fact.ADAPTER_PROMPT, said, by, what)
+        yield Statement(AdapterFact.ADAPTER_PROMPT, held, TENSORS, what)
+        yield Statement(AdapterFact.ADAPTER_PROMPT, said, by, what)
 
 
 def _size(config: AdapterConfig, size: str, module: str, held: int) -> int | None:

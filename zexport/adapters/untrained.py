@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from zexport.adapters.peft_names import read_name
 from zexport.checkpoint.contents import StoredTensor
+from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.weights.named import Weights
 
@@ -27,8 +27,10 @@ def effect_statements(
     ]
     with SourceReader(files) as reader:
         if factors and all(_is_zero(reader, one) for one in factors):
-            yield Statement(Fact.ADAPTER_EFFECT, "zero", f"every lora_B of {adapter!r}")
-            yield Statement(Fact.ADAPTER_EFFECT, "other values", "an adapter that was trained")
+            yield Statement(AdapterFact.ADAPTER_EFFECT, "zero", f"every lora_B of {adapter!r}")
+            yield Statement(
+                AdapterFact.ADAPTER_EFFECT, "other values", "an adapter that was trained"
+            )
 
 
 def _ends(adapter: str) -> tuple[str, ...]:

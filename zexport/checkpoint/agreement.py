@@ -15,7 +15,7 @@ from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.facts import statements as facts
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
 from zexport.formats.inert import Opaque
 from zexport.formats.torch_file import TorchFile
@@ -31,7 +31,12 @@ _DECIDING = (
 """Sections of the configuration that decide what is trained; in others ranks may honestly differ
 (who logs, and to where), as they may in where they offload to."""
 
-_TRAINED_WITH = (Fact.CONFIG, Fact.GROUP_SETTINGS, Fact.LOSS_SCALE, Fact.SCHEDULE)
+_TRAINED_WITH = (
+    TrainingFact.CONFIG,
+    TrainingFact.GROUP_SETTINGS,
+    TrainingFact.LOSS_SCALE,
+    TrainingFact.SCHEDULE,
+)
 _OFFLOAD = "zero_optimization.offload"
 _SCHEDULE = ("last_batch_iteration", "last_epoch", "base_lrs", "_last_lr")
 """What a scheduler's state says of all ranks; others may watch a loss of their own."""
@@ -57,16 +62,16 @@ def _statements(
 ) -> Iterator[Statement]:
     """What every rank of one save states alike."""
     prefixes = {r: s.file.path.name.partition("zero_")[0] or "no" for r, s in optimizer.items()}
-    stated: list[tuple[Fact, Mapping[int, object]]] = [
-        (Fact.PARTITION_COUNT, {r: s.partition_counts for r, s in optimizer.items()}),
-        (Fact.FILE_PREFIX, prefixes),
-        (Fact.STAGE, {r: s.stage for r, s in optimizer.items()}),
-        (Fact.FLAT_GROUPS, {r: len(s.flat_groups) for r, s in optimizer.items()}),
-        (Fact.OPTIMIZER_STEP, steps),
-        (Fact.GLOBAL_STEP, {r: s.global_steps for r, s in model.items()}),
-        (Fact.DP_WORLD_SIZE, {r: s.dp_world_size for r, s in model.items()}),
-        (Fact.SKIPPED_STEPS, {r: s.skipped_steps for r, s in model.items()}),
-        (Fact.DEEPSPEED_VERSION, {r: s.ds_version for r, s in optimizer.items()}),
+    stated: list[tuple[TrainingFact, Mapping[int, object]]] = [
+        (TrainingFact.PARTITION_COUNT, {r: s.partition_counts for r, s in optimizer.items()}),
+        (TrainingFact.FILE_PREFIX, prefixes),
+        (TrainingFact.STAGE, {r: s.stage for r, s in optimizer.items()}),
+        (TrainingFact.FLAT_GROUPS, {r: len(s.flat_groups) for r, s in optimizer.items()}),
+        (TrainingFact.OPTIMIZER_STEP, steps),
+        (TrainingFact.GLOBAL_STEP, {r: s.global_steps for r, s in model.items()}),
+        (TrainingFact.DP_WORLD_SIZE, {r: s.dp_world_size for r, s in model.items()}),
+        (TrainingFact.SKIPPED_STEPS, {r: s.skipped_steps for r, s in model.items()}),
+        (TrainingFact.DEEPSPEED_VERSION, {r: s.ds_version for r, s in optimizer.items()}),
     ]
     yield from stated_by_rank(stated)
     model_files = {s.file.path.name: s.file for s in model.values()}
@@ -74,7 +79,7 @@ def _statements(
 
 
 def stated_by_key(
-    files: Mapping[str | int, TorchFile], facts: Collection[Fact] = _TRAINED_WITH
+    files: Mapping[str | int, TorchFile], facts: Collection[TrainingFact] = _TRAINED_WITH
 ) -> Iterator[Statement]:
     """What files state of how the run trained, key by key, wherever any two of them differ.
 
@@ -82,7 +87,7 @@ def stated_by_key(
     are of another kind, and may say less.
     """
     ranks = {by for by in files if isinstance(by, int)}
-    known: dict[int, dict[Fact, dict[str, object]]] = {}
+    known: dict[int, dict[TrainingFact, dict[str, object]]] = {}
     for file in files.values():
         if id(file.value) not in known:  # ranks whose pickles are equal share the value
             known[id(file.value)] = _trained_with(file)
@@ -98,7 +103,7 @@ def stated_by_key(
                 yield Statement(fact, values.get(key, lacking), by, key)
 
 
-def _trained_with(file: TorchFile) -> dict[Fact, dict[str, object]]:
+def _trained_with(file: TorchFile) -> dict[TrainingFact, dict[str, object]]:
     """What a rank file says of how the run trained; a fact that it does not state is left out."""
     root = Value(file.path, "states", file.value)
     config = root.get("ds_config").mapping_or_empty()
@@ -108,17 +113,17 @@ def _trained_with(file: TorchFile) -> dict[Fact, dict[str, object]]:
     inner = optimizer.get(inner_key(zero))
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     scaler = optimizer.get("loss_scaler")
-    stated: dict[Fact, object] = {
-        Fact.CONFIG: {key: config[key] for key in _DECIDING if key in config},
-        Fact.SCHEDULE: {key: schedule[key] for key in _SCHEDULE if key in schedule},
-        Fact.GROUP_SETTINGS: [_settings(group) for group in groups]
+    stated: dict[TrainingFact, object] = {
+        TrainingFact.CONFIG: {key: config[key] for key in _DECIDING if key in config},
+        TrainingFact.SCHEDULE: {key: schedule[key] for key in _SCHEDULE if key in schedule},
+        TrainingFact.GROUP_SETTINGS: [_settings(group) for group in groups]
         if isinstance(groups, list)
         else None,
-        Fact.LOSS_SCALE: scaler.state if isinstance(scaler, Opaque) else None,
+        TrainingFact.LOSS_SCALE: scaler.state if isinstance(scaler, Opaque) else None,
     }
     found = {fact: Value(file.path, "", value).plain_values() for fact, value in stated.items()}
-    for key in [key for key in found[Fact.CONFIG] if key.startswith(_OFFLOAD)]:
-        del found[Fact.CONFIG][key]
+    for key in [key for key in found[TrainingFact.CONFIG] if key.startswith(_OFFLOAD)]:
+        del found[TrainingFact.CONFIG][key]
     return found
 
 
@@ -130,7 +135,7 @@ def _settings(group: object) -> object:
 
 
 def stated_by_rank(
-    stated: Iterable[tuple[Fact, Mapping[int, object]]],
+    stated: Iterable[tuple[TrainingFact, Mapping[int, object]]],
 ) -> Iterator[Statement]:
     """What each rank states of each fact."""
     for fact, by_rank in stated:

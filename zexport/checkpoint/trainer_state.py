@@ -17,7 +17,7 @@ from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.ranks import models_of
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
@@ -38,9 +38,9 @@ def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
     location = checkpoint.location
     if checkpoint.global_steps is None:
         return
-    yield Statement(Fact.RUN_STEP, checkpoint.global_steps, "the files of the tag")
+    yield Statement(TrainingFact.RUN_STEP, checkpoint.global_steps, "the files of the tag")
     if found := _TAG_STEP.fullmatch(location.tag):
-        yield Statement(Fact.RUN_STEP, int(found[1]), "its name")
+        yield Statement(TrainingFact.RUN_STEP, int(found[1]), "its name")
     if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
         return
     for number, one in enumerate((location, *checkpoint.parts), start=1):
@@ -57,19 +57,19 @@ def _of_state(
     """Step, rows of a micro-batch, and the checkpoint that the run calls its best."""
     step, named = state.get("global_step"), _FOLDER_STEP.fullmatch(location.real_root.name)
     if isinstance(step, int):
-        yield Statement(Fact.RUN_STEP, step, by)
+        yield Statement(TrainingFact.RUN_STEP, step, by)
         if named:
-            yield Statement(Fact.RUN_STEP, int(named[1]), "the folder's name")
+            yield Statement(TrainingFact.RUN_STEP, int(named[1]), "the folder's name")
     model = next(iter(models_of(checkpoint.cells).values()), None)
     micro = None if model is None else model.ds_config.get("train_micro_batch_size_per_gpu")
     rows = state.get("train_batch_size")
     if isinstance(micro, int) and isinstance(rows, int):
-        yield Statement(Fact.RUN_BATCH, micro, "the files of the tag")
-        yield Statement(Fact.RUN_BATCH, rows, by)
+        yield Statement(TrainingFact.RUN_BATCH, micro, "the files of the tag")
+        yield Statement(TrainingFact.RUN_BATCH, rows, by)
     best = state.get("best_model_checkpoint")
     if named and isinstance(best, str):
-        yield Statement(Fact.RUN_BEST, named[0], "the folder's name")
-        yield Statement(Fact.RUN_BEST, Path(best).name, f"{by}, best_model_checkpoint")
+        yield Statement(TrainingFact.RUN_BEST, named[0], "the folder's name")
+        yield Statement(TrainingFact.RUN_BEST, Path(best).name, f"{by}, best_model_checkpoint")
 
 
 def _of_random_states(root: Path, ranks: int | None) -> Iterator[Statement]:
@@ -77,21 +77,29 @@ def _of_random_states(root: Path, ranks: int | None) -> Iterator[Statement]:
     found = (_RANDOM_STATE.fullmatch(path.name) for path in children(root))
     highest = max((int(one[1]) for one in found if one), default=None)
     if ranks is not None and highest is not None:
-        yield Statement(Fact.RUN_RANKS, ranks, "the number of ranks")
-        yield Statement(Fact.RUN_RANKS, highest, f"rng_state_{highest}.pth")
+        yield Statement(TrainingFact.RUN_RANKS, ranks, "the number of ranks")
+        yield Statement(TrainingFact.RUN_RANKS, highest, f"rng_state_{highest}.pth")
+
+
+def checkpoint_before(location: Location, step: int | None = None) -> Path | None:
+    """The folder of the Trainer's last checkpoint before this one, or before a step, in its run."""
+    runs, named = location.real_root.parent, _FOLDER_STEP.fullmatch(location.real_root.name)
+    last = int(named[1]) if step is None and named else step
+    older: dict[int, Path] = {}
+    with suppress(OSError):  # it may be another user's
+        found = ((_FOLDER_STEP.fullmatch(p.name), p) for p in (children(runs) if last else ()))
+        older = {int(name[1]): path for name, path in found if name}
+    before = max((n for n in older if last is not None and n < last), default=None)
+    return None if before is None else older[before]
 
 
 def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Statement]:
     """Where the checkpoint before this one has logged something else of the steps of both."""
-    step, runs = state.get("global_step"), location.real_root.parent
-    older: dict[int, Path] = {}
-    with suppress(OSError):  # it may be another user's
-        found = ((_FOLDER_STEP.fullmatch(path.name), path) for path in children(runs))
-        older = {int(name[1]): path for name, path in found if name}
-    before = max((n for n in older if isinstance(step, int) and n < step), default=None)
+    step = state.get("global_step")
+    before = checkpoint_before(location, step) if isinstance(step, int) else None
     if before is None:
         return
-    other = _read(older[before], location.boundary.including(runs))
+    other = _read(before, location.boundary.including(before.parent))
     own, logged = state.get("log_history"), other.get("log_history")
     both = (
         zip(own, logged, strict=False) if isinstance(own, list) and isinstance(logged, list) else ()
@@ -99,8 +107,8 @@ def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Stateme
     one, another = next(((a, b) for a, b in both if _text(a) != _text(b)), (None, None))
     if isinstance(one, dict) and isinstance(another, dict):
         about = f"step {one.get('step')}:"
-        yield Statement(Fact.RUN_PAST, _told(one, another), by, about)
-        yield Statement(Fact.RUN_PAST, _told(another, one), f"that of {older[before].name}", about)
+        yield Statement(TrainingFact.RUN_PAST, _told(one, another), by, about)
+        yield Statement(TrainingFact.RUN_PAST, _told(another, one), f"that of {before.name}", about)
 
 
 def _read(folder: Path, within: Boundary) -> JsonObject:

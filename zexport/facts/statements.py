@@ -10,11 +10,11 @@ from typing import cast
 from msgspec import Struct, field
 
 from zexport.errors import UsageError, ZexportError
-from zexport.facts.table import Agreement, Fact, Severity
+from zexport.facts.rows import Agreement, AnyFact, Severity
 from zexport.findings import Finding, FindingKind
 from zexport.printable import some
 
-_NONE: Mapping[Fact, str] = MappingProxyType({})
+_NONE: Mapping[AnyFact, str] = MappingProxyType({})
 _ABOUT_MAX = 8
 _BY_MAX = 4
 
@@ -29,7 +29,7 @@ class Statement(Struct, frozen=True):
         about: what it is said of, where a fact is stated of several things: a module, a key.
     """
 
-    fact: Fact
+    fact: AnyFact
     value: object
     by: str | int
     about: str = ""
@@ -46,7 +46,7 @@ def _number(ranks: Iterable[int]) -> str:
 class Disagreement(Struct, frozen=True):
     """Statements of one fact that contradict each other, by what they are about."""
 
-    fact: Fact
+    fact: AnyFact
     statements: dict[str, list[Statement]]
 
     def found(self, named: NameRanks = _number) -> str:
@@ -85,7 +85,7 @@ class Disagreement(Struct, frozen=True):
 
 def disagreements(statements: Iterable[Statement]) -> Iterator[Disagreement]:
     """Facts whose statements do not agree, each once, in the order in which they are stated."""
-    by_fact: dict[Fact, dict[str, list[Statement]]] = {}
+    by_fact: dict[AnyFact, dict[str, list[Statement]]] = {}
     for one in statements:
         if one.value is not None:
             by_fact.setdefault(one.fact, {}).setdefault(one.about, []).append(one)
@@ -95,7 +95,7 @@ def disagreements(statements: Iterable[Statement]) -> Iterator[Disagreement]:
             yield Disagreement(fact, differing)
 
 
-def _differing(fact: Fact, statements: Sequence[Statement]) -> Sequence[Statement]:
+def _differing(fact: AnyFact, statements: Sequence[Statement]) -> Sequence[Statement]:
     """The statements to tell of, where they do not agree."""
     if fact.value.agreement is Agreement.BELOW:
         return _beyond(statements)
@@ -160,7 +160,7 @@ def judge(
     *,
     chosen: Path | None = None,
     allow: Set[FindingKind] = frozenset(),
-    harmless: Mapping[Fact, str] = _NONE,
+    harmless: Mapping[AnyFact, str] = _NONE,
 ) -> Judgement:
     """What the statements lead to where they disagree.
 

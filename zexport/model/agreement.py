@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from zexport.facts.statements import Statement
 from zexport.filenames import CONFIG
 from zexport.model.beside import (
+    above_statements,
     code_statements,
     file_statements,
     length_statements,
@@ -21,9 +22,11 @@ from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
     dtype_statements,
     label_statements,
+    level_statements,
     rope_statements,
     run_statements,
     type_statements,
+    unstated_statements,
 )
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of
@@ -50,6 +53,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from lacking_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars)
     yield from file_statements(sidecars)
+    yield from above_statements(sidecars)
     yield from length_statements(sidecars)
     yield from rule_statements(sidecars.copied)
     yield from repeated_statements(sidecars.copied)
@@ -61,6 +65,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from card_statements(sidecars, named_bases)
     yield from dtype_statements(sidecars.config)
     yield from rope_statements(sidecars.config)
+    yield from level_statements(sidecars.config)
     for by, other in sidecars.run_configs.items():
         if sidecars.config is not None:
             yield from run_statements(sidecars.config, other, by)
@@ -89,6 +94,12 @@ def model_facts(
         is_classifier = str(names.architecture).endswith("ForSequenceClassification")
         if config is not None and is_classifier and "score.weight" in names.shapes:
             yield from pad_statements(sidecars.copied, config)
+    defaults = names.defaults if isinstance(names, ModelNames) else {}
+    others = {f"{by}'s": one for by, one in sidecars.run_configs.items()}
+    others |= {} if sidecars.base_config is None else {"the base's": sidecars.base_config}
+    for by, other in others.items():
+        if config is not None and config.path != other.path:
+            yield from unstated_statements(config, other, by, defaults)
     yield from end_statements(sidecars.copied, config)
     yield from id_statements(sidecars.copied, config)
     yield from label_statements(config)

@@ -20,9 +20,19 @@ from zexport.filenames import (
 )
 from zexport.model.config import ConfigFile
 from zexport.model.custom_code import modules_named
-from zexport.model.sidecars import BASE, MODULES, PROCESSOR, SENTENCE_CONFIGS, Files, Sidecars
+from zexport.model.sidecars import (
+    ABOVE,
+    BASE,
+    MODULES,
+    PROCESSOR,
+    SENTENCE_CONFIGS,
+    Files,
+    Sidecars,
+)
 from zexport.model.tokenizer import content_of, read_tokenizer, table_of
+from zexport.printable import some
 from zexport.store.contents import read_json_list, repeated_keys
+from zexport.store.folders import children
 from zexport.store.json import Json
 
 _TOKENIZER_KEYS = re.compile(
@@ -43,6 +53,7 @@ _PATCHES = {
     "merge_size": ("spatial_merge_size",),
     "temporal_patch_size": ("temporal_patch_size",),
     "feature_size": ("num_mel_bins",),
+    "image_seq_length": ("image_seq_length", "mm_tokens_per_image"),
 }
 """How a processor calls what the model's config calls otherwise."""
 
@@ -58,6 +69,7 @@ _NORMALIZING = {
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
 _BY_HAND = re.compile(r"(?:.*/)?[\w-]*config\w*\.json|special_tokens_map\.json")
+_OF_RUN = re.compile(r"trainer_state\.json|training_args\.bin|(?:checkpoint|step|epoch)[-_]?\d+")
 _LONG, _NO_LENGTH = 60, 10**9
 
 
@@ -85,6 +97,17 @@ def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
         facts = (Fact.BASE_FILE,) if where == BASE else (Fact.RUN_FILE,)
         for fact in facts if where else (Fact.RUN_FILE, Fact.BASE_FILE):
             yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
+
+
+def above_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """What the export has of the folder above the checkpoint, where nothing shows a run there."""
+    taken, folder = sidecars.files_above, sidecars.above
+    if folder is None or not taken or ABOVE in sidecars.run_configs:
+        return
+    names = [path.name for path in children(folder)]
+    if not any(_OF_RUN.fullmatch(name) for name in names):
+        yield Statement(Fact.RUN_FOLDER, some(taken), "the export")
+        yield Statement(Fact.RUN_FOLDER, "nothing of a training", "the folder above")
 
 
 def repeated_statements(files: Files) -> Iterator[Statement]:
@@ -118,8 +141,9 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
         yield Statement(Fact.PROCESSOR, content.get("processor_class"), name)
         for key, keys in _PATCHES.items() if name != TOKENIZER_CONFIG else ():
             for other in keys:
-                if content.get(key) is not None and vision.get(other) is not None:
-                    yield Statement(Fact.PATCHES, _side(vision[other]), CONFIG, key)
+                due = vision.get(other, config.get(other))
+                if content.get(key) is not None and due is not None:
+                    yield Statement(Fact.PATCHES, _side(due), CONFIG, key)
                     yield Statement(Fact.PATCHES, _side(content[key]), name, key)
         for key in _CHOICES:
             yield Statement(Fact.PATCHES, config.get(key), CONFIG, key)
@@ -206,7 +230,11 @@ def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
         if isinstance(positions, int) and isinstance(most, int) and most < _NO_LENGTH:
             yield Statement(Fact.TEXT_POSITIONS, positions + 1, "one more than all positions", by)
             yield Statement(Fact.TEXT_POSITIONS, most, by, by)
-    named = [positions, longest[TOKENIZER_CONFIG]]
+    cut = longest[TOKENIZER_CONFIG]
+    if isinstance(positions, int) and isinstance(cut, int) and 2 * cut <= positions:
+        yield Statement(Fact.TEXT_CUT, cut, f"{TOKENIZER_CONFIG}, model_max_length")
+        yield Statement(Fact.TEXT_CUT, positions, f"{CONFIG}, max_position_embeddings")
+    named = [positions, cut]
     named += [table_of(copied, name).get("max_seq_length") for name in _sentence_files(copied)]
     known = sorted({n for n in named if isinstance(n, int) and n < _NO_LENGTH})
     for done, length in read_tokenizer(copied).lengths.items():

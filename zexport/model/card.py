@@ -12,7 +12,7 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.hub_cache import hub_id_of, is_hub_id, plain_name
 from zexport.model.sidecars import Sidecars, read_card
-from zexport.printable import printable
+from zexport.printable import placeless, printable
 from zexport.ranges.dtypes import DType
 from zexport.store.contents import read_range
 
@@ -104,6 +104,12 @@ def model_card(
         )
         lines += [", ".join(f"`{_inline(name)}`" for name in names) + ".", ""]
     return "\n".join(lines).encode(errors="backslashreplace")
+
+
+def paragraphs_of(warnings: Sequence[str]) -> list[str]:
+    """What a card says of what was warned of when the export was made."""
+    head = "zexport warned of this when it made the export:"
+    return [head, *(f"- {placeless(one)}." for one in warnings)] if warnings else []
 
 
 def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[Statement]:

@@ -6,15 +6,17 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import TOKENIZER_CONFIG
-from zexport.model.sidecars import BASE, CHAT_TEMPLATES, Files, Sidecars
+from zexport.model.sidecars import BASE, CHAT_TEMPLATES, MORE_TEMPLATES, Files, Sidecars
+from zexport.model.tokenizer import table_of
 from zexport.store.contents import read_json_object, read_regular
-from zexport.store.json import Json
+from zexport.store.json import Json, JsonObject
 
 TEMPLATE_FILES = (*CHAT_TEMPLATES, TOKENIZER_CONFIG)
 """Files that hold one, that first which goes before the others.
@@ -44,6 +46,26 @@ def template_statements(sidecars: Sidecars) -> Iterator[Statement]:
         fact = Fact.BASE_TEMPLATE if folder == BASE and written else Fact.CHAT_TEMPLATE
         for name, template in _templates(files):
             yield Statement(fact, template, f"{folder}'s {name}")
+    more = _more(sidecars.copied)
+    for name, own in more.items():
+        for fact in (Fact.CHAT_TEMPLATE, Fact.BASE_TEMPLATE):
+            yield Statement(fact, _in_brief(own), "the export's", f"the template {name!r}:")
+    for folder, files in sidecars.folders.items():
+        fact = Fact.BASE_TEMPLATE if folder == BASE else Fact.CHAT_TEMPLATE
+        for name, text in _more(files).items() if more else ():
+            if name in more:
+                yield Statement(fact, _in_brief(text), f"{folder}'s", f"the template {name!r}:")
+
+
+def _more(files: Files) -> dict[str, str]:
+    """The templates that have names, for tools or documents, say; files go before a table."""
+    named = {
+        str(one.get("name")): str(one.get("template")).strip()
+        for one in _several(table_of(files, TOKENIZER_CONFIG).get("chat_template"))
+        if one.get("name") != "default"
+    }
+    paths = {Path(name).stem: path for name, path in files.items() if fnmatch(name, MORE_TEMPLATES)}
+    return named | {name: _read(path).strip() for name, path in paths.items()}
 
 
 def marks(files: Files) -> tuple[str, list[str]]:
@@ -60,8 +82,12 @@ def _templates(files: Files) -> Iterator[tuple[str, str]]:
         if text or (name in files and name.endswith(".jinja")):  # which is taken, if empty
             yield (
                 name,
-                f"{len(text):,} characters ({zlib.crc32(text.encode(errors='replace')):08x})",
+                _in_brief(text),
             )
+
+
+def _in_brief(text: str) -> str:
+    return f"{len(text):,} characters ({zlib.crc32(text.encode(errors='replace')):08x})"
 
 
 def _read(path: Path) -> str:
@@ -72,10 +98,15 @@ def _read(path: Path) -> str:
         found = read_json_object(path).get("chat_template")
     except (OSError, ZexportError):
         return ""
-    if isinstance(found, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in _several(found)}
         found = named.get("default", _text(found))
     return found if isinstance(found, str) else _text(found)
+
+
+def _several(found: Json) -> list[JsonObject]:
+    """Templates by name, where there are several."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _text(value: Json) -> str:

@@ -40,6 +40,9 @@ _OF_TRAINING = re.compile(
 _PLACEHOLDER = re.compile(r"LABEL_\d+")
 """What transformers calls classes that nobody named."""
 
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_NOTHING = "nothing"
+
 _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 """Sizes of what is put in, which may be others from run to run."""
 
@@ -62,6 +65,49 @@ def run_statements(own: ConfigFile, other: ConfigFile, where: str) -> Iterator[S
     for _, about, values in _both(own, other):
         for by, value in zip(sides, values, strict=True):
             yield Statement(Fact.RUN_CONFIG, value, by, about)
+
+
+def unstated_statements(
+    own: ConfigFile, other: ConfigFile, by: str, defaults: Mapping[str, Mapping[str, object]]
+) -> Iterator[Statement]:
+    """What one of two configs says of how a model is built, and the other leaves to the class.
+
+    ``defaults`` are the class's own values; where nobody was asked for them, positions that are
+    rotated otherwise than in most models, and what keeps norms from zero, are told of.
+    """
+    for about, first, second in _tables(own.content, other.content):
+        known = defaults.get(about.removesuffix("."), {})
+        one, another = built_of(first), built_of(second)
+        for key in sorted(one.keys() ^ another.keys()):
+            stated = one.get(key, another.get(key))
+            default = known.get(key) if defaults else _unless_usual(key, stated)
+            if stated is None or default is None:
+                continue
+            said = (stated, default) if key in one else (default, stated)
+            for value, who, table in zip(said, ("config.json", by), (one, another), strict=True):
+                left = "" if key in table else ", which leaves it to the model's class"
+                yield Statement(Fact.CONFIG_UNSTATED, value, f"{who}{left}", about + key)
+
+
+def _unless_usual(key: str, stated: object) -> object:
+    """What a config that leaves out a key is told to say, where others are not like the stated."""
+    if key.endswith(("_eps", "_epsilon")):
+        return _NOTHING
+    is_usual = {"rope_theta": 10000, "rope_type": "default"}.get(key, stated) == stated
+    return None if is_usual else _NOTHING
+
+
+def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
+    """What a config says of how its model is built, and how that rotates positions."""
+    built = {key: value for key, value in table.items() if _fact_of(key) is Fact.BASE_CONFIG}
+    built.pop("model_type", None)
+    said = any(table.get(key) for key in ROPE)
+    return built | (_rope(table) if said else {})
+
+
+def parts_of(content: Mapping[str, Json]) -> list[str]:
+    """The keys of a config under which those of its model's parts lie."""
+    return [*_inner(content)]
 
 
 def _both(one: ConfigFile, other: ConfigFile) -> Iterator[tuple[Fact, str, tuple[Json, Json]]]:
@@ -94,6 +140,18 @@ def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
     for key in sorted(older.keys() & newer.keys()):
         yield Statement(Fact.CONFIG_ROPE, newer[key], "rope_parameters", key)
         yield Statement(Fact.CONFIG_ROPE, older[key], "rope_theta and rope_scaling", key)
+
+
+def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
+    """What a config says of its language model, beside the others and in the part that has it."""
+    content = {} if config is None else config.content
+    inner = content.get("text_config")
+    outer = built_of(_without(content, _inner(content)))
+    part = built_of(inner) if isinstance(inner, dict) else {}
+    for key in sorted(outer.keys() & part.keys()):
+        if not key.endswith("_size"):  # which may be that of all parts' results
+            yield Statement(Fact.CONFIG_LEVELS, part[key], "text_config", key)
+            yield Statement(Fact.CONFIG_LEVELS, outer[key], "the config around it", key)
 
 
 def label_statements(config: ConfigFile | None) -> Iterator[Statement]:

@@ -41,8 +41,9 @@ class ModelNames(Struct, frozen=True):
     type, what transformers leaves in float32 when it loads the model in it; ``ignored`` patterns of
     what it passes over. Under ``base_prefix`` classes with a head have the model of their base
     class, whose files have names without it; ``other_type`` is the class's model type where that of
-    the config is surely another. Where several classes have these names, it is that of
-    none.
+    the config is surely another. ``defaults`` are what the class takes for keys that a config, or
+    one of its parts, leaves out; empty where nobody was asked. Where several classes have these
+    names, it is that of none.
     """
 
     architecture: str | None
@@ -57,6 +58,7 @@ class ModelNames(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
     base_prefix: str = ""
     other_type: str = ""
+    defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def all_names(self) -> frozenset[str]:

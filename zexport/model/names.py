@@ -117,6 +117,7 @@ class _Described(Struct, frozen=True):
     base_prefix: str = ""
     ignored: tuple[str, ...] = ()
     other_type: str = ""
+    defaults: dict[str, dict[str, object]] = {}
 
     def names(self, provenance: str) -> ModelNames:
         """The names that it tells."""
@@ -138,6 +139,7 @@ class _Described(Struct, frozen=True):
             ignored=tuple(sorted(self.ignored)),
             base_prefix=self.base_prefix,
             other_type=self.other_type,
+            defaults=self.defaults,
         )
 
 

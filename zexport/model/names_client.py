@@ -23,7 +23,7 @@ from zexport.store.json import JsonObject
 
 _log = logging.getLogger(__name__)
 
-_SCHEMA = 6
+_SCHEMA = 7
 
 
 _CACHED_NBYTES_MAX = 64 << 20

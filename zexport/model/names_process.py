@@ -12,12 +12,16 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Collection
+from copy import deepcopy
 from typing import Any, TextIO
 
 import torch
 import transformers
+from huggingface_hub import errors
 from transformers.models.auto import modeling_auto
 
+from zexport.model.config_facts import ROPE, built_of, parts_of
 from zexport.model.conversion import describe_model, ignored_names
 
 _BUILDING_SECONDS = 45
@@ -38,6 +42,11 @@ _UNBUILDABLE = (
     ValueError,
 )
 """What a class raises that a config is not enough for."""
+
+_INVALID: type[Exception] = getattr(errors, "StrictDataclassError", ValueError)
+"""What configs raise that contradict themselves (huggingface_hub 0.35 and later)."""
+
+_PLAIN = (str, int, float, list)
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Parts of keys that may name a repository of compiled kernels, which would be loaded and run.
@@ -101,6 +110,7 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
         missing = ", ".join(map(repr, architectures)) or "any architecture for it"
         return {"error": f"transformers {transformers.__version__} does not have {missing}"}
     candidates, reason = [], ""
+    defaults = defaults_of(config_class, content)
     for name in known:
         try:
             model = _without_data(name, config_class.from_dict(dict(content)))
@@ -109,9 +119,38 @@ def describe(content: dict[str, Any]) -> dict[str, Any]:
                 raise
             reason = f"transformers failed: {error}"  # some classes want more of a config
             continue
-        described = {**describe_model(model), "ignored": ignored_names(model)}
+        described = {**describe_model(model), "ignored": ignored_names(model), "defaults": defaults}
         candidates.append({**described, "other_type": _other_type(type(model), config_class)})
     return {"candidates": candidates} if candidates else {"error": reason}
+
+
+def defaults_of(config_class: Any, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a class takes for keys that say how a model is built, each where it is left out.
+
+    For the whole config under an empty name, and for those of its parts under theirs; a default may
+    follow from what else a config says.
+    """
+
+    def taken(part: str, without: Collection[str]) -> dict[str, Any]:
+        table = content[part] if part else content
+        rest = {key: value for key, value in table.items() if key not in without}
+        try:
+            given = deepcopy({**content, part: rest} if part else rest)  # classes change it
+            full = config_class.from_dict(given).to_dict()
+        except (*_UNBUILDABLE, _INVALID):
+            return {}
+        return built_of(full.get(part) or {} if part else full)
+
+    found = {}
+    for part in ("", *parts_of(content)):
+        table = content[part] if part else content
+        known = {k: v for k, v in taken(part, ()).items() if k not in built_of(table)}
+        for key in table:
+            if gone := built_of({key: table[key]}).keys():
+                without = ROPE if key in ROPE else (key,)
+                known |= {k: v for k, v in taken(part, without).items() if k in gone}
+        found[part] = {k: v for k, v in known.items() if isinstance(v, _PLAIN)}
+    return found
 
 
 def _other_type(model_class: Any, config_class: Any) -> str:

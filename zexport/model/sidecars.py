@@ -88,6 +88,7 @@ SENTENCE_CONFIGS = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
 )
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _NAMING_CODE = (TOKENIZER_CONFIG, *PROCESSOR)
 _STATING = (
@@ -109,7 +110,8 @@ class Sidecars(Struct, frozen=True):
 
     ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name
     in the output, and ``missing`` what is nowhere, in words. ``folders`` are the folders that were
-    looked through, with those of their files that state something of a model.
+    looked through, with those of their files that state something of a model, and ``above`` is the
+    one that the checkpoint lies in.
     """
 
     config: ConfigFile | None
@@ -121,6 +123,17 @@ class Sidecars(Struct, frozen=True):
     base_config: ConfigFile | None = None
     run_configs: Mapping[str, ConfigFile] = field(default_factory=dict)
     folders: Mapping[str, Files] = field(default_factory=dict)
+    above: Path | None = None
+
+    @property
+    def files(self) -> Files:
+        """The config and all that is copied, by name."""
+        return {**self.copied, **({} if self.config is None else {CONFIG: self.config.path})}
+
+    @property
+    def files_above(self) -> list[str]:
+        """Names of the files that the folder above the checkpoint gives."""
+        return sorted(name for name, path in self.files.items() if path.parent == self.above)
 
 
 def find_sidecars(
@@ -128,6 +141,7 @@ def find_sidecars(
     base: Path | None = None,
     boundary: Boundary = _OWN_FOLDERS,
     parts: Iterable[tuple[Path, Boundary]] = (),
+    before: Path | None = None,
 ) -> Sidecars:
     """The files that belong to the checkpoint in ``root``.
 
@@ -136,7 +150,8 @@ def find_sidecars(
     licences are those of ``root``, else of ``base``: what lies above a checkpoint may be about
     anything. A link leads to somewhere in the folder that it lies in, or within ``boundary``.
     ``parts`` are further folders, with their own boundaries, in which nodes kept parts of the
-    checkpoint: what they have is compared, and nothing of it taken.
+    checkpoint, and ``before`` is the checkpoint before it in its run: what they have is compared,
+    and nothing of it taken.
     """
     given = _given(base)
     folders = [root, root.parent, *given]
@@ -154,6 +169,7 @@ def find_sidecars(
     code = [name for name in copied if name.endswith(".py")]
     run = {ABOVE: (root.parent, boundary.including(root.parent))}
     run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
+    run |= {} if before is None else {before.name: (before, boundary.including(root.parent))}
     stating = {by: _stating(*one, code) for by, one in run.items()}
     source = root / SOURCE_SIDECAR
     boundary.including(root).check(source)
@@ -171,6 +187,7 @@ def find_sidecars(
             **stating,
             BASE: {} if base is None else _stating(base, boundary.including(base), code),
         },
+        above=root.parent,
     )
 
 
@@ -210,7 +227,8 @@ def _missing(
 
 def _stating(folder: Path, within: Boundary, code: Iterable[str]) -> Files:
     """The files that state facts in a folder; links that lead elsewhere state nothing."""
-    found = _present(folder, (*_STATING, *code))
+    templates = (str(path.relative_to(folder)) for path in matching(folder, MORE_TEMPLATES))
+    found = _present(folder, (*_STATING, *code, *templates))
     return {name: path for name, path in found.items() if within.holds(path)}
 
 
@@ -286,7 +304,7 @@ def _kind(folder: Path | None, names: Sequence[str], *patterns: str) -> _Files:
         except DamagedCheckpointError:
             continue
         code |= code_files(folder, content)
-    for pattern in ("additional_chat_templates/*.jinja", *patterns):
+    for pattern in (MORE_TEMPLATES, *patterns):
         names = (*names, *(str(path.relative_to(folder)) for path in matching(folder, pattern)))
     return _present(folder, (*names, *CHAT_TEMPLATES)) | code
 

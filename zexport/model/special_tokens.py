@@ -70,10 +70,25 @@ def added_statements(files: Files) -> Iterator[Statement]:
     if not any(beside.values()):
         return
     tokenizer = read_tokenizer(files)
+    yield from _flags(files, tokenizer)
     stated = {TOKENIZER: tokenizer.added}
     for by, tokens in (stated | beside).items():
         for token, number in tokens.items():
             yield Statement(Fact.ADDED_TOKEN, number, by, repr(token))
+
+
+def _flags(files: Files, tokenizer: Tokenizer) -> Iterator[Statement]:
+    """How added tokens are found in a text, as both files of a tokenizer have it."""
+    found = table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
+    table = found if isinstance(found, dict) else {}
+    for one in tokenizer.added_tokens:
+        other = table.get(str(one.id))
+        if not isinstance(other, dict) or _text(other) != one.content:
+            continue
+        for key, value in one.flags.items():
+            about = f"{one.content!r}, {key}:"
+            yield Statement(Fact.TOKEN_FLAG, value, TOKENIZER, about)
+            yield Statement(Fact.TOKEN_FLAG, other.get(key), TOKENIZER_CONFIG, about)
 
 
 def number_statements(files: Files) -> Iterator[Statement]:

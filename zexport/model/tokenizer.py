@@ -25,9 +25,22 @@ _FIELD_1 = 0x0A
 _VARINT_NBITS = 64
 
 
+TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
 class _Added(Struct, frozen=True):
     id: int
     content: str
+    lstrip: object = None
+    rstrip: object = None
+    normalized: object = None
+    single_word: object = None
+    special: object = None
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """How the token is found in a text."""
+        return {key: getattr(self, key) for key in TOKEN_FLAGS}
 
 
 class _Model(Struct, frozen=True):

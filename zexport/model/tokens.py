@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
+from zexport.facts.rows import AnyFact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Files
@@ -99,7 +99,7 @@ def config_numbers(config: ConfigFile | None) -> Iterator[TokenNumber]:
 
 
 def token_statements(
-    fact: Fact, rows: int | None, by: str, numbers: Iterable[TokenNumber]
+    fact: AnyFact, rows: int | None, by: str, numbers: Iterable[TokenNumber]
 ) -> Iterator[Statement]:
     """The rows of an embedding and the tokens that need one; nothing where no rows are known."""
     numbers = [] if rows is None else [*numbers]

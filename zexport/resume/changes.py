@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from zexport.facts.statements import Statement, judge
-from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.resume.state import Group
 from zexport.train.options import told_of_keys
 
@@ -20,9 +20,8 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _FIRST = {"lr": "initial_lr"}
 """What a group has of a setting beside its present value."""
 
-_CHANGING = ("gradient_clipping", "prescale_gradients", "gradient_predivide_factor")
-"""What changes an update, and is read from the configuration alone."""
-
+_CHANGING = {"gradient_clipping": 0, "prescale_gradients": 0, "gradient_predivide_factor": 1}
+"""What changes an update and is read from the configuration alone, with what changes none."""
 _AUTO, _NOTHING = "auto", "nothing"
 _GIVEN, _TRAINED = "--ds-config", "the checkpoint"
 
@@ -56,26 +55,53 @@ def _statements(
     given: _Config, source: _Config, groups: Sequence[Mapping[Any, object]], lacking: str | None
 ) -> Iterator[Statement]:
     """What both say of optimizer and schedule; ``lacking`` is what leaving something out says."""
-    for fact, section in ((Fact.NEXT_OPTIMIZER, "optimizer"), (Fact.NEXT_SCHEDULER, "scheduler")):
-        trained = _section(source, section).get("type")
-        named = _section(given, section).get("type", given.get(section, lacking))
-        for by, value in ((_TRAINED, trained), (_GIVEN, named)) if trained else ():
-            is_told = isinstance(value, str) and value != _AUTO
-            yield Statement(fact, str(value).lower() if is_told else None, by)
-    for key in (key for key in _CHANGING if source.get(key)):
-        yield Statement(Fact.NEXT_UPDATES, _plain(source.get(key)), _TRAINED, key)
-        value = given.get(key, lacking)
-        yield Statement(
-            Fact.NEXT_UPDATES, value if value == lacking else _plain(value), _GIVEN, key
-        )
+    yield from _of_classes(given, source, lacking)
+    yield from _of_schedule(given, source, lacking)
+    for key, neutral in _CHANGING.items():
+        for by, config, default in ((_TRAINED, source, _NOTHING), (_GIVEN, given, lacking)):
+            value = _plain(config[key]) if config.get(key) is not None else default
+            told = _NOTHING if value == neutral else value
+            yield Statement(TrainingFact.NEXT_UPDATES, told, by, key)
     asked = _section(_section(given, "optimizer"), "params")
     recorded = _section(_section(source, "optimizer"), "params")
     for key in _SETTINGS:
         known = [one.get(name) for one in groups for name in (key, _FIRST.get(key, key))]
         values = [one for one in map(_plain, (*known, recorded.get(key))) if one is not None]
         if values:
-            yield Statement(Fact.NEXT_SETTINGS, list(dict.fromkeys(values)), _TRAINED, key)
-            yield Statement(Fact.NEXT_SETTINGS, _plain(asked.get(key)), _GIVEN, key)
+            yield Statement(TrainingFact.NEXT_SETTINGS, list(dict.fromkeys(values)), _TRAINED, key)
+            yield Statement(TrainingFact.NEXT_SETTINGS, _plain(asked.get(key)), _GIVEN, key)
+
+
+def _of_classes(given: _Config, source: _Config, lacking: str | None) -> Iterator[Statement]:
+    """The optimizer and the scheduler; without one DeepSpeed builds none, where a script may."""
+    for fact, section, without in (
+        (TrainingFact.NEXT_OPTIMIZER, "optimizer", None),
+        (TrainingFact.NEXT_SCHEDULER, "scheduler", _NOTHING),
+    ):
+        trained = _section(source, section).get("type", without)
+        named = _section(given, section).get("type", given.get(section, lacking))
+        for by, value in ((_TRAINED, trained), (_GIVEN, named)) if trained else ():
+            is_told = isinstance(value, str) and value != _AUTO
+            yield Statement(fact, str(value).lower() if is_told else None, by)
+
+
+def _of_schedule(given: _Config, source: _Config, lacking: str | None) -> Iterator[Statement]:
+    """The numbers of a scheduler, of which its state has none but the step.
+
+    Source: DeepSpeed 0.19, ``runtime/lr_schedules.py`` (``state_dict`` of ``WarmupLR``).
+    """
+    trained, named = (_section(config, "scheduler") for config in (source, given))
+    if not trained or str(trained.get("type")).lower() != str(named.get("type")).lower():
+        return
+    own, other = (_section(one, "params") for one in (trained, named))
+    for key in [*own, *(key for key in other if key not in own)]:
+        yield Statement(TrainingFact.NEXT_SCHEDULE, _told(own.get(key, _NOTHING)), _TRAINED, key)
+        yield Statement(TrainingFact.NEXT_SCHEDULE, _told(other.get(key, lacking)), _GIVEN, key)
+
+
+def _told(value: object) -> object:
+    """A number, or a word; nothing for ``auto``."""
+    return value if isinstance(value, str) and value != _AUTO else _plain(value)
 
 
 def _section(config: _Config, name: str) -> _Config:

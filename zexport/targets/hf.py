@@ -13,7 +13,7 @@ from zexport.collected import Collected
 from zexport.facts.statements import Statement, disagreements
 from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import CONFIG, README
-from zexport.model.card import model_card
+from zexport.model.card import model_card, paragraphs_of
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
 from zexport.model.hub_cache import GivenBase
@@ -34,7 +34,7 @@ from zexport.plan.plan import (
     SideFile,
     plan_file,
 )
-from zexport.printable import placeless, some
+from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
@@ -192,9 +192,7 @@ class HubModel(Struct, frozen=True):
                 f"Allowed was also {', '.join(sorted(later))}: findings in zexport_manifest.json "
                 "tell whether there was any."
             )
-        if told := (*found.checkpoint.warnings, *selection.warnings):
-            yield "zexport warned of this when it made the export:"
-            yield from (f"- {placeless(one)}." for one in told)
+        yield from paragraphs_of((*found.checkpoint.warnings, *selection.warnings))
 
     def _warnings(self) -> Iterator[str]:
         """What is missing beside the weights, will not be read, or stands apart."""

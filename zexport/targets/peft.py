@@ -20,10 +20,10 @@ from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
 from zexport.errors import UnsupportedError
+from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG, README
-from zexport.model.card import model_card
+from zexport.model.card import model_card, paragraphs_of
 from zexport.model.fit import NamesUnknown
 from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
@@ -108,7 +108,6 @@ class PeftAdapters(Struct, frozen=True):
 
     def side_files(self, selection: Selection, files: Sequence[FilePlan]) -> Iterator[SideFile]:
         """The adapters' configurations, and what is not the model's own."""
-        del selection  # every adapter has the same
         for adapter in self.collected.adapters:
             name, config = f"{adapter.folder}{ADAPTER_CONFIG}", adapter.config
             if config.switch("inference_mode"):
@@ -119,11 +118,11 @@ class PeftAdapters(Struct, frozen=True):
         for name, path in sorted(self.collected.copied.items()):
             is_blank = name == README and _UNFILLED in read_range(path, 0, _CARD_NBYTES)
             if is_blank:
-                yield SideFile(name, content=self._card(files))
+                yield SideFile(name, content=self._card(files, selection.warnings))
             else:
                 yield SideFile(name, origin=path)
 
-    def _card(self, files: Sequence[FilePlan]) -> bytes:
+    def _card(self, files: Sequence[FilePlan], warnings: Sequence[str]) -> bytes:
         """A card in place of peft's, which leaves everything to be filled in."""
         found = self.collected
         bases = {one.config.text("base_model_name_or_path") for one in found.adapters}
@@ -131,6 +130,7 @@ class PeftAdapters(Struct, frozen=True):
             found.checkpoint,
             files[0].tensors[0].dtype,
             found.sidecars,
+            origin=paragraphs_of((*found.checkpoint.warnings, *warnings)),
             trained_on=bases.pop() if len(bases) == 1 else "",
             is_adapter=True,
         )
@@ -183,7 +183,7 @@ class PeftAdapters(Struct, frozen=True):
         rows = rows or embedding_rows({n: shape for n, shape in found.base.shapes.items() if shape})
         known = max(rows.values(), default=stated_rows(found.sidecars.config))
         tokens = [one for one in found.tokens if one.by != GENERATION_CONFIG]
-        yield from token_statements(Fact.KEPT_EMBEDDING, known, "its rows", tokens)
+        yield from token_statements(AdapterFact.KEPT_EMBEDDING, known, "its rows", tokens)
 
 
 def _file_of(adapter: Adapter) -> str:

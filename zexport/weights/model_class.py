@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import NamesMismatchError
+from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.model.config import ConfigFile, mend_sizes
 from zexport.model.fit import Fit, ModelNames, NamesUnknown, best_fit, wrapper_prefixes
@@ -160,8 +160,8 @@ def task_statements(task: str, config: ConfigFile | None) -> Iterator[Statement]
     named = "" if config is None else next(iter(config.architectures), "")
     of_class = next((one for one, ends in _TASKS.items() if named.endswith(ends)), None)
     if task in _TASKS and not {task, of_class} <= {"CAUSAL_LM", "SEQ_2_SEQ_LM"}:
-        yield Statement(Fact.ADAPTER_TASK, task, ADAPTER_CONFIG)
-        yield Statement(Fact.ADAPTER_TASK, of_class, f"config.json, {named}")
+        yield Statement(AdapterFact.ADAPTER_TASK, task, ADAPTER_CONFIG)
+        yield Statement(AdapterFact.ADAPTER_TASK, of_class, f"config.json, {named}")
 
 
 def _has_shapes(config: ConfigFile, stored: Stored, learner: Learner) -> bool:

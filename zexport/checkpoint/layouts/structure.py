@@ -15,7 +15,7 @@ from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, ran
 from zexport.checkpoint.ranks import Save, is_zero0
 from zexport.errors import DamagedCheckpointError, LayoutError, ZexportError
 from zexport.facts import statements as facts
-from zexport.facts.table import Fact
+from zexport.facts.training import TrainingFact
 from zexport.formats.torch_file import TorchFile
 from zexport.store.folders import is_folder
 
@@ -233,18 +233,18 @@ def disagreements(save: Save) -> Iterator[ZexportError]:
     """Facts that every model-parallel index of one save states alike, and these do not."""
     models, cells = save.models, save.cells
     steps = {i: step_of(one) for i in models if (one := cells[i].first_optimizer) is not None}
-    stated: list[tuple[Fact, Mapping[int, object]]] = [
-        (Fact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
-        (Fact.OPTIMIZER_STEP, steps),
-        (Fact.DEEPSPEED_VERSION, {i: m.ds_version for i, m in models.items()}),
-        (Fact.SCHEDULE, {i: m.lr_step for i, m in models.items()}),
-        (Fact.SKIPPED_STEPS, {i: m.skipped_steps for i, m in models.items()}),
-        (Fact.CELL_WORLD_SIZE, {i: cells[i].world_size for i in models}),
-        (Fact.STAGE, {i: cells[i].is_zero3 for i in models}),
+    stated: list[tuple[TrainingFact, Mapping[int, object]]] = [
+        (TrainingFact.GLOBAL_STEP, {i: m.global_steps for i, m in models.items()}),
+        (TrainingFact.OPTIMIZER_STEP, steps),
+        (TrainingFact.DEEPSPEED_VERSION, {i: m.ds_version for i, m in models.items()}),
+        (TrainingFact.SCHEDULE, {i: m.lr_step for i, m in models.items()}),
+        (TrainingFact.SKIPPED_STEPS, {i: m.skipped_steps for i, m in models.items()}),
+        (TrainingFact.CELL_WORLD_SIZE, {i: cells[i].world_size for i in models}),
+        (TrainingFact.STAGE, {i: cells[i].is_zero3 for i in models}),
     ]
     files: dict[str | int, TorchFile] = {
         i: one.file for i in models if (one := cells[i].first_optimizer) is not None
     }
-    trained = stated_by_key(files, (Fact.CONFIG, Fact.LOSS_SCALE))
+    trained = stated_by_key(files, (TrainingFact.CONFIG, TrainingFact.LOSS_SCALE))
     for found in facts.disagreements((*stated_by_rank(stated), *trained)):
         yield found.error(save.tag_dir, lambda cells: f"model-parallel ranks {ranges_of(cells)}")
