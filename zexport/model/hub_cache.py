@@ -67,8 +67,8 @@ class GivenBase(Struct, frozen=True):
             return None
 
     def __str__(self) -> str:
-        """The hub's name and its commit; of a folder the last names, which are no hub's."""
-        return f"{self.name} at commit {self.commit}" if self.commit else f".../{self.name}"
+        """The name, and the commit where it is known."""
+        return f"{self.name} at commit {self.commit}" if self.commit else self.name
 
 
 def is_hub_id(name: str) -> bool:
