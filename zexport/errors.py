@@ -92,7 +92,8 @@ class ZexportError(Exception):
         return [head, *(f"  {line}" for line in (*told, step) if line)]
 
     def _facts(self) -> list[tuple[str, str]]:
-        facts = (("found", self.found), ("expected", self.expected))
+        found = None if self.problems else self.found  # what was found is told one by one
+        facts = (("found", found), ("expected", self.expected))
         return [(word, value) for word, value in facts if value is not None]
 
     def _around(self, within: ZexportError | None) -> tuple[str, str]:
@@ -222,6 +223,7 @@ def raise_all(problems: Sequence[ZexportError], path: Path | None) -> None:
             f"has {len(problems)} problems",
             path=paths.pop() if len(paths) == 1 else path,
             hint=hints.pop() if len(hints) == 1 else "Mend them and run again",
+            found="; ".join(problem.sentence().rstrip(".") for problem in problems),
             problems=problems,
         )
 

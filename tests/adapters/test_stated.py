@@ -151,7 +151,7 @@ def test_whose_configuration_an_adapter_goes_by_is_told(tmp_path: Path) -> None:
 
     assert told("own") == ("", told("again")[1])
     own.unlink()
-    assert "the adapter 'other' in the export; the adapter 'default'" in told("shared")[0]
+    assert "the adapter 'other' in the export but the adapter 'default'" in told("shared")[0]
     own.write_text(content)
     given = trained.checkpoint / "adapter_config.json"
     change(trained, lora_alpha=100)

@@ -80,6 +80,6 @@ def test_a_part_that_is_none_is_refused(typed: str) -> None:
 def test_one_part_of_what_a_cluster_writes_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(UsageError, match="--ray has all parts written, and --part one"),
-        executing([tmp_path], tmp_path / "out", Share(1, 2), "local"),
+        executing([tmp_path], tmp_path / "out", Share(1, 2), "local", lambda: None),
     ):
         pass

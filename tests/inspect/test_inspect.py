@@ -245,7 +245,7 @@ def test_a_folder_of_runs_and_checkpoints_is_refused_with_the_runs_as_an_export_
         result = run(tmp_path, *words)
         assert result.returncode == AmbiguousTagError.exit_code
         assert "holds the folders of whole runs" in result.stderr
-        assert "(found run, copied)" in result.stderr
+        assert "found: run, copied" in result.stderr
 
 
 def test_other_tags_are_told_with_step_and_completeness(tmp_path: Path) -> None:

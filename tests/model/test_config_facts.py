@@ -89,7 +89,9 @@ def test_a_key_that_one_config_leaves_to_the_class_is_a_statement_too(is_asked: 
     stated = {**THETA, "rms_norm_eps": 0.01}
     told = unstated({}, stated, is_asked=is_asked)
     default = "10000.0" if is_asked else "nothing"
-    assert f"rope_theta {default} in config.json, which leaves it to the model's class; 1" in told
+    assert (
+        f"rope_theta {default} in config.json, which leaves it to the model's class but 1" in told
+    )
     assert "rms_norm_eps" in told
     assert "in the base's, which leaves it" in unstated(stated, {}, is_asked=is_asked)
 

@@ -180,9 +180,9 @@ def test_what_the_checkpoint_before_says_is_compared(root: Path) -> None:
     tokenizer(put(before, generation_config={"temperature": 1.0}), SHIFTED)
     found = find_sidecars(root, before=before)
     told = "; ".join(judge(file_facts(found, {}), root).warnings)
-    assert "hidden_size 64 in the checkpoint's; 32 in checkpoint-2's" in told
-    assert "temperature: 0.1 in the export's; 1.0 in checkpoint-2's" in told
-    assert "tokenizer.json; 1 in checkpoint-2's tokenizer.json" in told
+    assert "hidden_size 64 in the checkpoint's but 32 in checkpoint-2's" in told
+    assert "temperature: 0.1 in the export's but 1.0 in checkpoint-2's" in told
+    assert "tokenizer.json but 1 in checkpoint-2's tokenizer.json" in told
     assert not {*found.files.values()} & {*before.iterdir()}
 
 
@@ -193,7 +193,7 @@ def test_how_an_added_token_is_found_is_compared(root: Path) -> None:
     assert not warned(root)
     put(root, tokenizer_config={"added_tokens_decoder": {"6": token | {"lstrip": True}}})
     (warning,) = warned(root)
-    assert "'<tool>', lstrip: False in tokenizer.json; True in tokenizer_config.json" in warning
+    assert "'<tool>', lstrip: False in tokenizer.json but True in tokenizer_config.json" in warning
 
 
 def test_what_a_config_says_of_its_language_model_twice_is_told(root: Path) -> None:
@@ -202,7 +202,7 @@ def test_what_a_config_says_of_its_language_model_twice_is_told(root: Path) -> N
     assert not warned(root)
     put(root, config={"model_type": "llava", "text_config": inner, "rope_theta": 1e6})
     (warning,) = warned(root)
-    assert "rope_theta 10000.0 in text_config; 1000000.0 in the config around it" in warning
+    assert "rope_theta 10000.0 in text_config but 1000000.0 in the config around it" in warning
 
 
 def test_places_for_an_image_are_those_of_the_model(root: Path) -> None:
@@ -224,7 +224,7 @@ def test_files_from_above_are_told_where_nothing_there_is_of_a_run(root: Path) -
     assert not warned(root)
     root = root.rename(root.parent / "mine")
     (warning,) = warned(root)
-    assert "tokenizer.json in the export; nothing of a training in the folder above" in warning
+    assert "tokenizer.json in the export but nothing of a training in the folder above" in warning
     for name in ("training_args.bin", "checkpoint-7", "config.json"):
         (root.parent / name).write_text(json.dumps(CONFIG))
         assert not warned(root)

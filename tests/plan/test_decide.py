@@ -34,6 +34,7 @@ from zexport.plan.summary import side_nbytes, summarize
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Extent
 from zexport.report.export import print_plan
+from zexport.run.begin import noted
 from zexport.store.boundary import Boundary
 from zexport.weights.base import Base
 from zexport.weights.named import Weights
@@ -104,7 +105,7 @@ def test_the_plan_of_a_real_checkpoint_is_decided_without_reading(
 ) -> None:
     checkpoint, options = open_checkpoint(FIXTURES / name / "ckpt"), ExportOptions(layout=layout)
     decided = _decided(checkpoint, options, monkeypatch)
-    assert decided == plan_export(checkpoint, OUT, options)
+    assert noted(decided) == plan_export(checkpoint, OUT, options)
     assert decided.nbytes_compared == 0
 
 
@@ -117,7 +118,7 @@ def test_what_becomes_of_an_adapter_is_decided_without_reading(
     checkpoint = open_checkpoint(save(_ADAPTED, Run(stage=3), tmp_path / "run"))
     options = ExportOptions(adapter=mode, adapter_config=tmp_path / "adapter_config.json")
     decided = _decided(checkpoint, options, monkeypatch)
-    assert decided == plan_export(checkpoint, OUT, options)
+    assert noted(decided) == plan_export(checkpoint, OUT, options)
     recorded = decided.provenance["options"]
     assert isinstance(recorded, dict)
     assert recorded["adapter"] == mode.value

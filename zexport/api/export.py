@@ -73,6 +73,10 @@ def plan_folder(
     return plan_export(checkpoint, out_dir, options)
 
 
+def _nothing() -> None:
+    """Object to nothing."""
+
+
 def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOptions) -> None:
     """Refuse addresses for DeepSpeed's own converter, which reads paths."""
     far = [
@@ -91,7 +95,7 @@ def run_export(
     *,
     verify: VerifyMode | str = VerifyMode.READBACK,
     progress: OnProgress | None = None,
-    confirm: Callable[[], object] = lambda: None,
+    confirm: Callable[[], object] | None = None,
 ) -> ExportReport:
     """Make the plan's output folder, whole and on the disk, or nothing at all.
 
@@ -117,7 +121,7 @@ def run_export(
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
         return execute.run_plan(
-            plan, reader=reader, verify=mode, progress=progress, confirm=confirm
+            plan, reader=reader, verify=mode, progress=progress, confirm=confirm or _nothing
         )
 
 

@@ -58,7 +58,6 @@ _watch_options = together(
     click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken."),
     click.option(
         "--interval",
-        "interval_s",
         type=click.FloatRange(0.05),
         metavar="N",
         default=15,
@@ -95,6 +94,7 @@ def watch(
     *,
     run: Path,
     outs: Path,
+    interval: float,
     until_eof: bool,
     verify: str,
     follow_symlinks: bool,
@@ -115,6 +115,7 @@ def watch(
     from zexport.beside.choices import WatchOptions
 
     gc.enable()  # unlike other commands it lives for days
+    given["interval_s"] = interval
     asked = WatchOptions(**{n: given.pop(n) for n in WatchOptions.__dataclass_fields__})
     _begin(run, outs, once=asked.once, quiet=quiet)
     events = beside.watch(

@@ -26,6 +26,7 @@ _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was
 _LITTLE = b"little"
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
+_NO_END = "File is not a zip file"  # what zipfile says of one that ends early: no news
 # What zipfile raises on input that is not a zip archive, or one beyond its means.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -221,7 +222,8 @@ def read_zip(
         raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
     except _ZIP_ERRORS as error:
         problem = "is not a whole zip archive: it ends early, or its bytes were changed"
-        raise _damaged(path, problem) from error
+        found = None if str(error) == _NO_END else error
+        raise _damaged(path, problem, found) from error
     known = {} if known is None else known
     if data not in known:
         known[data] = load(data, path=path)

@@ -158,7 +158,7 @@ def inspect_checkpoint(
                 "--tag names",
             ) from cause
         tags = summarize_choice(paths[0], follow_symlinks=follow_symlinks)
-        if tag == NEWEST or not tags or runs_in(paths[0]):  # it names the runs
+        if tag == NEWEST or not tags or runs_in(cause.path or paths[0]):  # it names the runs
             raise
         return _choice(paths[0], tags)
     with reading(paths[0], hint="Check its permissions"):
