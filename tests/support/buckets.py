@@ -122,7 +122,7 @@ class _Faltering:
 @contextmanager
 def serving() -> Iterator[Server]:
     """A server that runs while the block does."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     application = _Faltering(DomainDispatcherApplication(create_backend_app))
