@@ -413,6 +413,8 @@ def test_what_a_base_says_of_itself_is_told(tmp_path: Path) -> None:
     assert any("weights and adapter_config.json in the base" in one for one in told)
     (trained.checkpoint / "latest").write_text("global_step4")
     (trained.checkpoint / "global_step2").rename(trained.checkpoint / "global_step4")
+    manifest = tmp_path / "out" / "zexport_manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sources": []}))
     told = merge(trained, tmp_path / "out", tmp_path / "again").warnings
     (warning,) = (one for one in told if "the adapter of another checkpoint" in one)
     assert "the adapter of run/global_step2, merged" in warning
@@ -424,6 +426,9 @@ def test_an_adapter_is_not_merged_twice(tmp_path: Path) -> None:
     merge(trained, trained.base, tmp_path / "merged")
     error = refusal(trained, tmp_path / "merged", tmp_path / "out")
     assert "merged into it already" in str(error)
+    renamed = trained.checkpoint.rename(tmp_path / "archived")
+    error = refusal(replace(trained, checkpoint=renamed), tmp_path / "merged", tmp_path / "out")
+    assert "the adapter of run/global_step2, merged" in str(error)
 
 
 LONGER = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}

@@ -36,6 +36,9 @@ from zexport.store.folders import is_file, is_folder, real
 from zexport.weights.base import Base, base_of, read_base
 
 _MANIFEST = "zexport_manifest.json"
+_OF_OPTIMIZER = "optim_states"
+"""In the names of files that hold what was trained."""
+
 _PAIRS_MIN = 3
 """A head or two may have been made anew before training."""
 
@@ -90,7 +93,7 @@ def compare_base(
     """
     if base.path is None or not base.tensors:
         return SameBase()
-    history = () if named is None else tuple(_history(base.path, named, location))
+    history = () if named is None else tuple(_history(base.path, named, location, files))
     if any(one.fact is Fact.BASE_MERGED for one in history):
         return SameBase(history)
     same = _same_weights(stored, base, files, location, named)
@@ -223,7 +226,9 @@ def _differs(found: Comparison) -> bool:
     return found.largest > (1 if is_wider else 0)
 
 
-def _history(base: Path, named: BaseName, location: Location) -> Iterator[Statement]:
+def _history(
+    base: Path, named: BaseName, location: Location, files: Sequence[ReadableFile]
+) -> Iterator[Statement]:
     """What a base says of itself: that it is made of the one meant, or was merged, or has more."""
     if is_file(base / ADAPTER_CONFIG):
         yield Statement(Fact.BASE_ADAPTED, f"weights and {ADAPTER_CONFIG}", "the base")
@@ -240,13 +245,28 @@ def _history(base: Path, named: BaseName, location: Location) -> Iterator[Statem
     of, options = content.get("checkpoint"), content.get("options")
     if isinstance(of, dict) and isinstance(options, dict):
         is_same = (of.get("folder"), of.get("tag")) == (location.name, location.tag)
+        is_same = is_same or _are_sources(files, content.get("sources"))
         run = str(of.get("folder")).rpartition("/")[0]
         is_run = run == location.name.rpartition("/")[0]
-        if is_run and options.get("adapter") == AdapterMode.MERGE.value:
+        if (is_same or is_run) and options.get("adapter") == AdapterMode.MERGE.value:
             fact = Fact.BASE_MERGED if is_same else Fact.BASE_OF_RUN
             by = f"the base, as its {_MANIFEST} says"
             yield Statement(fact, "an adapter to be merged", f"the checkpoint {location.name}")
             yield Statement(fact, f"the adapter of {of.get('folder')}, merged", by)
+
+
+def _are_sources(files: Sequence[ReadableFile], told: object) -> bool:
+    """Whether a manifest's sources are these files: a run that was moved is the same.
+
+    Size and time of any file of the optimizer tell, which holds what was trained.
+    """
+    here = {(file.path.name, file.version.nbytes, file.version.mtime_ns) for file in files}
+    there = {
+        (str(one.get("path")).rpartition("/")[2], one.get("nbytes"), one.get("mtime_ns"))
+        for one in (told if isinstance(told, list) else ())
+        if isinstance(one, dict)
+    }
+    return any(_OF_OPTIMIZER in name for name, _, _ in here & there)
 
 
 def _on_this_machine(base: BaseName, location: Location) -> Path | None:
