@@ -340,6 +340,10 @@ def test_the_tag_that_latest_names_is_left_and_others_of_a_plain_run_are_not(
         consolidate(run / f"global_step{step}", tmp_path / f"{step}", AS_STORED)
     with pytest.raises(OutputError, match="`latest` names"):
         prune(run, tmp_path / "4")
+    (run / "latest_universal").write_text("global_step2")
+    with pytest.raises(OutputError, match="`latest` names"):
+        prune(run, tmp_path / "2", tag="global_step2")
+    (run / "latest_universal").unlink()
     before = tensors_of(run / "global_step2", tmp_path / "scratch")
     done = prune(run, tmp_path / "2", tag="global_step2")
     assert done.pruned == run / "pruned-global_step2"
@@ -511,6 +515,14 @@ def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
         prune(old, tmp_path / "out", delete=True)
     assert done.pruned.exists()
     shutil.move(tmp_path / "gone", tmp_path / "out")
+    other = done.pruned.with_name("pruned-checkpoint-3")
+    shutil.copytree(done.pruned, other)
+    own = other / "global_step2" / "zexport_pruned.json"
+    own.write_text(json.dumps(note | {"checkpoint": "checkpoint-3"}))
+    for more in (other, old.with_name("checkpoint-4")):  # the shell's star takes them all
+        with pytest.raises(CheckpointError, match="another checkpoint than the one whose removal"):
+            prune([old, more], tmp_path / "out", delete=True)
+        assert not open_checkpoint(more).problems
     assert prune(old, tmp_path / "out", delete=True).is_deleted
     assert not done.pruned.exists()
 

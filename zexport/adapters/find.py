@@ -182,7 +182,8 @@ def choose_adapters(
                 "tensors as they are with --layout memory --exclude-frozen",
             )
         others = other_adapter_configs(config, name, of_run, location.boundary)
-        shares = () if name == DEFAULT_ADAPTER or config.path == options.adapter_config else every
+        is_meant = is_alone and config.path == options.adapter_config
+        shares = () if name == DEFAULT_ADAPTER or is_meant else every
         shares = tuple(n for n in shares if n != name and _is_of(n, config, checkpoint, options))
         adapters.append(Adapter(name, config, tuple(others), shares))
     return tuple(adapters)

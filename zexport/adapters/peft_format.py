@@ -329,10 +329,9 @@ def other_adapter_configs(
     """
     for place in dict.fromkeys(places):
         path = (place if adapter == DEFAULT_ADAPTER else place / adapter) / ADAPTER_CONFIG
-        if path == taken.path or not is_file(path) or not boundary.including(place).holds(path):
-            continue
-        with suppress(ZexportError):
-            yield AdapterConfig(path, read_json_object(path))
+        with suppress(ZexportError, OSError):
+            if path != taken.path and is_file(path) and boundary.including(place).holds(path):
+                yield AdapterConfig(path, read_json_object(path))
 
 
 def _strings(value: Json) -> tuple[str, ...]:

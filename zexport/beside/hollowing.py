@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -227,14 +227,33 @@ def being_deleted(paths: Sequence[Path], tag: str | None) -> list[tuple[Place, N
     """The folders that a stopped removal has left, each with its note; they were proved then.
 
     Notes are written when all folders are renamed, so one that has none yet goes, too.
+
+    Raises:
+        CheckpointError: a folder is of another checkpoint than the one that was being removed.
     """
     found = [(path, next(_noted(path, tag), None)) for path in paths]
     left = [one for _, one in found if one is not None]
     for path in [path for path, one in found if left and one is None]:
-        with suppress(CheckpointError):  # nothing is left of it
-            if (one := place_of(path, tag)).is_renamed:
-                left.append((one, left[0][1]))
+        try:
+            one = place_of(path, tag)
+        except CheckpointError:  # nothing is left of it
+            continue
+        _check_of(one, left[0][1])
+        left.append((one, left[0][1]))
     return left
+
+
+def _check_of(one: Place, note: Note) -> None:
+    """Refuse what was not part of the removal that a note tells of: nothing has proved it."""
+    own = read_note(one.tag_dir)
+    name = original_name(one.folder.name)
+    if not one.is_renamed or name != note.checkpoint or (own or note).step != note.step:
+        raise CheckpointError(
+            "is another checkpoint than the one whose removal was stopped",
+            path=one.folder,
+            expected=f"parts of {note.checkpoint}",
+            hint="Leave it out, and prune it by a call of its own",
+        )
 
 
 def _noted(path: Path, tag: str | None) -> Iterator[tuple[Place, Note]]:

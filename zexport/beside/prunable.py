@@ -13,7 +13,7 @@ from zexport.beside.newest import Age, newest
 from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
-from zexport.checkpoint.location import Framework, Location, read_latest
+from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
 from zexport.checkpoint.pruned import original_name, pruned_name
 from zexport.errors import OutputError, UnsupportedError, VerificationError
 from zexport.options import AdapterMode, ExportDType, ExportOptions
@@ -155,7 +155,7 @@ def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
     if own.name in newest:
         hint = "Wait for the next one; to end the run for good, remove it yourself"
         raise _refused(folder, "is the newest complete checkpoint of its run", hint)
-    if name == read_latest(run):
+    if name in [read_latest(run, latest) for latest in LATEST]:
         hint = "Have `latest` name another tag first"
         raise _refused(folder, "is what `latest` names: a training would go on from it", hint)
     if name in best_names(run, [one for one in others if one.name in newest]):

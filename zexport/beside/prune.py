@@ -309,7 +309,7 @@ def _finished(
 ) -> PruneReport:
     """End a removal that was stopped."""
     first, note = left[0]
-    if absolute(Path(note.export)) != out:
+    if absolute(place(note.export)) != out:
         raise CheckpointError(
             "was being removed, as proved by another export",
             path=first.folder,

@@ -22,7 +22,7 @@ from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
 from zexport.store.files import changed_ns, listed_version, reading
-from zexport.store.folders import exists, leaves, list_below, look_anew
+from zexport.store.folders import exists, is_folder, leaves, list_below, look_anew
 from zexport.store.versions import Version
 
 STILL_S = 600
@@ -182,7 +182,7 @@ def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
     """The checkpoint of that name in a run, as its framework saved it."""
     located = locate(run / name, follow_symlinks=boundary.follow)
     saved = (path for path in leaves(located.tag_dir) if path.name != NOTE)
-    files = [path for path in saved if boundary.holds(path)]
+    files = [path for path in saved if boundary.holds(path) and not is_folder(path)]
     versions = {str(path.relative_to(located.tag_dir)): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)
     return Sighting(name, run, located.tag_dir, versions, changed)

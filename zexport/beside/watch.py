@@ -32,6 +32,7 @@ _SETTLE_S = 2.0
 _UNPROVED = "trainer_state.json is not there: only its age says that the checkpoint is complete"
 
 _RETRY_S = 60.0
+_ENDED = 130  # by a signal that it answers
 """A full disk may have room again after so long, or the machine memory for what it has killed."""
 
 
@@ -320,7 +321,7 @@ class _Work:
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*age, *told.warnings))
         mark = kept.mark_now(self.boundary)
-        is_same, is_killed = mark == kept.seen.mark, code < 0
+        is_same, is_killed = mark == kept.seen.mark, code < 0 or code == _ENDED
         self.ledger.failed(name, is_changed=not is_same)
         if not is_same or not (is_killed or told.error.code == OutputError.exit_code):
             kept.release()

@@ -27,6 +27,7 @@ from zexport.checkpoint.candidates import (
     models_of_accelerate,
 )
 from zexport.checkpoint.location import (
+    LATEST,
     NEWEST,
     Location,
     TagChoice,
@@ -51,7 +52,6 @@ from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
 from zexport.store.publish import is_unfinished
 
-_LATEST = ("latest", "latest_universal")
 _NUMBERS = re.compile(r"\d+")
 _CHECK = "Check the path and its permissions"
 _GIVE_FOLDER = "Give a run's folder, checkpoint-N in it, or the folder that holds `latest`"
@@ -72,7 +72,7 @@ def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False)
         boundary = Boundary.of(path, follow=follow_symlinks)
         if is_tag_dir(path):
             return _handed_over(path, tag, boundary)
-        has_tags = bool(list_tags(path)) or is_file(path / _LATEST[0])
+        has_tags = bool(list_tags(path)) or is_file(path / LATEST[0])
         if not has_tags:
             _check_any(path, tag)
         if tag is not None:
@@ -167,7 +167,7 @@ def run_folder(path: Path) -> Path:
     is_project = (
         not is_tag_dir(path)
         and not list_run_checkpoints(path)
-        and not (list_tags(path) or is_file(path / _LATEST[0]))
+        and not (list_tags(path) or is_file(path / LATEST[0]))
         and bool(is_folder(inner) and list_run_checkpoints(inner))
     )
     return inner if is_project else path
@@ -233,9 +233,9 @@ def _in_root(root: Path, boundary: Boundary) -> Location:
     """The tag that ``latest`` names, or the only one."""
     tags = list_tags(root)
     _check_one_model(root, tags)
-    for name in _LATEST:
+    for name in LATEST:
         boundary.check(root / name)
-    latest = next(filter(None, (read_latest(root, name) for name in _LATEST)), None)
+    latest = next(filter(None, (read_latest(root, name) for name in LATEST)), None)
     if latest is not None and is_tag_dir(root / latest):
         return location_of(root, latest, TagChoice.LATEST, boundary)
     if latest is None and len(tags) == 1:

@@ -18,6 +18,9 @@ from zexport.store.folders import is_file, real
 NEWEST = "newest"
 """The value of ``--tag`` that asks for the newest complete tag."""
 
+LATEST = ("latest", "latest_universal")
+"""Files that name a tag; the second is that of a converted checkpoint."""
+
 _LATEST_NBYTES_MAX = 4096
 
 

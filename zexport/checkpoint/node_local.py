@@ -22,7 +22,7 @@ from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.formats.torch_file import read_torch_file
 from zexport.printable import shell_word, some
 from zexport.store.contents import same_bytes
-from zexport.store.folders import absolute
+from zexport.store.folders import absolute, is_folder
 
 
 def unite(locations: Sequence[Location]) -> tuple[RankFile, ...]:
@@ -55,6 +55,8 @@ def check_parts(paths: Sequence[Path], tag: str | None) -> None:
     Raises:
         UsageError: no tag is in all of them, or ``tag`` is to be the newest.
     """
+    if not all(map(is_folder, paths)):
+        return  # to open it says so, and what may be meant
     held = [_names_in(run_folder(absolute(path))) for path in paths]
     common = [name for name in held[0] if all(name in names for names in held)]
     if not common and all(held):
@@ -75,11 +77,15 @@ def check_parts(paths: Sequence[Path], tag: str | None) -> None:
 
 
 def _names_in(path: Path) -> tuple[str, ...]:
-    """What ``--tag`` may name in a folder; of a tag folder itself, its own name."""
+    """What ``--tag`` may name in a folder; of a tag folder itself, its own name.
+
+    Names are those from before a pruning, which may have been stopped at some of the parts.
+    """
     if is_tag_dir(path):
-        return (path.name,)
+        return (original_name(path.name),)
     tags = [tag for run in list_ages(path) for tag in list_tags(path / run)]
-    return tuple(dict.fromkeys((*list_tags(path), *list_run_checkpoints(path), *tags)))
+    names = (*list_tags(path), *list_run_checkpoints(path), *tags)
+    return tuple(dict.fromkeys(map(original_name, names)))
 
 
 def _one_of(copies: list[RankFile], found: Sequence[RankFile]) -> RankFile:

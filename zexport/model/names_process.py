@@ -137,9 +137,9 @@ def defaults_of(config_class: Any, content: dict[str, Any]) -> dict[str, dict[st
         try:
             given = deepcopy({**content, part: rest} if part else rest)  # classes change it
             full = config_class.from_dict(given).to_dict()
+            return built_of(full.get(part) or {} if part else full)
         except (*_UNBUILDABLE, _INVALID):
             return {}
-        return built_of(full.get(part) or {} if part else full)
 
     found = {}
     for part in ("", *parts_of(content)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, field
 
-from zexport.errors import DamagedCheckpointError, NotACheckpointError
+from zexport.errors import DamagedCheckpointError, NotACheckpointError, ZexportError
 from zexport.filenames import (
     ADDED,
     CONFIG,
@@ -169,8 +170,11 @@ def find_sidecars(
     code = [name for name in copied if name.endswith(".py")]
     run = {ABOVE: (root.parent, boundary.including(root.parent))}
     run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
-    run |= {} if before is None else {before.name: (before, boundary.including(root.parent))}
     stating = {by: _stating(*one, code) for by, one in run.items()}
+    run_configs = dict(_configs(root, run, stating))
+    if before is not None:
+        seen, configs = _of_before(root, before, boundary, code)
+        stating, run_configs = stating | seen, run_configs | configs
     source = root / SOURCE_SIDECAR
     boundary.including(root).check(source)
     return Sidecars(
@@ -181,7 +185,7 @@ def find_sidecars(
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
         base_config=_find_config(root, given, boundary),
-        run_configs=dict(_configs(root, run, stating)),
+        run_configs=run_configs,
         folders={
             THE_CHECKPOINT: _stating(root, boundary.including(root), code),
             **stating,
@@ -210,6 +214,20 @@ def _configs(
         config = _find_config(root, [folder] if CONFIG in stating[by] else [], within)
         if config is not None:
             yield by, config
+
+
+def _of_before(
+    root: Path, before: Path, boundary: Boundary, code: Iterable[str]
+) -> tuple[dict[str, Files], dict[str, ConfigFile]]:
+    """What states facts in the checkpoint before this one; nothing where it cannot be read.
+
+    It is compared and no more, and its run may be removing it at this moment.
+    """
+    run = {before.name: (before, boundary.including(root.parent))}
+    with suppress(ZexportError, OSError):
+        stating = {before.name: _stating(*run[before.name], code)}
+        return stating, dict(_configs(root, run, stating))
+    return {}, {}
 
 
 def _missing(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.location import Framework, Location
+from zexport.checkpoint.location import LATEST, Framework, Location
 from zexport.errors import CheckpointError
 from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import SideFile
@@ -45,7 +45,6 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
 _SCHEDULER = "scheduler.bin"
-_LATEST = ("latest", "latest_universal")
 _MANIFEST = "zexport_manifest.json"
 
 
@@ -88,7 +87,7 @@ def beside(
 
 def _around(location: Location) -> Iterator[Path]:
     """The files of the checkpoint's folder that are none of a tag's."""
-    skipped = {*location.tags, location.tag, *_LATEST, _MANIFEST, "gathered"}
+    skipped = {*location.tags, location.tag, *LATEST, _MANIFEST, "gathered"}
     for path in children(location.root):
         if path.name in skipped or path.name.startswith(".") or exists(path / _MANIFEST):
             continue  # another tag, or what zexport has written here

@@ -23,6 +23,12 @@ _LAST = ("config.json", "adapter_config.json", "*.index.json", "zexport_manifest
 _MODEL = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*", *_LAST)
 """What a model is loaded from."""
 
+_BESIDE = (
+    *("generation_config.json", "*.jinja", "chat_template*", "*processor_config.json", "*.py"),
+    *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+)
+"""What changes how it is loaded, or what it says: of an older model none of it may stay."""
+
 
 def check_repository(repository: str, *, overwrite: bool) -> None:
     """Refuse what no folder could be uploaded to, before any work is done.
@@ -99,7 +105,7 @@ def push(folder: Path, repository: str, *, overwrite: bool, quiet: bool) -> str:
 
     if quiet:
         disable_progress_bars()
-    api, older = HfApi(), _MODEL if overwrite else ()
+    api, older = HfApi(), (*_MODEL, *_BESIDE) if overwrite else ()
     upload = partial(
         api.upload_folder,
         repo_id=repository,
