@@ -82,7 +82,7 @@ def test_a_model_in_a_bucket_is_verified_compared_and_taken_as_a_base(
     run = save(_MODEL, Run(stage=2), tmp_path / "run")
     far_run = server.put(run, "trained")
     zexport.consolidate(run, tmp_path / "model")
-    model = server.put(tmp_path / "model", "model")
+    model = server.put(tmp_path / "model", "verified/model")
     assert zexport.verify_export(model, against=far_run).ok
     assert {one.kind for one in zexport.diff_models(model, tmp_path / "model").tensors} == {
         zexport.diff_models(tmp_path / "model", tmp_path / "model").tensors[0].kind

@@ -26,7 +26,7 @@ _SAVE_AGAIN = "Load it with torch.load and write it with torch.save where it was
 _LITTLE = b"little"
 _ENCRYPTED = 0x1
 _UTF8 = 0x800
-_NO_END = "File is not a zip file"  # what zipfile says of one that ends early: no news
+_NO_END = "File is not a zip file"  # what zipfile says of one that ends early
 # What zipfile raises on input that is not a zip archive, or one beyond its means.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -222,7 +222,7 @@ def read_zip(
         raise UnsupportedError(f"holds {error}", path=path, hint=hint) from error
     except _ZIP_ERRORS as error:
         problem = "is not a whole zip archive: it ends early, or its bytes were changed"
-        found = None if str(error) == _NO_END else error
+        found = "no directory at its end" if str(error) == _NO_END else error
         raise _damaged(path, problem, found) from error
     known = {} if known is None else known
     if data not in known:
