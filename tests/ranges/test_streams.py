@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.plan.plan import SourceFile
 from zexport.ranges.extents import Chain, Extent
 from zexport.ranges.reader import SourceReader
+from zexport.store.files import LocalInput
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +263,29 @@ def test_threads_may_read_at_once(
         assert b"".join(parts) == data[0]
         reader.finish()
         assert reader.nbytes_read == 4000
+
+
+@pytest.mark.parametrize(("patience", "at_once"), [(60.0, 1), (0.0, 2)])
+def test_threads_take_turns_at_small_ranges_unless_the_storage_is_slow(
+    patience: float, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zexport.ranges.reader._TURN_SECONDS", patience)
+    path = tmp_path / "rank.pt"
+    path.write_bytes(bytes(8))
+    read, reading, most = LocalInput.read, [0], [0]
+
+    def slowly(file: LocalInput, offset: int, part: memoryview) -> int:
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        time.sleep(0.01)
+        reading[0] -= 1
+        return read(file, offset, part)
+
+    monkeypatch.setattr(LocalInput, "read", slowly)
+    pieces = Chain(tuple(Extent(path, at, 1) for at in range(8)))
+    with SourceReader([source_file(path)]) as reader, ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda _: _read(reader, pieces, 0, 8), range(2))] == [bytes(8)] * 2
+    assert most == [at_once]
 
 
 # --- what was read ---

@@ -116,9 +116,9 @@ class FileLedger:
                 yield member, first, last
             index += 1
 
-    def _add(self, *found: int) -> None:
+    def _add(self, start: int, stop: int, crc: int) -> None:
         with self._lock:
-            self._new.extend(found)
+            self._new.extend((start, stop, crc))
             if len(self._new) >= self._room:
                 self._settle()
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
-from threading import Lock
+from threading import Lock, RLock
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -26,6 +26,11 @@ _OPEN_FILES_MIN, _OPEN_FILES_MAX = 64, 8192
 _OTHER_DESCRIPTORS = 256
 """Left to the rest of the process: outputs, streams, what a caller has open. Of the others half are
 left to a second reader of the same files."""
+
+_SMALL_NBYTES = 1 << 18
+_TURN_SECONDS = 0.02
+"""Threads that read many small ranges take turns, or they would wake one another at each. But none
+waits for long: a storage that answers slowly is asked by all at once."""
 
 _GAP_CHUNK_NBYTES = 1 << 20
 _EXTENTS_MAX = 1 << 12
@@ -74,6 +79,7 @@ class SourceReader:
         self._lock = Lock()
         self._nbytes_read = 0
         self._kept = Kept()
+        self._turn = RLock()  # what is computed reads within a reading
         self._are_far = any(isinstance(path, Address) for path in self._files)
 
     def __enter__(self) -> Self:
@@ -114,20 +120,36 @@ class SourceReader:
         if isinstance(source, Mosaic) and not (start | buffer.nbytes) % source.itemsize:
             gather(source, start, buffer, partial(self.read_into, ledger=ledger))
             return
-        filled = nbytes_read = 0
-        noted = self._ledger if ledger is None else ledger
-        for extent in source.extents(start, start + buffer.nbytes):
-            part = buffer[filled : filled + extent.nbytes]
-            if isinstance(extent, ComputedExtent):
-                again = partial(self.read_into, ledger=ledger)
-                Calculator(again, self._kept).fill(extent.of, extent.offset, part)
-            else:
-                self._read(extent.path, extent.offset, part)
-                noted.of(extent.path).enter(extent.offset, part)
-                nbytes_read += extent.nbytes
-            filled += extent.nbytes
+        extents = source.extents(start, start + buffer.nbytes)
+        first = next(extents, None)
+        if first is None:
+            return
+        is_small = not self._are_far and first.nbytes < min(_SMALL_NBYTES, buffer.nbytes)
+        has_turn = is_small and self._turn.acquire(timeout=_TURN_SECONDS)
+        try:
+            nbytes_read = self._fill(chain((first,), extents), buffer, ledger)
+        finally:
+            if has_turn:
+                self._turn.release()
         with self._lock:
             self._nbytes_read += nbytes_read
+
+    def _fill(self, extents: Iterable[Extent], buffer: memoryview, ledger: Ledger | None) -> int:
+        """Read ranges, one after another; how many of the bytes lie in files as they are."""
+        noted = self._ledger if ledger is None else ledger
+        filled = nbytes_read = 0
+        for extent in extents:
+            path, offset, nbytes = extent.path, extent.offset, extent.nbytes
+            part = buffer[filled : filled + nbytes]
+            if isinstance(extent, ComputedExtent):
+                again = partial(self.read_into, ledger=ledger)
+                Calculator(again, self._kept).fill(extent.of, offset, part)
+            else:
+                self._read(path, offset, part)
+                noted.of(path).enter(offset, part)
+                nbytes_read += nbytes
+            filled += nbytes
+        return nbytes_read
 
     def expect(self, windows: Iterable[tuple[ByteSource, int, int]]) -> None:
         """Say which bytes (source, start, stop) will be read soon, each once.
