@@ -173,3 +173,17 @@ def test_where_no_cluster_is_found_it_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(UsageError, match="no Ray cluster is found"), connected("auto"):
         pass
+
+
+def test_a_cluster_of_another_version_of_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.1\n")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with (
+        pytest.raises(UsageError, match=r"cannot be joined \(found Version mismatch: [^\n]*\)"),
+        connected("auto"),
+    ):
+        pass

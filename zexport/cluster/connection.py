@@ -19,6 +19,7 @@ from zexport import __version__
 from zexport.errors import MissingExtraError, OutputError, UsageError
 from zexport.extras import to_install
 from zexport.printable import some
+from zexport.store.client import first_line
 
 RETRIES = 3
 """How often Ray runs a task again whose process or node was lost."""
@@ -80,6 +81,12 @@ def _connect(address: str) -> None:
             "no Ray cluster is found",
             found=f"--ray {address}",
             hint="Start one with ray start --head, or give --ray local or HOST:6379",
+        ) from cause
+    except RuntimeError as cause:  # Ray's own check of versions
+        raise UsageError(
+            "the Ray cluster cannot be joined",
+            found=first_line(cause),
+            hint="Use the versions of Ray and Python that its nodes have",
         ) from cause
 
 
