@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from itertools import chain
 from typing import TypeVar
 
 _BATCH_NBYTES = 32 << 20
 """What is announced at a time."""
+_BATCHES_AHEAD = 2
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -19,21 +21,22 @@ def announced(
 ) -> Iterator[_T]:
     """The same, in the order in which they are read; ``expect`` is told of each batch of them.
 
-    That is while the batch before it is still to be done.
+    That is while two batches before it are still to be done; the first is as large as both.
     """
-    before: list[_T] = []
+    before: deque[list[_T]] = deque()
     batch: list[_T] = []
-    gathered = 0
+    gathered, limit = 0, _BATCHES_AHEAD * _BATCH_NBYTES
     for one in items:
         batch.append(one)
         gathered += nbytes(one)
-        if gathered >= _BATCH_NBYTES:
+        if gathered >= limit:
             expect(batch)
-            yield from before
-            before, batch, gathered = batch, [], 0
+            before.append(batch)
+            if len(before) > _BATCHES_AHEAD:
+                yield from before.popleft()
+            batch, gathered, limit = [], 0, _BATCH_NBYTES
     expect(batch)
-    yield from before
-    yield from batch
+    yield from chain.from_iterable((*before, batch))
 
 
 def in_order(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from threading import Lock, RLock
@@ -19,6 +19,7 @@ from zexport.ranges.extents import ByteSource, Extent, Member, Window
 from zexport.ranges.ledger import Ledger, Range
 from zexport.ranges.mosaic import Mosaic, gather
 from zexport.store.address import Address
+from zexport.store.blocks import announcing
 from zexport.store.files import InputFile, open_input, version
 from zexport.store.versions import Version
 
@@ -158,14 +159,11 @@ class SourceReader:
         """
         if not self._are_far:
             return
-        wanted: dict[Path, list[tuple[int, int]]] = {}
-        for window in windows:
-            for extent in _plain_extents(*window):
-                stop = extent.offset + extent.nbytes
-                wanted.setdefault(extent.path, []).append((extent.offset, stop))
-        for path, ranges in wanted.items():
-            self._open.take(path).expect(ranges)
-            self._open.give_back(path)
+        with announcing():
+            for extent in chain.from_iterable(starmap(_plain_extents, windows)):
+                file = self._open.take(extent.path)
+                file.expect([(extent.offset, extent.offset + extent.nbytes)])
+                self._open.give_back(extent.path)
 
     def take(self, ranges: Mapping[Path, Iterable[Range]]) -> None:
         """Count ranges that were read with another ledger, now or before a stop."""

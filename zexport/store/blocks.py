@@ -2,13 +2,16 @@
 
 Stores answer after tens of milliseconds, however little is asked for. What will be read is
 announced; it is fetched once, in blocks, while what goes before it is still being used, and a block
-is dropped when all that was announced of it was used. Anything else is fetched as it is asked for.
+is dropped when all that was announced of it was used. A block that waits for room takes in what is
+announced beside it later on. Anything else is fetched as it is asked for.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,9 +24,13 @@ BLOCK_NBYTES = 8 << 20
 
 _GAP_NBYTES = 64 << 10
 """Unused bytes between two ranges that are read sooner than asked for apart."""
+_BLOCK_NBYTES_MAX = BLOCK_NBYTES * 3 // 2
 _HELD_NBYTES_MAX = 64 << 20
 """Bytes that are there or on their way, of all objects together."""
-_REQUESTS = 12
+_APART_NBYTES_MAX = _HELD_NBYTES_MAX // 2
+"""Bytes announced between two that are joined: no block is held much longer than it is used."""
+_REQUESTS = 32
+"""As many as small blocks need; of large ones fewer fit."""
 
 Fetch = Callable[[int, int], memoryview]
 
@@ -35,12 +42,12 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """
     start = stop = wanted = 0
     for begin, end in sorted(ranges):
-        if wanted and (begin - stop > _GAP_NBYTES or end - start > BLOCK_NBYTES * 3 // 2):
+        if wanted and (begin - stop > _GAP_NBYTES or end - start > _BLOCK_NBYTES_MAX):
             yield start, stop, wanted
             wanted = 0
         if not wanted:
             start = stop = begin
-        while end - start > BLOCK_NBYTES * 3 // 2:  # of what begins here: nothing is joined
+        while end - start > _BLOCK_NBYTES_MAX:  # of what begins here: nothing is joined
             yield start, start + BLOCK_NBYTES, BLOCK_NBYTES
             start = stop = start + BLOCK_NBYTES
         wanted += max(end - max(begin, stop), 0)
@@ -50,18 +57,40 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 class _Block:
-    """Bytes ``start`` to ``stop`` of an object: announced, on their way, or there."""
+    """Bytes ``start`` to ``stop`` of an object: announced, on their way, or there.
 
-    def __init__(self, owner: Blocks, start: int, stop: int, wanted: int) -> None:
+    ``since`` is how much had been announced of all objects before it.
+    """
+
+    def __init__(self, owner: Blocks, start: int, stop: int, wanted: int, since: int) -> None:
         self.owner = owner
         self.start = start
         self.stop = stop
         self.wanted = wanted
+        self.since = since
+        self.is_open = True
         self.future: Future[memoryview] | None = None
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+    def takes(self, start: int, stop: int, now: int) -> bool:
+        """Whether a range lies in it, or beside it and may be fetched with it."""
+        if self.start <= start and stop <= self.stop:
+            return True
+        return (
+            self.future is None
+            and now - self.since <= _APART_NBYTES_MAX
+            and start - self.stop <= _GAP_NBYTES
+            and self.start - stop <= _GAP_NBYTES
+            and max(stop, self.stop) - min(start, self.start) <= _BLOCK_NBYTES_MAX
+        )
+
+    def take(self, start: int, stop: int, wanted: int) -> None:
+        """Have the range in it."""
+        self.start, self.stop = min(self.start, start), max(self.stop, stop)
+        self.wanted += wanted
 
 
 class _Queue:
@@ -69,6 +98,8 @@ class _Queue:
 
     def __init__(self) -> None:
         self.lock = Lock()
+        self.announced = 0
+        self._is_open = True
         self._nbytes = 0
         self._begun: dict[_Block, None] = {}
         self._waiting: deque[_Block] = deque()
@@ -76,6 +107,18 @@ class _Queue:
     def announce(self, blocks: Iterable[_Block]) -> None:
         self._waiting.extend(blocks)
         self._fill()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """A block in which nothing is begun that is not needed."""
+        with self.lock:
+            self._is_open = False
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._is_open = True
+                self._fill()
 
     def need(self, block: _Block) -> Future[memoryview]:
         """The block's bytes, whether there is room or not; the oldest that is there makes room."""
@@ -91,16 +134,17 @@ class _Queue:
 
     def drop(self, block: _Block) -> None:
         """Let a block go, whatever it is; what was announced after it may begin."""
-        block.owner.blocks.pop(block.start, None)
+        block.is_open = False
+        block.owner.forget(block)
         if block in self._begun:
             del self._begun[block]
             self._nbytes -= block.nbytes
             self._fill()
 
     def _fill(self) -> None:
-        while self._waiting:
+        while self._waiting and self._is_open:
             block = self._waiting[0]
-            is_open = block.future is None and block.owner.blocks.get(block.start) is block
+            is_open = block.is_open and block.future is None
             if is_open and self._nbytes + block.nbytes > _HELD_NBYTES_MAX:
                 return
             self._waiting.popleft()
@@ -114,6 +158,14 @@ class _Queue:
 
 
 _queue = _Queue()
+
+
+def announcing() -> AbstractContextManager[None]:
+    """A block in which ranges of objects are announced in the order in which they are read.
+
+    What lies side by side is joined, however far apart in that order it is announced.
+    """
+    return _queue.closed()
 
 
 @cache
@@ -131,21 +183,39 @@ class Blocks:
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
-        self.blocks: dict[int, _Block] = {}
+        self._blocks: list[_Block] = []
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say that ranges (start, stop) will be read, each once."""
-        new = [_Block(self, *one) for one in joined(ranges)]
         with _queue.lock:
-            fresh = [block for block in new if block.start not in self.blocks]
-            self.blocks |= {block.start: block for block in fresh}
-            _queue.announce(fresh)
+            _queue.announce([new for one in joined(ranges) if (new := self._taken_in(*one))])
+
+    def _taken_in(self, start: int, stop: int, wanted: int) -> _Block | None:
+        """A new block, unless one that is beside it takes the range in."""
+        now, at = _queue.announced, self._place_of(start)
+        _queue.announced += wanted
+        for one in self._blocks[max(at - 1, 0) : at + 1]:
+            if one.takes(start, stop, now):
+                one.take(start, stop, wanted)
+                return None
+        block = _Block(self, start, stop, wanted, now)
+        self._blocks.insert(at, block)
+        return block
+
+    def _place_of(self, offset: int) -> int:
+        """How many blocks begin there or before."""
+        return bisect_right(self._blocks, offset, key=lambda one: one.start)
+
+    def forget(self, block: _Block) -> None:
+        """Have a block no longer."""
+        if block in self._blocks:
+            self._blocks.remove(block)
 
     def read(self, offset: int, part: memoryview) -> int:
         """How many bytes from ``offset`` on were put into ``part``; 0 only at the end."""
         with _queue.lock:
-            blocks = self.blocks.values()
-            block = next((one for one in blocks if one.start <= offset < one.stop), None)
+            at = self._place_of(offset)
+            block = next((one for one in self._blocks[at - 1 : at] if offset < one.stop), None)
             future = None if block is None else _queue.need(block)
         if block is None or future is None:
             data = self.fetch(offset, offset + part.nbytes)
@@ -162,7 +232,9 @@ class Blocks:
     def close(self) -> None:
         """Let everything go; what is on its way is not waited for."""
         with _queue.lock:
-            blocks, self.blocks = list(self.blocks.values()), {}  # none of them is begun any more
+            blocks, self._blocks = self._blocks, []
+            for block in blocks:  # none of them is begun any more
+                block.is_open = False
             for block in blocks:
                 if block.future is not None:
                     block.future.cancel()

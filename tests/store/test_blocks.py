@@ -1,0 +1,75 @@
+"""Many small reads of objects become few large ones, in whatever order they are announced."""
+
+from __future__ import annotations
+
+from itertools import chain
+from threading import Barrier
+
+from zexport.ranges.ahead import announced
+from zexport.store.blocks import Blocks, announcing, joined
+
+_UNIT = 4 << 20
+_LAYERS = 32
+
+
+class _Object:
+    """What may be fetched: each unit begins with its number."""
+
+    def __init__(self) -> None:
+        self.content = memoryview(bytearray(_LAYERS * _UNIT))
+        for n in range(_LAYERS):
+            self.content[n * _UNIT] = n
+        self.fetched: list[tuple[int, int]] = []
+        self.blocks = Blocks(self._fetch)
+
+    def _fetch(self, start: int, stop: int) -> memoryview:
+        self.fetched.append((start, stop))
+        return self.content[start:stop]
+
+
+def test_tensors_in_the_order_of_their_names_take_few_requests() -> None:
+    """As of two ranks: layer 10 comes after layer 1, and 2 after 19; in the files, 2 is after 1."""
+    ranks = [_Object(), _Object()]
+
+    def expect(layers: list[int]) -> None:
+        with announcing():
+            for n, rank in ((n, rank) for n in layers for rank in ranks):
+                rank.blocks.expect([(n * _UNIT, (n + 1) * _UNIT)])
+
+    part = memoryview(bytearray(_UNIT))
+    for n in announced(sorted(range(_LAYERS), key=str), lambda _: 2 * _UNIT, expect):
+        for rank in ranks:
+            assert rank.blocks.read(n * _UNIT, part) == _UNIT
+            assert part[0] == n
+    ideal = len(list(joined([(0, _LAYERS * _UNIT)])))
+    for rank in ranks:
+        assert len(rank.fetched) <= 1.2 * ideal
+        assert sorted(chain.from_iterable(range(*one, _UNIT) for one in rank.fetched)) == [
+            *range(0, _LAYERS * _UNIT, _UNIT)
+        ]
+
+
+def test_of_small_ranges_many_are_fetched_at_a_time() -> None:
+    count, apart = 24, 1 << 20
+    together = Barrier(count, timeout=30)
+
+    def fetch(start: int, stop: int) -> memoryview:
+        together.wait()
+        return memoryview(bytes(stop - start))
+
+    blocks = Blocks(fetch)
+    blocks.expect((n * apart, n * apart + 64) for n in range(count))
+    assert blocks.read(0, memoryview(bytearray(64))) == 64
+    blocks.close()
+
+
+def test_a_range_before_a_waiting_one_is_fetched_with_it() -> None:
+    """Of what is announced last to first, too, each byte is fetched once."""
+    one, part = _Object(), memoryview(bytearray(_UNIT))
+    with announcing():
+        for n in (2, 1, 0, 1):
+            one.blocks.expect([(n * _UNIT, (n + 1) * _UNIT)])
+    for n in (2, 1, 0, 1):
+        one.blocks.read(n * _UNIT, part)
+        assert part[0] == n
+    assert one.fetched == [(0, 3 * _UNIT)]
