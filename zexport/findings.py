@@ -16,6 +16,7 @@ class FindingKind(StrEnum):
     FP32_OVERFLOW = "fp32-overflow"
     FP16_OVERFLOW = "fp16-overflow"
     BF16_OVERFLOW = "bf16-overflow"
+    FP16_UNDERFLOW = "fp16-underflow"
     STEP_MISMATCH = "step-mismatch"
     GATHERED_MISMATCH = "gathered-mismatch"
     CAST_MISMATCH = "cast-mismatch"

@@ -113,12 +113,27 @@ def test_statistics_are_those_that_torch_counts(source: DType, target: DType) ->
         assert found.inf == int(part.isinf().sum())
         assert found.overflow == int((part.isfinite() & result.isinf()).sum())
         assert found.all_zero == bool((part == 0).all())
+        vanished = int(((part != 0) & (result == 0)).sum())
+        assert found.underflow == (vanished if target is DType.F16 else 0)
 
 
 @pytest.mark.parametrize("source", FLOATS, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("target", FLOATS, ids=lambda dtype: dtype.name)
 def test_one_value_alone_is_seen(source: DType, target: DType) -> None:
-    for number in (0.0, -0.0, 1e-7, -1e-7, 65504.0, -65520.0, 65536.0, 3.38e38, -np.inf, np.nan):
+    for number in (
+        0.0,
+        -0.0,
+        1e-9,
+        -1e-9,
+        1e-7,
+        -1e-7,
+        65504.0,
+        -65520.0,
+        65536.0,
+        3.38e38,
+        -np.inf,
+        np.nan,
+    ):
         value = torch.tensor([number], dtype=torch.float64).to(torch_dtype(source))
         result = value.to(torch_dtype(target))
         expected = Statistics(
@@ -126,6 +141,7 @@ def test_one_value_alone_is_seen(source: DType, target: DType) -> None:
             inf=int(value.isinf().sum()),
             overflow=int((value.isfinite() & result.isinf()).sum()),
             all_zero=bool((value == 0).all()),
+            underflow=int(((value != 0) & (result == 0)).sum()) if target is DType.F16 else 0,
         )
         assert _look(value, source, target) == expected
 

@@ -230,6 +230,20 @@ def test_remarkable_values_are_found_in_whole_and_in_split_tensors(tmp_path: Pat
         assert read_manifest(out_dir).findings == report.findings
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(2, False), (50, True)])
+def test_values_that_vanish_in_float16_are_told_where_many_do(
+    tmp_path: Path, count: int, *, is_told: bool
+) -> None:
+    values = torch.cat([torch.full((count,), -1e-9), torch.zeros(20), torch.ones(230 - count)])
+    file, (stored,) = save(tmp_path / "c" / "rank.pt", [values])
+    wanted = {"model.safetensors": [Wanted("w", (250,), DType.F32, DType.F16, stored)]}
+    for chunk_nbytes in (80, HUGE):
+        out_dir = tmp_path / f"out{chunk_nbytes}"
+        plan = export_plan(out_dir, wanted, [file], chunk_nbytes=chunk_nbytes)
+        found = run_plan(plan).findings
+        assert found == ((Finding(FindingKind.FP16_UNDERFLOW, "w", count),) if is_told else ())
+
+
 def test_a_tensor_written_twice_is_read_twice_and_still_proved(tmp_path: Path) -> None:
     values = _values(1000)
     file, (extent,) = save(tmp_path / "c" / "rank.pt", [values])

@@ -41,19 +41,21 @@ _U32 = npt.NDArray[np.uint32]
 class Statistics(Struct, frozen=True):
     """What was seen among some floating-point elements.
 
-    ``overflow`` counts those that are finite in the source and infinite after the cast;
-    ``all_zero`` is true of no elements at all.
+    ``overflow`` counts those that are finite in the source and infinite after the cast,
+    ``underflow`` those that are not zero in the source and zero as float16: no other type lacks
+    numbers as small as weights have. ``all_zero`` is true of no elements at all.
     """
 
     nan: int = 0
     inf: int = 0
     overflow: int = 0
     all_zero: bool = True
+    underflow: int = 0
 
     @property
     def is_remarkable(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self.nan or self.inf or self.overflow or self.all_zero)
+        return bool(self.nan or self.inf or self.overflow or self.all_zero or self.underflow)
 
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(
@@ -61,6 +63,7 @@ class Statistics(Struct, frozen=True):
             self.inf + other.inf,
             self.overflow + other.overflow,
             self.all_zero and other.all_zero,
+            self.underflow + other.underflow,
         )
 
 
@@ -148,14 +151,33 @@ def statistics_of(source: memoryview, stored: DType, target: DType, out: memoryv
     unsigned = int(signed.view(np.dtype(f"u{stored.itemsize}")).max())
     negative = unsigned - sign_bit if unsigned >= sign_bit else 0
     largest = max(positive, negative)
+    if largest == 0:
+        return _ALL_ZERO
+    underflow = _vanished(source, stored, out) if target is DType.F16 is not stored else 0
     if largest <= _largest_safe(stored, target):
-        return _ALL_ZERO if largest == 0 else _ORDINARY
+        return Statistics(all_zero=False, underflow=underflow) if underflow else _ORDINARY
     values = np.frombuffer(source, _FLOAT[stored])
     result = np.frombuffer(out, _FLOAT[target])
     with np.errstate(all="ignore"):
         nan, inf = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
         overflow = np.count_nonzero(np.isinf(result)) - inf
-    return Statistics(int(nan), int(inf), int(overflow), all_zero=False)
+    return Statistics(int(nan), int(inf), int(overflow), all_zero=False, underflow=underflow)
+
+
+def _vanished(source: memoryview, stored: DType, out: memoryview) -> int:
+    """How many elements are zero as float16 and were not; bits added to themselves lose the sign.
+
+    The least of a block is found faster than its zeros are counted, and few blocks have any.
+    """
+    before = np.frombuffer(source, np.dtype(f"u{stored.itemsize}"))
+    now = np.frombuffer(out, np.uint16)
+    count = 0
+    for begin in range(0, now.size, _BLOCK_NUMEL):
+        part, was = (bits[begin : begin + _BLOCK_NUMEL] for bits in (now, before))
+        doubled = part + part
+        if not doubled.min():
+            count += int(np.count_nonzero(was + was)) - int(np.count_nonzero(doubled))
+    return count
 
 
 @cache

@@ -39,6 +39,10 @@ _OVERFLOW = {
     DType.BF16: FindingKind.BF16_OVERFLOW,
 }
 
+_UNDERFLOW_SHARE = 100
+"""One element in so many may vanish in float16: of ordinary weights one in a million does, and of
+an embedding the rows that are hardly used."""
+
 _ORDINARY = Statistics(all_zero=False)
 
 
@@ -205,6 +209,8 @@ def _findings(tensor: TensorPlan, seen: Statistics, allow: Set[FindingKind]) -> 
     counts = {FindingKind.NAN: seen.nan, FindingKind.INF: seen.inf}
     if seen.overflow:
         counts[_OVERFLOW[tensor.dtype]] = seen.overflow
+    if seen.underflow * _UNDERFLOW_SHARE > tensor.numel:
+        counts[FindingKind.FP16_UNDERFLOW] = seen.underflow
     if seen.all_zero:
         counts[FindingKind.ALL_ZERO] = tensor.numel
     for kind, count in counts.items():
