@@ -131,7 +131,8 @@ def load_state_dict_from_zero_checkpoint(
     """The model itself, moved to the CPU, with the checkpoint's weights in it.
 
     Weights that the checkpoint lacks keep the model's values, as with DeepSpeed; a warning names
-    them and those that the model does not know.
+    them, those that the model does not know, and those of which it has one and the checkpoint two.
+    A model in 16 bits rounds what it is given.
 
     Raises:
         FileNotFoundError: as ``get_fp32_state_dict_from_zero_checkpoint``.
@@ -148,7 +149,25 @@ def load_state_dict_from_zero_checkpoint(
     ):
         if names:
             warnings.warn(f"{checkpoint_dir} has {what} {some(names)}", stacklevel=2)
+    for tied in _tied_apart(model, values):
+        told = f"{checkpoint_dir} has different values of what is one weight of the model: "
+        warnings.warn(f"{told}{', '.join(tied)}; it has those of {tied[-1]}", stacklevel=2)
     return model
+
+
+def _tied_apart(
+    model: torch.nn.Module, values: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, ...]]:
+    """Names of one weight of a model that have different values, in the order of loading."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    by_weight: dict[int, list[str]] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if name in values:
+            by_weight.setdefault(id(weight), []).append(name)
+    for first, *others in by_weight.values():
+        if not all(torch.equal(values[first], values[name]) for name in others):
+            yield first, *others
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's parameters

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
+from tests.support.checkpoints import Model, Run, model_file, optimizer_file, save, small_model
 from tests.support.real_cases import deepspeed_state, facts, on_every_real_checkpoint
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.compat import (
@@ -262,6 +262,27 @@ def test_a_model_gets_its_weights_and_a_warning_names_what_does_not_fit(zero3: P
     assert facts({n: p for n, p in net.state_dict().items() if n != "extra"}) == facts(
         {n: masters[n] for n in ("scale", "lin.weight", "lin.bias")}
     )
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(3, 2, bias=False)
+        self.other = torch.nn.Linear(3, 2, bias=False)
+        self.other.weight = self.one.weight
+
+
+def test_two_values_of_what_is_one_weight_of_the_model_are_told(tmp_path: Path) -> None:
+    values = {"one.weight": torch.ones(2, 3), "other.weight": torch.zeros(2, 3)}
+    root = save(Model([values]), Run(stage=2), tmp_path / "apart")
+    with pytest.warns(UserWarning, match=r"one\.weight, other\.weight; it has those of other"):
+        net = load_state_dict_from_zero_checkpoint(Tied(), root)
+    assert torch.equal(net.state_dict()["one.weight"], values["other.weight"])
+    values["other.weight"] = values["one.weight"].clone()
+    with warnings.catch_warnings(action="error"):
+        load_state_dict_from_zero_checkpoint(
+            Tied(), save(Model([values]), Run(stage=2), tmp_path / "alike")
+        )
 
 
 # --- into files ---
