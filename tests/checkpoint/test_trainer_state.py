@@ -41,6 +41,42 @@ def _add_random_states(root: Path) -> None:
     (root / "rng_state_3.pth").touch()
 
 
+def _add_node(root: Path, **changed: object) -> Path:
+    """The folder of a second node, which has the second rank's files alone."""
+    node = root.parents[1] / "node1" / root.name
+    (node / TAG).mkdir(parents=True)
+    (node / "latest").write_text(TAG)
+    for path in (*(root / TAG).glob("*pp_rank_1_*"), root / "rng_state_1.pth"):
+        path.rename(node / path.relative_to(root))
+    _write(node, **changed)
+    return node
+
+
+def test_nodes_that_keep_their_own_files_are_told_nothing_of(root: Path) -> None:
+    times = [one | {"eval_runtime": 9.5, "train_samples_per_second": 3} for one in PAST]
+    found = open_checkpoint([root, _add_node(root, log_history=times)])
+    assert not found.warnings
+    assert not found.notes
+
+
+def test_nodes_whose_runs_learnt_otherwise_are_told(root: Path) -> None:
+    node = _add_node(root, log_history=[PAST[0] | {"loss": 9.5}])
+    (warning,) = open_checkpoint([root, node]).warnings
+    assert "step 1: loss 4.0 in trainer_state.json but loss 9.5 in trainer_state.json of" in warning
+    assert "different runs" in warning
+
+
+def test_weights_of_the_trainings_own_are_noted(tmp_path: Path) -> None:
+    masters = small_model().masters
+    for place in (
+        {"ema_state_dict": masters},
+        {"ema": {"shadow": {f"module.{n}": t for n, t in masters.items()}}},
+    ):
+        run = Run(stage=2, client_state={**place, "best": {"loss": 1}})
+        (note,) = open_checkpoint(save(small_model(), run, tmp_path / next(iter(place)))).notes
+        assert f"{len(masters)} tensors of their names in ema" in note
+
+
 def _change_past(root: Path) -> None:
     _write(root.parent / "checkpoint-1", log_history=[PAST[0] | {"loss": 9.5}])
 

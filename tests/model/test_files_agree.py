@@ -652,3 +652,71 @@ def test_a_model_that_nothing_tells_when_to_end_is_told(root: Path) -> None:
 def test_marks_of_every_form_are_known(root: Path, mark: str) -> None:
     put(tokenizer(root, WORDS), tokenizer_config={"chat_template": mark + "{{ m }}"})
     assert any(repr(mark) in one for one in judged(root).notes)
+
+
+def ended(root: Path, **config: object) -> list[str]:
+    files = find_sidecars(put(root, tokenizer_config={"eos_token": "</s>"})).copied
+    content = {"architectures": ["LlavaForConditionalGeneration"], **config}
+    return judge(end_statements(files, ConfigFile(root / "config.json", content)), root).warnings  # type: ignore[arg-type]
+
+
+def test_the_end_that_a_language_model_within_has_counts(root: Path) -> None:
+    tokenizer(root, WORDS)
+    assert not ended(root, text_config={"eos_token_id": 4})
+    assert (
+        "[3] in config.json, text_config but [4] in"
+        in ended(root, text_config={"eos_token_id": 3})[0]
+    )
+    twice = {"eos_token_id": 4, "text_config": {"eos_token_id": 3}}
+    assert "[4] in config.json but [3] in config.json, text_config" in ended(root, **twice)[0]
+    put(root, generation_config={"eos_token_id": 4})
+    assert not ended(root, **twice)
+
+
+def test_lists_of_special_tokens_that_differ_are_told(root: Path) -> None:
+    put(tokenizer(root, WORDS), special_tokens_map={"additional_special_tokens": ["<s>", "</s>"]})
+    put(root, tokenizer_config={"extra_special_tokens": [{"content": "</s>"}]})
+    (warning,) = named(root)
+    assert "'<s>' not named in tokenizer_config.json but special in special_tokens_map" in warning
+    assert "'</s>'" not in warning
+    put(root, tokenizer_config={"bos_token": "<s>"})
+    assert not named(root)
+
+
+def test_a_word_that_is_named_as_a_special_token_is_noted(root: Path) -> None:
+    put(tokenizer(root, WORDS, "pad"), tokenizer_config={"unk_token": "b", "pad_token": "pad"})
+    (note,) = judged(root).notes
+    assert "'b' a special token in tokenizer_config.json but a word in tokenizer.json" in note
+    assert "'pad'" not in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"suppress_tokens": [1, 2]}, True),
+        ({"bad_words_ids": [[2], [3, 4]]}, True),
+        ({"bad_words_ids": [[2, 3]], "begin_suppress_tokens": [2]}, False),
+        ({"eos_token_id": [2, 5], "suppress_tokens": [2]}, False),
+    ],
+)
+def test_a_generation_config_that_forbids_its_end_is_told(
+    root: Path, settings: dict[str, object], *, told: bool
+) -> None:
+    put(root, generation_config={"eos_token_id": 2, **settings})
+    assert any("forbids the token that ends" in one for one in warned(root)) == told
+
+
+def test_settings_of_sampling_are_noted_where_nothing_is_sampled(root: Path) -> None:
+    put(root, generation_config={"do_sample": False, "temperature": 0.1, "top_p": 1.0})
+    (note,) = judged(root).notes
+    assert "temperature not sampled in do_sample but 0.1 in temperature" in note
+    put(root, generation_config={"temperature": 0.1})
+    assert not judged(root).notes
+
+
+def test_a_processor_of_another_kind_of_model_is_noted(root: Path) -> None:
+    put(root, preprocessor_config={"image_processor_type": "SiglipImageProcessorFast"})
+    for seeing, is_told in (("clip_vision_model", True), ("siglip_vision_model", False)):
+        put(root, config={**CONFIG, "vision_config": {"model_type": seeing}})
+        notes = judged(root).notes
+        assert any("clip in config.json but siglip in pre" in one for one in notes) == is_told

@@ -222,6 +222,18 @@ def _config_of(plan: ExportPlan) -> dict[str, Any]:
     return found
 
 
+def test_names_that_a_rename_takes_from_the_model_are_told_where_names_stay() -> None:
+    renamed = {name.replace("lin.", "line."): shape for name, shape in SHAPES.items()}
+    for renames, shapes, is_told in (
+        ((("lin", "line"),), renamed, True),
+        ((), renamed, False),
+        ((("old", "lin"),), SHAPES, False),
+    ):
+        options = ExportOptions(layout=NameLayout.MEMORY, renames=renames)
+        told = " ".join(decide(_collected(shapes, options=options), OUT).warnings)
+        assert ("line.weight in --rename but no such names in the model" in told) == is_told
+
+
 def test_tied_weights_of_equal_bytes_are_written_once() -> None:
     plan = decide(_collected(SHAPES, ties=Ties(equal=frozenset(TIED))), OUT)
     assert _names(plan) == ["emb.weight", "lin.weight"]

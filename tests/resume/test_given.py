@@ -62,6 +62,9 @@ def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
          "warmup_num_steps 9.0 in the checkpoint but nothing in --ds-config"),
         ({}, {"gradient_clipping": 0.001},
          "gradient_clipping nothing in the checkpoint but 0.001 in --ds-config"),
+        ({}, {"progressive_layer_drop": {"enabled": True}},
+         "progressive_layer_drop nothing in the checkpoint but on in --ds-config"),
+        ({}, {"curriculum_learning": {"enabled": False}}, ""),
         ({}, {"gradient_clipping": 0, "prescale_gradients": False,
               "gradient_predivide_factor": 1.0}, ""),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}},
@@ -74,6 +77,20 @@ def test_what_either_side_leaves_out_counts_as_what_it_says(
     found = told_of_given(given, trained, (), None, is_whole=True)
     warned = "; ".join(text for warns, text in found if warns)
     assert told in warned if told else not warned
+
+
+def test_a_scale_and_a_kind_of_update_that_loading_replaces_are_noted() -> None:
+    trained = {
+        "optimizer": {"type": "AdamW", "params": {"amsgrad": False}},
+        "fp16": {"enabled": True},
+    }
+    changed = {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}},
+               "fp16": {"enabled": True, "loss_scale": 128}}  # fmt: skip
+    ((warns, note),) = told_of_given(changed, trained, (), None, is_whole=True)
+    assert not warns
+    assert "amsgrad [0.0] in the checkpoint but 1.0 in --ds-config" in note
+    assert "loss_scale dynamic in the checkpoint but 128.0 in --ds-config" in note
+    assert not [*told_of_given(trained, trained, (), None, is_whole=True)]
 
 
 def test_a_resharding_to_the_same_ranks_is_called_a_copy(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
         yield Statement(AdapterFact.KEPT_CHANGES, f"init_lora_weights {change}", by)
         yield Statement(AdapterFact.KEPT_CHANGES, "unchanged weights", "the base model")
     name = adapter.config.text("base_model_name_or_path")
-    if name.startswith(("/", "~")):
-        yield Statement(AdapterFact.KEPT_BASE, name, by)
+    if not name or name.startswith(("/", "~", ".")):
+        yield Statement(AdapterFact.KEPT_BASE, name or "no name", by)
         yield Statement(AdapterFact.KEPT_BASE, "a hub id", "a file for others")
 
 

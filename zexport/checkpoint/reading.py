@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
+from zexport.checkpoint.client_state import client_statements
 from zexport.checkpoint.contents import (
     CheckpointFile,
     Inventory,
@@ -81,7 +82,7 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     problems += _being_removed(locations)
     told = tuple(_unless_unfinished(problems, files))
     found = _describe(locations, save, structure, inventory, told)
-    beside = judge(stated_beside(found), None)
+    beside = judge((*stated_beside(found), *client_statements(found)), None)
     return replace(
         found,
         warnings=(*beside.warnings, *found.warnings),

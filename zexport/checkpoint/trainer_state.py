@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from zexport.checkpoint.contents import ZeroCheckpoint
@@ -30,6 +31,10 @@ _FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 """The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
 
 _RANDOM_STATE = re.compile(r"rng_state_(\d{1,9})\.pth", re.ASCII)
+_ANY_KEY = re.compile(r".*", re.DOTALL)
+_OF_ALL_RANKS = re.compile(r"step|(?:\w+_)?loss|learning_rate")
+"""What all ranks log alike; each has times of its own."""
+
 _KEYS_SHOWN = 4
 
 
@@ -43,12 +48,16 @@ def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
         yield Statement(TrainingFact.RUN_STEP, int(found[1]), "its name")
     if len(location.tags) > 1 and location.chosen in (TagChoice.OPTION, TagChoice.HANDED_OVER):
         return
-    for number, one in enumerate((location, *checkpoint.parts), start=1):
-        by = _STATE if number == 1 else f"{_STATE} of folder {number}"
-        state = _read(one.root, one.boundary)
-        yield from _of_state(state, by, one, checkpoint)
-        yield from _of_random_states(one.root, checkpoint.ranks)
-        yield from _of_past(state, by, one)
+    folders = {_STATE: location}
+    folders |= {f"{_STATE} of folder {n}": one for n, one in enumerate(checkpoint.parts, start=2)}
+    states = {by: _read(one.root, one.boundary) for by, one in folders.items()}
+    for by, one in folders.items():
+        yield from _of_state(states[by], by, one, checkpoint)
+        yield from _of_past(states[by], by, one)
+        if by != _STATE:
+            both = (states[_STATE], _STATE), (states[by], by)
+            yield from _apart(TrainingFact.RUN_PARTS, *both, _OF_ALL_RANKS)
+    yield from _of_random_states([one.root for one in folders.values()], checkpoint.ranks)
 
 
 def _of_state(
@@ -72,9 +81,10 @@ def _of_state(
         yield Statement(TrainingFact.RUN_BEST, Path(best).name, f"{by}, best_model_checkpoint")
 
 
-def _of_random_states(root: Path, ranks: int | None) -> Iterator[Statement]:
-    """The number of ranks, and the highest that has a random state."""
-    found = (_RANDOM_STATE.fullmatch(path.name) for path in children(root))
+def _of_random_states(roots: Iterable[Path], ranks: int | None) -> Iterator[Statement]:
+    """The number of ranks, and the highest that has a random state in any folder."""
+    names = (path.name for root in roots for path in children(root))
+    found = map(_RANDOM_STATE.fullmatch, names)
     highest = max((int(one[1]) for one in found if one), default=None)
     if ranks is not None and highest is not None:
         yield Statement(TrainingFact.RUN_RANKS, ranks, "the number of ranks")
@@ -100,15 +110,29 @@ def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Stateme
     if before is None:
         return
     other = _read(before, location.boundary.including(before.parent))
-    own, logged = state.get("log_history"), other.get("log_history")
-    both = (
-        zip(own, logged, strict=False) if isinstance(own, list) and isinstance(logged, list) else ()
-    )
-    one, another = next(((a, b) for a, b in both if _text(a) != _text(b)), (None, None))
-    if isinstance(one, dict) and isinstance(another, dict):
-        about = f"step {one.get('step')}:"
-        yield Statement(TrainingFact.RUN_PAST, _told(one, another), by, about)
-        yield Statement(TrainingFact.RUN_PAST, _told(another, one), f"that of {before.name}", about)
+    both = (state, by), (other, f"that of {before.name}")
+    yield from _apart(TrainingFact.RUN_PAST, *both, _ANY_KEY)
+
+
+def _apart(
+    fact: TrainingFact,
+    one: tuple[JsonObject, str],
+    other: tuple[JsonObject, str],
+    keys: re.Pattern[str],
+) -> Iterator[Statement]:
+    """The first step of which two states have logged different things under some keys."""
+    both = zip(_logged(one[0], keys), _logged(other[0], keys), strict=False)
+    for a, b in islice(((a, b) for a, b in both if _text(a) != _text(b)), 1):
+        about = f"step {a.get('step')}:"
+        yield Statement(fact, _told(a, b), one[1], about)
+        yield Statement(fact, _told(b, a), other[1], about)
+
+
+def _logged(state: JsonObject, keys: re.Pattern[str]) -> list[JsonObject]:
+    """What a state has logged under some keys, by step."""
+    found = state.get("log_history")
+    tables = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [{key: one[key] for key in one if keys.fullmatch(key)} for one in tables]
 
 
 def _read(folder: Path, within: Boundary) -> JsonObject:
@@ -126,5 +150,5 @@ def _told(entry: Mapping[str, Json], other: Mapping[str, Json]) -> str:
     return some([*told], _KEYS_SHOWN)
 
 
-def _text(entry: Json) -> str:
+def _text(entry: object) -> str:
     return json.dumps(entry, sort_keys=True)  # NaN is like NaN

@@ -56,8 +56,8 @@ class AdapterFact(AnyFact):
     )
     KEPT_BASE = noted(
         "name of the base model, where an adapter is kept",
-        "adapter_config.json names the base by a path, where no other machine has it: load the "
-        "base yourself, or write its name on the hub there",
+        "adapter_config.json does not name the base as other machines find it: load the base "
+        "yourself, or write its name on the hub there",
     )
     ADAPTER_CONFIGS = warned_of(  # the nearest was taken, or the one that the user named
         "keys that decide values, in several adapter_config.json",

@@ -104,6 +104,16 @@ class Fact(AnyFact):
         "ends at: take care that it is the one that was trained with",
         agreement=Agreement.SHARED,
     )
+    END_FORBIDDEN = warned_of(
+        "tokens that a generation config has made and forbids",
+        "generation_config.json forbids the token that ends a text, and so none ends: take it out "
+        "of suppress_tokens and bad_words_ids",
+    )
+    UNUSED_SETTING = noted(
+        "settings of sampling, where nothing is sampled",
+        "generation_config.json has settings of sampling and do_sample false: some programs go by "
+        "them, and transformers does not",
+    )
     ADDED_TOKEN = warned_of(
         "numbers of an added token",
         "files of the tokenizer give one token several numbers, and only one has the row that was "
@@ -146,6 +156,10 @@ class Fact(AnyFact):
         "special tokens",
         "a special token is named that the tokenizer does not have: loading gives it a number of "
         "its own, which was not trained",
+    )
+    SPECIAL_WORD = noted(
+        "special tokens, among the words of a tokenizer",
+        "a word is named as a special token: it is left out wherever special tokens are",
     )
     TEMPLATE_TOKEN = noted(  # some models were trained with such marks as plain text
         "special tokens that the chat template uses",
@@ -215,6 +229,10 @@ class Fact(AnyFact):
         "the processor cuts images, or sounds, otherwise than the model takes them: give the "
         "processor that was trained with",
     )
+    IMAGE_FAMILY = noted(  # a few models were trained with the other's
+        "kind of model that images are prepared for",
+        "the processor is that of another kind of model than the one that sees",
+    )
     IMAGE_SIZE = noted(  # models that take several sizes have the largest in their config
         "size of an image",
         "the processor brings images to another size than config.json tells of",
@@ -269,6 +287,11 @@ class Fact(AnyFact):
         "names that --rename gives and takes",
         "--rename gives weights the names that other weights had: take care that none were "
         "exchanged, since nothing but their names tells",
+    )
+    RENAMED_MISFIT = warned_of(
+        "names that --rename gives, and those of the model",
+        "--rename gives names that the model of config.json does not have, and transformers will "
+        "not load: it makes new weights in their place",
     )
     RENAMED_NONE = warned_of(
         "names that --rename is for",

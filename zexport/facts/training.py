@@ -56,6 +56,21 @@ class TrainingFact(AnyFact):
         "the checkpoint before this one tells of another past: they may be of different runs in "
         "one folder",
     )
+    MODEL_VOCABULARY = warned_of(
+        "numbers of the tokens that a model is trained with",
+        "the tokenizer is not the model's, whose embedding has a row for each of its tokens: take "
+        "care that training is to go on from these rows",
+    )
+    MORE_WEIGHTS = noted(
+        "weights of the model, in what the training's own code saved",
+        "the checkpoint holds weights of the model's names beside its own, such as an average "
+        "(EMA), and they are not exported",
+    )
+    RUN_PARTS = warned_of(
+        "what was logged at one step, in folders of one checkpoint",
+        "folders of the checkpoint tell of different pasts: they may be of different runs, whose "
+        "parts make no model together",
+    )
     RUN_BEST = noted(
         "the best checkpoint of a run",
         "another checkpoint is the one that the run calls its best",

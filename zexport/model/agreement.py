@@ -34,6 +34,7 @@ from zexport.model.sidecars import Sidecars
 from zexport.model.special_tokens import (
     added_statements,
     end_statements,
+    generation_statements,
     id_statements,
     lacking_statements,
     number_statements,
@@ -51,7 +52,8 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from added_statements(sidecars.copied)
     yield from number_statements(sidecars.copied)
     yield from lacking_statements(sidecars.copied)
-    yield from vocabulary_statements(sidecars)
+    yield from generation_statements(sidecars.copied)
+    yield from vocabulary_statements(sidecars.copied, sidecars.folders)
     yield from file_statements(sidecars)
     yield from above_statements(sidecars)
     yield from length_statements(sidecars)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from zexport.errors import ZexportError
@@ -56,6 +56,9 @@ _PATCHES = {
     "image_seq_length": ("image_seq_length", "mm_tokens_per_image"),
 }
 """How a processor calls what the model's config calls otherwise."""
+
+_FAMILY = re.compile("(clip|siglip)(?!seg)", re.IGNORECASE)
+"""Parts that see whose processors are mostly their own; those of others serve several."""
 
 _CHOICES = ("vision_feature_select_strategy",)
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
@@ -136,6 +139,7 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
     inner = (config.get(key) for key in _VISION)
     vision = next((table for table in inner if isinstance(table, dict)), config)
     yield from _image_processors(sidecars)
+    yield from _image_families(sidecars, vision)
     for name in (*PROCESSOR, TOKENIZER_CONFIG):
         content = table_of(sidecars.copied, name)
         yield Statement(Fact.PROCESSOR, content.get("processor_class"), name)
@@ -153,6 +157,16 @@ def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
         if made is not None and due is not None:
             yield Statement(Fact.IMAGE_SIZE, due, CONFIG)
             yield Statement(Fact.IMAGE_SIZE, made, name)
+
+
+def _image_families(sidecars: Sidecars, vision: Mapping[str, Json]) -> Iterator[Statement]:
+    """The models that an image processor and the part that sees are of, where both are known."""
+    sees = _FAMILY.match(str(vision.get("model_type")))
+    for name in PROCESSOR[:2]:
+        made = _FAMILY.match(str(table_of(sidecars.copied, name).get("image_processor_type")))
+        if sees and made:
+            yield Statement(Fact.IMAGE_FAMILY, sees[0].lower(), CONFIG)
+            yield Statement(Fact.IMAGE_FAMILY, made[0].lower(), name)
 
 
 def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:

@@ -160,7 +160,7 @@ def find_sidecars(
     copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
     copied |= _first_of(_license_files(folder) for folder in (root, *given))
     config = _find_config(root, folders, boundary)
-    tokenizer = _tokenizer_files(folders)
+    tokenizer = tokenizer_files(folders)
     copied |= _first_of(_sentence_transformers_files(folder) for folder in folders)
     if config is not None:
         around = [config.path.parent, *folders]
@@ -294,7 +294,7 @@ def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> Con
     return None
 
 
-def _tokenizer_files(folders: Sequence[Path]) -> _Files:
+def tokenizer_files(folders: Sequence[Path]) -> _Files:
     """The tokenizer of the first folder that has one, with its chat templates and own code.
 
     A folder with a vocabulary comes before one that has only ``tokenizer_config.json``, which is

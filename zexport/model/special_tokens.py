@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
@@ -22,7 +22,7 @@ from zexport.model.chat_template import marks
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Files
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
-from zexport.store.json import Json
+from zexport.store.json import Json, JsonObject
 
 _END, _PAD = "eos_token", "pad_token"
 _END_OF_TURN = re.compile(
@@ -34,6 +34,9 @@ _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_ID = re.compile(r"(?P<name>(?!eos_|pad_)\w+_token)_(?:id|index)")
 _LACKING_MAX = 64
 """More of them tell nothing more, and looking for each reads the whole vocabulary."""
+
+_SAMPLING = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, 50)}
+"""Settings that only sampling goes by, with the values that say nothing."""
 
 _ENDING_TEXT = "<|endoftext|>"
 _OF_CLASS = {
@@ -110,10 +113,12 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     """The tokens at which generating ends, that first which decides, and the tokenizer's own.
 
     Source: transformers 5.23, ``generation/configuration_utils.py``: without a generation config it
-    is made of the model's.
+    is made of the model's, and what that leaves out of its language model's.
     """
     content = {} if config is None else config.content
     stated = {GENERATION_CONFIG: table_of(files, GENERATION_CONFIG), CONFIG: content}
+    if "eos_token_id" not in stated[GENERATION_CONFIG]:
+        stated |= {f"{CONFIG}, {key}": table for key, table in _language_models(content)}
     ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
     named = _text(table_of(files, TOKENIZER_CONFIG).get(_END))
     is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
@@ -132,6 +137,31 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     ends[f"{template} ({', '.join(turns)})"] = sorted(turns.values())
     for by, numbers in ends.items():
         yield Statement(Fact.END_TOKEN, numbers or None, by)
+
+
+def generation_statements(files: Files) -> Iterator[Statement]:
+    """What a generation config says of tokens that it forbids, and of sampling.
+
+    Source: transformers 5.23, ``generation/configuration_utils.py`` (``validate``).
+    """
+    table = table_of(files, GENERATION_CONFIG)
+    ends, words = _numbers(table.get("eos_token_id")), table.get("bad_words_ids")
+    alone = [word for word in words if len(_numbers(word)) == 1] if isinstance(words, list) else []
+    forbidden = {*_numbers(table.get("suppress_tokens")), *chain(*map(_numbers, alone))}
+    if ends and forbidden.issuperset(ends):
+        yield Statement(Fact.END_FORBIDDEN, ends, "eos_token_id")
+        yield Statement(Fact.END_FORBIDDEN, "none of these", "what may be made")
+    for key, neutral in _SAMPLING.items() if table.get("do_sample") is False else ():
+        if (value := table.get(key)) not in (None, *neutral):
+            yield Statement(Fact.UNUSED_SETTING, "not sampled", "do_sample", key)
+            yield Statement(Fact.UNUSED_SETTING, value, key, key)
+
+
+def _language_models(content: Mapping[str, Json]) -> Iterator[tuple[str, JsonObject]]:
+    """The parts of a config that may be of a language model."""
+    for key in ("decoder", "generator", "text_config"):
+        if isinstance(table := content.get(key), dict):
+            yield key, table
 
 
 def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement]:
@@ -162,6 +192,25 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
         yield Statement(Fact.TOKEN_NAME, token, by, key)
         if key not in (_END, _PAD):
             yield Statement(Fact.TOKEN_ID, numbers.get(token), f"{by} ({token})", key)
+    yield from _more_names(files)
+
+
+def _more_names(files: Files) -> Iterator[Statement]:
+    """The special tokens without a purpose, where two files list them."""
+    listed = {by: _listed(files, by) for by in (TOKENIZER_CONFIG, SPECIAL_TOKENS)}
+    every = dict.fromkeys(token for tokens in listed.values() for token in tokens)
+    for token in every if all(listed.values()) else ():
+        for by, tokens in listed.items():
+            said = "special" if token in tokens else "not named"
+            yield Statement(Fact.TOKEN_NAME, said, by, repr(token))
+
+
+def _listed(files: Files, by: str) -> list[str]:
+    """The special tokens that a file lists, by the newer key and the older."""
+    table = table_of(files, by)
+    lists = (table.get(key) for key in ("extra_special_tokens", "additional_special_tokens"))
+    tokens = (token for one in lists if isinstance(one, list) for token in one)
+    return [text for token in tokens if (text := _text(token))]
 
 
 def lacking_statements(files: Files) -> Iterator[Statement]:
@@ -179,6 +228,10 @@ def lacking_statements(files: Files) -> Iterator[Statement]:
         fact, by = named[token]
         yield Statement(fact, "a special token", by, repr(token))
         yield Statement(fact, "no token", TOKENIZER, repr(token))
+    for token in islice((one for one in named if one.isalnum() and one not in added), _LACKING_MAX):
+        known = _in_vocabulary(token, found, rb"[:,]")
+        yield Statement(Fact.SPECIAL_WORD, "a special token", named[token][1], repr(token))
+        yield Statement(Fact.SPECIAL_WORD, "a word" if known else None, TOKENIZER, repr(token))
 
 
 def _named_special(files: Files) -> dict[str, str]:
@@ -206,7 +259,8 @@ def pad_statements(files: Files, config: ConfigFile) -> Iterator[Statement]:
 
     Source: transformers 5.23, ``modeling_layers.py``, ``GenericForSequenceClassification``.
     """
-    stated = config.content.get("pad_token_id")
+    content = dict(_language_models(config.content)).get("text_config", config.content)
+    stated = content.get("pad_token_id")
     token = _text(table_of(files, TOKENIZER_CONFIG).get(_PAD))
     number = _number_of(token, files) if token else None
     if stated is None and number is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 
@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import TOKENIZER
-from zexport.model.sidecars import BASE, Files, Sidecars
+from zexport.model.sidecars import Files
 from zexport.model.tokenizer import (
     PIECES,
     VOCABULARY_LINES,
@@ -32,6 +32,9 @@ _COPIED = (*PIECES, VOCABULARY_LINES)
 _COMMAS_MAX = 1_000_000
 """A vocabulary with more is not compared: it would take the memory of an export twice."""
 
+_GIVEN = "--"
+"""What the names of model folders begin with that training began from."""
+
 _BETWEEN = b' \t\r\n",[]\\'
 """What stands between letters of merges, in JSON and in lines."""
 
@@ -44,28 +47,29 @@ class _Vocabulary(Struct, frozen=True):
     rules: dict[str, str | None]
 
 
-def vocabulary_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def vocabulary_statements(
+    copied: Files, folders: Mapping[str, Files], whose: str = "the export's"
+) -> Iterator[Statement]:
     """The numbers of tokens, as the tokenizer that is copied, and every other of the run, has them.
 
     Tokens that the one copied alone has were added, and are held against nothing here; and
     transformers 5 writes the rules of an older base's tokenizer anew, in other words.
     """
-    copied = sidecars.copied
-    beside = {"the export's": {n: path for n, path in copied.items() if n != TOKENIZER}}
-    others = beside | {f"{where}'s": files for where, files in sidecars.folders.items()}
-    yield from _of_copies(copied, others)
+    beside = {whose: {n: path for n, path in copied.items() if n != TOKENIZER}}
+    others = beside | {f"{where}'s": files for where, files in folders.items()}
+    yield from _of_copies(copied, others, whose)
     tokenizer = read_tokenizer(copied)
-    yield from _of_older(copied, tokenizer)
+    yield from _of_older(copied, tokenizer, whose)
     own = None
     for by, files in others.items() if TOKENIZER in copied else ():
         is_same = files.get(TOKENIZER) == copied[TOKENIZER] or read_tokenizer(files) == tokenizer
         other = None if is_same else _of_folder(files, by)
-        own = own or (other and _of_tokenizer(tokenizer, f"the export's {TOKENIZER}"))
+        own = own or (other and _of_tokenizer(tokenizer, f"{whose} {TOKENIZER}"))
         if own is not None and other is not None:
             yield from _compared(own, other)
 
 
-def _of_older(copied: Files, tokenizer: Tokenizer) -> Iterator[Statement]:
+def _of_older(copied: Files, tokenizer: Tokenizer, whose: str) -> Iterator[Statement]:
     """A vocabulary of an older form beside the tokenizer, where most of its tokens are strange."""
     older = older_tokens(copied) if tokenizer.model.vocab else {}
     own = _of_tokenizer(tokenizer, TOKENIZER) if older else None
@@ -74,8 +78,8 @@ def _of_older(copied: Files, tokenizer: Tokenizer) -> Iterator[Statement]:
         strange = {*tokens} - known
         if 2 * len(strange) > len(tokens):
             about = f"{len(strange):,} of {len(tokens):,} tokens, such as {min(strange)!r},"
-            yield Statement(Fact.VOCABULARY, "not there", f"the export's {TOKENIZER}", about)
-            yield Statement(Fact.VOCABULARY, "there", f"the export's {name}", about)
+            yield Statement(Fact.VOCABULARY, "not there", f"{whose} {TOKENIZER}", about)
+            yield Statement(Fact.VOCABULARY, "there", f"{whose} {name}", about)
 
 
 def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
@@ -92,13 +96,13 @@ def _compared(own: _Vocabulary, other: _Vocabulary) -> Iterator[Statement]:
         yield Statement(Fact.VOCABULARY, "there", other.by, about)
     for one in () if differing else (own, other):
         for name, rule in one.rules.items():
-            if name == _MERGES or not other.by.startswith(BASE):
+            if name == _MERGES or not other.by.startswith(_GIVEN):
                 yield Statement(Fact.VOCABULARY, rule, one.by, name)
 
 
-def _of_copies(copied: Files, others: dict[str, Files]) -> Iterator[Statement]:
+def _of_copies(copied: Files, others: dict[str, Files], whose: str) -> Iterator[Statement]:
     for name in _COPIED:
-        for by, files in {"the export's": copied, **others}.items() if name in copied else ():
+        for by, files in {whose: copied, **others}.items() if name in copied else ():
             if (content := content_of(files, name)) is not None:
                 told = f"{len(content):,} bytes ({zlib.crc32(content):08x})"
                 yield Statement(Fact.VOCABULARY, told, f"{by} {name}")

@@ -16,12 +16,15 @@ from zexport.facts.training import TrainingFact
 from zexport.resume.state import Group
 from zexport.train.options import told_of_keys
 
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad")
 _FIRST = {"lr": "initial_lr"}
 """What a group has of a setting beside its present value."""
 
 _CHANGING = {"gradient_clipping": 0, "prescale_gradients": 0, "gradient_predivide_factor": 1}
 """What changes an update and is read from the configuration alone, with what changes none."""
+_SWITCHED = ("progressive_layer_drop", "curriculum_learning")
+"""Sections that change what an update is made of, where they are switched on."""
+
 _AUTO, _NOTHING = "auto", "nothing"
 _GIVEN, _TRAINED = "--ds-config", "the checkpoint"
 
@@ -62,6 +65,13 @@ def _statements(
             value = _plain(config[key]) if config.get(key) is not None else default
             told = _NOTHING if value == neutral else value
             yield Statement(TrainingFact.NEXT_UPDATES, told, by, key)
+    for key in _SWITCHED:
+        for by, config, default in ((_TRAINED, source, _NOTHING), (_GIVEN, given, lacking)):
+            is_on = _section(config, key).get("enabled") is True
+            told = "on" if is_on else _NOTHING if key in config else default
+            yield Statement(TrainingFact.NEXT_UPDATES, told, by, key)
+    for by, config in ((_TRAINED, source), (_GIVEN, given)):
+        yield Statement(TrainingFact.NEXT_SETTINGS, _scale(config), by, "loss_scale")
     asked = _section(_section(given, "optimizer"), "params")
     recorded = _section(_section(source, "optimizer"), "params")
     for key in _SETTINGS:
@@ -70,6 +80,17 @@ def _statements(
         if values:
             yield Statement(TrainingFact.NEXT_SETTINGS, list(dict.fromkeys(values)), _TRAINED, key)
             yield Statement(TrainingFact.NEXT_SETTINGS, _plain(asked.get(key)), _GIVEN, key)
+
+
+def _scale(config: _Config) -> object:
+    """The scale of the loss; nothing where that is not told.
+
+    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``load_state_dict``: the scaler of the files
+    takes the place of the configuration's) and ``runtime/precision_config.py`` (0 is dynamic).
+    """
+    half = _section(config, "fp16")
+    value = _plain(half.get("loss_scale", 0)) if half.get("enabled") is True else None
+    return "dynamic" if value == 0 else value
 
 
 def _of_classes(given: _Config, source: _Config, lacking: str | None) -> Iterator[Statement]:

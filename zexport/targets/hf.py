@@ -81,7 +81,7 @@ class HubModel(Struct, frozen=True):
             findings=findings,
             warnings=(*self._warnings(), *selection.warnings),
             notes=(*_mended(config), *selection.notes),
-            statements=(*self._tokens(selection, config), *tied),
+            statements=(*selection.statements, *self._tokens(selection, config), *tied),
         )
 
     def _tokens(self, selection: Selection, config: ConfigFile | None) -> Iterator[Statement]:

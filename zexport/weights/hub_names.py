@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
+from zexport.facts.statements import Statement
+from zexport.facts.table import Fact
 from zexport.findings import Finding, FindingKind
 from zexport.model.fit import Difference, Fit, ModelNames, NamesUnknown, absent, as_it_is
 from zexport.model.hub_layout import HubLayout
@@ -29,8 +31,9 @@ def settle_names(
 ) -> Selection:
     """Understand the stored names, and choose how the model is saved."""
     if options.layout is NameLayout.MEMORY:
+        told = tuple(_misfits(fit, stored, options))
         names, stored = in_form(stored, fit, options)
-        return Selection(stored, names, is_for_hub=False)
+        return Selection(stored, names, is_for_hub=False, statements=told)
     if isinstance(fit, NamesUnknown):
         if fit.is_contradiction:
             raise UnsupportedError(fit.reason, path=path, hint=f"Name it there, or {_KEEP_NAMES}")
@@ -53,6 +56,16 @@ def settle_names(
         )
     chosen, undecided = _choose_layout(fit.names, base, options.hub_layout)
     return Selection(stored, names, chosen, warnings=undecided, notes=tuple(_notes(fit)))
+
+
+def _misfits(
+    fit: Fit | NamesUnknown, stored: Weights, options: ExportOptions
+) -> Iterator[Statement]:
+    """The names that a model does not have, where it was renamed and is to keep its names."""
+    unread = _unread(fit, stored, options) if options.renames and isinstance(fit, Fit) else ()
+    if unread:
+        yield Statement(Fact.RENAMED_MISFIT, some(unread), "--rename")
+        yield Statement(Fact.RENAMED_MISFIT, "no such names", "the model")
 
 
 def in_form(
