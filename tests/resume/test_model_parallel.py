@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import edit
+from tests.support.oracles import same
+from tests.support.raw_states import universal_states
 from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
 from zexport import ReshardOptions, ZexportError, diff_states, open_checkpoint, reshard
@@ -116,16 +118,20 @@ def test_frozen_experts_get_no_table_by_which_every_rank_would_take_the_first_on
     assert "norm.weight" in model["module"]
 
 
-SPLIT = ["pp2_tp2_z1_w8_bf16_tied", "tp2_z1_w2_bf16_one_head", "tp2_z1_w2_bf16_fused",
-         "tp2_z3_w4_bf16"]  # fmt: skip
+SPLIT = [
+    *(("pp2_tp2_z1_w8_bf16_tied", 3, 1), ("tp2_z1_w2_bf16_one_head", 3, 1)),
+    *(("tp2_z1_w2_bf16_fused", 3, 1), ("tp2_z3_w4_bf16", 3, 1)),
+    *(("autoep_z0_w2_ep2", 2, 3), ("autoep_z1_w2_ep2_qwen2", 4, 3)),
+    *(("autoep_z2_w4_ep2", 8, 2), ("autoep_z3_w4_ep2_blocks", 2, 1)),
+]
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_tensor_ranks_and_stages_are_cut_again_out_of_a_universal_checkpoint(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(("name", "world", "stage"), SPLIT)
+def test_model_parallel_ranks_are_cut_again_out_of_a_universal_checkpoint(
+    name: str, world: int, stage: int, tmp_path: Path
 ) -> None:
     source, universal = FIXTURES / name / "ckpt", tmp_path / "universal"
-    options = ReshardOptions(world_size=3, stage=1)
+    options = ReshardOptions(world_size=world, stage=stage)
     reshard(source, universal, ReshardOptions(format=ResumeFormat.UNIVERSAL))
     assert open_checkpoint(universal).problems == ()
     assert {one.outcome.value for one in diff_states(source, universal).tensors} == {"equal"}
@@ -253,18 +259,58 @@ def test_deepspeed_loads_them_on_other_ranks_and_saves_the_same(load: Load, tmp_
     assert [one for one in found if not load.besides & {*one.split("/")}] == []
 
 
+_TO_OTHER_SIZES = [
+    Load("autoep_z2_w4_ep2", 4, 4, is_universal=True, **_MOE,
+         case={"stage": 2, "world": 4, "ep_size": 4, "autoep": True}),
+    Load("autoep_z2_w4_ep2", 2, 2, is_universal=True, **_MOE,
+         case={"stage": 3, "world": 2, "ep_size": 1, "autoep": True}),
+    Load("autoep_z3_w4_ep2", 2, 2, is_universal=True, **_MOE,
+         case={"stage": 1, "world": 2, "ep_size": 2, "autoep": True}),
+    Load("autoep_z3_w4_ep2_blocks", 4, 4, is_universal=True, **_MOE,
+         case={"stage": 3, "world": 4, "ep_size": 4, "autoep": True, "config": _BLOCKS}),
+]  # fmt: skip
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("load", _TO_OTHER_SIZES, ids=str)
+def test_deepspeed_loads_autoeps_experts_at_any_expert_parallel_size(
+    load: Load, tmp_path: Path
+) -> None:
+    """What it saves again, made whole, is the universal checkpoint that it had loaded."""
+    universal = ReshardOptions(format=ResumeFormat.UNIVERSAL)
+    reshard(FIXTURES / load.name / "ckpt", tmp_path / "universal", universal)
+    run_ranks(load.ranks, partial(_load_and_save, load=load, root=tmp_path), tmp_path / "ranks")
+    reshard(tmp_path / "again", tmp_path / "whole", universal)
+    folders = [open_checkpoint(tmp_path / one).location.tag_dir for one in ("universal", "whole")]
+    before, after = map(universal_states, folders)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not same(before[name], after[name])] == []
+
+
 def _load_and_save(rank: int, load: Load, root: Path) -> None:
     sys.path.insert(0, str(FIXTURES))
     script = importlib.import_module(load.script)
     torch.manual_seed(11 + rank)
+    case = script.Case(**load.case)
     if load.is_universal:
-        own = script.config
-        script.config = lambda case: own(case) | {"checkpoint": {"load_universal": True}}
-    engine = getattr(script, load.engine)(script.Case(**load.case))
+        _ask_for_universal(script)
+    engine = getattr(script, load.engine)(case)
     path, _ = engine.load_checkpoint(str(root / ("universal" if load.is_universal else "out")))
     assert path is not None
     engine.save_checkpoint(str(root / "again"), tag="tag")
     torch.distributed.barrier()  # who is done ends, and would take the others' peer away
+
+
+def _ask_for_universal(script: Any) -> None:
+    """Have a fixture's script configure its runs so that they load universal checkpoints."""
+    asked = {"checkpoint": {"load_universal": True}}
+    if hasattr(script, "config"):
+        own = script.config
+        script.config = lambda case: own(case) | asked
+    else:
+        of_case = script.Case.ds_config
+        script.Case.ds_config = lambda case: of_case(case) | asked
 
 
 def _differing(one: Path, other: Path) -> list[str]:

@@ -180,7 +180,10 @@ def test_an_older_deepspeed_gets_the_form_of_the_stage_that_it_loads_under(tmp_p
         ),
         ("z2_w2_bf16_groups", {"for_deepspeed": "0.17.6", "stage": 3}, 4, "the first alone"),
         ("tp2_z3_w4_bf16", {"for_deepspeed": "0.19.2"}, 4, "has tensor ranks"),
-        ("moe_z2_w2_ep1", {}, 4, "has experts, of which"),
+        ("moe_z2_w2_ep1", {}, 4, "experts of DeepSpeed-MoE, which every rank numbers"),
+        ("stages_moe_z1_w4_ep2", {}, 4, "experts of DeepSpeed-MoE, which every rank numbers"),
+        ("autoep_z2_w2_ep2_frozen", {}, 4, "experts with frozen weights"),
+        ("autoep_z3_w4_ep2", {"for_deepspeed": "0.19.2"}, 4, "has experts, of which"),
     ],
 )
 def test_what_cannot_be_a_universal_checkpoint_is_refused(

@@ -20,8 +20,11 @@ from zexport.resume.plan import plan_reshard
 
 _RIGHT = ("z1_w2_bf16opt", "z2_w2_bf16_groups", "z2_w3_bf16_odd", "z3_w2_bf16", "z3_w4_bf16_odd")
 
-_SPLIT = ("tp2_z1_w2_bf16_fused", "tp2_z3_w4_bf16", "pp2_z1_w4_bf16_tied")
-"""Of several tensor ranks or stages, whose parameters both make whole."""
+_SPLIT = (
+    *("tp2_z1_w2_bf16_fused", "tp2_z3_w4_bf16", "pp2_z1_w4_bf16_tied"),
+    *("autoep_z2_w4_ep2", "autoep_z3_w4_ep2"),
+)
+"""Of several tensor ranks, stages or expert-parallel ranks, whose parameters both make whole."""
 
 _DEALT_OUT = Spec(2, 2, parts=frozenset(), zero={"round_robin_gradients": True})
 

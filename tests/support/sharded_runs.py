@@ -6,6 +6,7 @@ imported DeepSpeed. Every run sees the same rows at each step, however many rank
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -120,6 +121,7 @@ def _rank(rank: int, world: int, act: Callable[[int], None], folder: Path) -> No
     os.environ.update({key: str(value) for key, value in place.items()} | _ENVIRONMENT)
     try:
         _join(rank, world, folder)
+        gc.freeze()  # DeepSpeed collects at each start of ZeRO-3: not again what it is made of
         act(rank)
     except BaseException:
         traceback.print_exc()

@@ -114,7 +114,7 @@ def _read_sharded(index: int, ranks: RankStates, layers: ExpertLayers, dtype: DT
             expert_ranks=len(sets),
         )
         if is_zero3:
-            files = _expert_files(cell, read_autoep_layers(model), dtype or DType.F32)
+            files = expert_files(cell, read_autoep_layers(model), dtype or DType.F32)
             cell = replace(cell, expert_files=tuple(files))
         cells.append(cell)
         replicas += reader.replicas
@@ -156,7 +156,7 @@ def _of_first(name: str) -> str:
     return name if native is None else native.renumbered(0)
 
 
-def _expert_files(
+def expert_files(
     cell: CellState, layers: Iterable[AutoEpLayer], dtype: DType
 ) -> Iterator[tuple[str, dict[object, object]]]:
     """The files that ZeRO-1 and 2 load AutoEP's experts from, which ZeRO-3 does without.

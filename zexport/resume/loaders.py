@@ -18,7 +18,12 @@ from zexport.formats.inert import TensorRef
 from zexport.options import ReshardOptions
 from zexport.printable import some
 from zexport.resume.cells import MOMENTUM, is_by_parameter
-from zexport.resume.settings import SUB_GROUP_SIZE, UniversalSettings, release
+from zexport.resume.settings import (
+    SUB_GROUP_SIZE,
+    TAKES_EITHER_FORM,
+    UniversalSettings,
+    release,
+)
 from zexport.resume.state import CellState, Group, TrainingState
 from zexport.resume.universal_files import shared_settings
 
@@ -41,12 +46,14 @@ def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> N
     ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), and of tensor ranks none.
     """
     cell, version = cells[0], settings.for_deepspeed
-    if settings.is_flat and len(cells) > 1:
+    if version is not None and any(group.of_experts for group in cell.groups):
+        _check_loads_experts(cell, version)
+    if settings.is_flat and cells[-1].index:
         raise UnsupportedError(
             f"has tensor ranks, and DeepSpeed {version} loads no universal checkpoint of such "
             "under ZeRO-3",
             path=cell.model.file.path,
-            found=f"{len(cells)} model-parallel ranks",
+            found=f"{len({one.index for one in cells})} model-parallel ranks",
             expected="1",
             hint="Load it with DeepSpeed 0.19.3 or newer, or make rank files (--world-size)",
         )
@@ -60,6 +67,19 @@ def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> N
             found=f"{len(cell.groups)} groups",
             expected="1",
             hint="Load it with DeepSpeed 0.18.0 or newer, or make rank files (--world-size)",
+        )
+
+
+def _check_loads_experts(cell: CellState, version: str) -> None:
+    """Refuse a version from before AutoEP's ZeRO-3 (0.19.3), whose loader was another."""
+    if release(version) < TAKES_EITHER_FORM:
+        raise UnsupportedError(
+            f"has experts, of which DeepSpeed {version} loads no universal checkpoint under every "
+            "stage",
+            path=cell.model.file.path,
+            found=version,
+            expected="0.19.3 or newer",
+            hint="Load it with a newer DeepSpeed, or make rank files (--world-size)",
         )
 
 
@@ -182,7 +202,10 @@ def _under_zero12(cell: CellState) -> Iterator[str]:
 
 def _too_many_ranks(cell: CellState) -> Iterator[str]:
     """From how many ranks on one of them would have no part of a group."""
-    least = [(_first_empty(group), number) for number, group in enumerate(cell.groups)]
+    least = [
+        (_first_empty(group) * (cell.expert_ranks if group.of_experts else 1), number)
+        for number, group in enumerate(cell.groups)
+    ]
     ranks, number = min(least, default=(_RANKS_MAX, 0))
     if ranks < _RANKS_MAX:
         yield (

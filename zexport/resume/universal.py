@@ -8,8 +8,11 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.layouts.expert_layers import read_autoep_layers
 from zexport.checkpoint.layouts.universal_weights import (
     FOLDER,
     OPTIMIZER_STATE,
@@ -32,9 +35,11 @@ from zexport.errors import (
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.copies import Replica
-from zexport.ranges.dtypes import Shape
+from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import Window
 from zexport.resume.cells import frozen_table, module_entries, said_by
+from zexport.resume.expert_shares import Share
+from zexport.resume.experts import expert_files
 from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState, is_of
 from zexport.resume.whole import Parts
 from zexport.store.folders import children, is_file
@@ -56,13 +61,15 @@ def read_universal(checkpoint: ZeroCheckpoint) -> TrainingState:
     for index, model in sorted(models.items()):
         first = index - index % tensor
         own = [models[rank] for rank in range(first, first + tensor)]
-        parts = None if tensor == 1 else Parts.of(own, index - first)
-        reader = _Reader(tag_dir / FOLDER, with_parameter_names(model), known, names, parts)
-        cells.append(_cell(checkpoint, index, model, reader))
-        files += reader.files
-        replicas += reader.replicas
+        whole = None if tensor == 1 else Parts.of(own, index - first)
+        parts: Sequence[Parts | Share | None] = Share.all_of(model) or [whole]
+        for part in parts:
+            reader = _Reader(tag_dir / FOLDER, with_parameter_names(model), known, names, part)
+            cells.append(_cell(checkpoint, index, model, reader))
+            files += reader.files
+            replicas += reader.replicas
     layers = [file for file in checkpoint.torch_files if is_of(file, RankFileKind.PIPELINE_LAYER)]
-    if tensor < len(cells) and not layers:
+    if tensor < len(models) and not layers:
         raise IncompleteCheckpointError(
             "lacks the files of its pipeline's layers, which the converter leaves behind",
             path=tag_dir,
@@ -92,7 +99,7 @@ def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _R
     inventory = Inventory(checkpoint.tensors, checkpoint.aliases, ())
     if len(checkpoint.cells) > 1:  # the module is in its own pieces
         inventory = with_untrained((), ranks, named, model.dp_world_size or 1)
-    return CellState(
+    cell = CellState(
         index=index,
         groups=tuple(reader.groups()),
         frozen=frozen_table(ranks, named, inventory, model.dp_world_size or 1),
@@ -101,6 +108,11 @@ def _cell(checkpoint: ZeroCheckpoint, index: int, model: ModelStates, reader: _R
         model=said_by(model),
         optimizer=reader.optimizer_file(),
     )
+    if not isinstance(reader.parts, Share):
+        return cell
+    cell = replace(cell, expert_rank=reader.parts.rank, expert_ranks=reader.parts.count)
+    dtype = checkpoint.module_dtype or DType.F32
+    return replace(cell, expert_files=tuple(expert_files(cell, read_autoep_layers(model), dtype)))
 
 
 @dataclass
@@ -115,7 +127,7 @@ class _Reader:
     model: ModelStates
     known: Mapping[str, StoredTensor]
     names: Collection[str]
-    parts: Parts | None
+    parts: Parts | Share | None
     files: list[TorchFile] = field(default_factory=list)
     replicas: list[Replica] = field(default_factory=list)
 
@@ -134,11 +146,15 @@ class _Reader:
     def groups(self) -> Iterator[Group]:
         """Every parameter group; it names its parameters, or numbers those of ``param_shapes``."""
         for said, own in zip(self._said.need("param_groups").items(), self._members(), strict=True):
-            settings = {k: one for k, one in said.mapping_or_empty().items() if k != "params"}
+            values = {k: one for k, one in said.mapping_or_empty().items() if k != "params"}
+            settings, is_experts = Recorded(self._global, values), False
+            if isinstance(self.parts, Share) and (is_experts := self.parts.has_all(own)):
+                settings = self.parts.settings(settings)
             yield Group(
                 parameters=tuple(self._parameter(name, shape) for name, shape in own.items()),
-                settings=Recorded(self._global, settings),
+                settings=settings,
                 scalars=self._scalars([*own]),
+                of_experts=is_experts,
             )
 
     def _members(self) -> list[dict[str, Shape]]:
@@ -175,6 +191,9 @@ class _Reader:
                 tensors[path.stem] = self._state(path, name, whole.shape)
         if self.parts is not None:
             tensors = {state: self.parts.cut(one) for state, one in tensors.items()}
+            if tensors[MASTERS].shape != shape:
+                cut = list(tensors[MASTERS].shape)
+                raise LayoutError(f"the model files give {name!r} another shape", list(shape), cut)
         return Parameter(name, shape, tensors)
 
     def _state(self, path: Path, name: str, shape: Shape) -> StoredTensor:

@@ -25,7 +25,7 @@ from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resume.model_files import ModelFiles
 from zexport.resume.optimizer_files import Place, inner_of, kept_of_run, version_in
 from zexport.resume.settings import TargetSettings, UniversalSettings
-from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState
+from zexport.resume.state import CellState, Group, Parameter, Recorded, TrainingState, is_of
 from zexport.resume.values import with_leaves, written
 from zexport.resume.whole import Whole
 
@@ -43,11 +43,13 @@ def universal_files(
     """Every file below the folder of its tag; ``dropped`` are client keys to leave out.
 
     Files of a pipeline's layers go along, though no loader looks for them: they have its buffers.
+    Those of experts do not: what they have is in the parameters' own.
     """
     for cell in state.cells:
-        for name, value in _model_files(cell, dropped):
-            yield plan_torch_file(f"{tag}/{name}", value)
-    for file in state.carried:
+        if cell.expert_rank == 0:
+            for name, value in _model_files(cell, dropped):
+                yield plan_torch_file(f"{tag}/{name}", value)
+    for file in (one for one in state.carried if not is_of(one, RankFileKind.EXPERT)):
         yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
     cell = state.cells[0]
     optimizer = _optimizer_state(cell.optimizer, whole.groups)

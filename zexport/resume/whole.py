@@ -23,6 +23,7 @@ from zexport.ranges.computed import Zeros
 from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import Chain, Window
+from zexport.resume.expert_shares import join_experts
 from zexport.resume.state import CellState, Group, Parameter, TrainingState
 
 _AUTOTP = "autotp_unsupported_parameter_patterns"
@@ -47,33 +48,33 @@ def join_cells(
     """The whole parameters of a training.
 
     Raises:
-        UnsupportedError: it has experts, its stages' groups are not alike, or a parameter is split
-            in a way that no universal checkpoint of zexport's can tell.
+        UnsupportedError: its stages' groups are not alike, or a parameter or an expert is split in
+            a way that no universal checkpoint of zexport's can tell.
     """
     _check_cells(state)
-    count = degrees.tensor_ranks
+    count = degrees.tensor_ranks * state.cells[0].expert_ranks
     columns = [state.cells[at : at + count] for at in range(0, len(state.cells), count)]
-    joiners = [
-        _Joiner(ranks, [models[one.index] for one in ranks]) for ranks in columns if count > 1
-    ]
-    stages = [one.groups() for one in joiners] or [ranks[0].groups for ranks in columns]
-    groups, copies = _merged(stages)
+    parts = [_join_column(ranks, models) for ranks in columns]
+    groups, copies = _merged([one.groups for one in parts])
     return Whole(
         groups=groups,
-        told={name: one for joiner in joiners for name, one in joiner.told.items()},
-        replicas=(*(one for joiner in joiners for one in joiner.replicas), *copies),
+        told={name: one for part in parts for name, one in part.told.items()},
+        replicas=(*chain.from_iterable(part.replicas for part in parts), *copies),
     )
+
+
+def _join_column(ranks: Sequence[CellState], models: Mapping[int, ModelStates]) -> Whole:
+    """The parameters of one stage, of its tensor ranks or its expert-parallel ranks."""
+    if any(group.of_experts for group in ranks[0].groups):
+        return Whole(*join_experts(ranks, models[ranks[0].index]))
+    if len(ranks) == 1:
+        return Whole(ranks[0].groups, {})
+    joiner = _Joiner(ranks, [models[one.index] for one in ranks])
+    return Whole(joiner.groups(), joiner.told, tuple(joiner.replicas))
 
 
 def _check_cells(state: TrainingState) -> None:
     folder = state.cells[0].model.file.path.parent
-    if any(one.expert_ranks > 1 or any(g.of_experts for g in one.groups) for one in state.cells):
-        raise UnsupportedError(
-            "has experts, of which DeepSpeed loads no universal checkpoint but AutoEP's, in files "
-            "that this version does not make",
-            path=folder,
-            hint="Reshard to rank files with --world-size",
-        )
     settings = [[g.settings and g.settings.values for g in one.groups] for one in state.cells]
     if any(one != settings[0] for one in settings):
         raise UnsupportedError(

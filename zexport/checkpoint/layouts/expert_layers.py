@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -73,6 +73,11 @@ def read_autoep_layers(model: ModelStates) -> tuple[AutoEpLayer, ...]:
     return tuple(_autoep_layer(entry) for entry in model.autoep_layers)
 
 
+def autoep_weights(layers: Iterable[AutoEpLayer]) -> dict[str, AutoEpLayer]:
+    """The layer of every weight that AutoEP keeps for all experts of a layer, by its name."""
+    return {f"{layer.experts}.{weight}": layer for layer in layers for weight in AUTOEP_WEIGHTS}
+
+
 def _autoep_layer(entry: Value) -> AutoEpLayer:
     version = entry.get("checkpoint_format_version").value
     if version not in (None, _PARTITIONED_VERSION):
@@ -135,9 +140,7 @@ def find_layers(
     """The layers with experts."""
     by_autoep = read_autoep_layers(model)
     files = {} if ranks.is_zero3 else _files_by_layer(model, experts)
-    autoep = {
-        f"{layer.experts}.{weight}": layer for layer in by_autoep for weight in AUTOEP_WEIGHTS
-    }
+    autoep = autoep_weights(by_autoep)
     if not ranks.is_zero3:
         for layer in by_autoep:
             _check_autoep_files(layer, files.get(layer.number, ()))
