@@ -41,7 +41,7 @@ from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
 from zexport.model.agreement import file_facts, model_facts, named_bases
 from zexport.model.beside import repeated_statements
-from zexport.model.config_facts import config_statements
+from zexport.model.config_facts import config_statements, layers_of
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner
@@ -186,7 +186,8 @@ def _with_adapters(found: Collected, part: Weights) -> Collected:
     is_merged = mode is AdapterMode.MERGE
     named = part.without_inner_wrappers()[0] if is_merged else found.weights
     base = found.base.tensors
-    stated = [s for adapter in adapters for s in adapter_statements(adapter, named, base)]
+    layers = layers_of(found.sidecars.base_config)
+    stated = [s for adapter in adapters for s in adapter_statements(adapter, named, base, layers)]
     for one in adapters:
         stated += effect_statements(one.name, found.weights, found.files)
     chosen = {adapter.name for adapter in adapters}

@@ -22,7 +22,9 @@ from tests.support import checkpoints, peft_models
 from tests.support.checkpoints import Run
 from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate
+from zexport.adapters.claimed import Modules
 from zexport.adapters.peft_format import AdapterConfig
+from zexport.adapters.peft_names import read_name
 from zexport.errors import DamagedCheckpointError, UnsupportedError, UsageError
 from zexport.options import AdapterMode, ExportDType
 
@@ -96,6 +98,25 @@ def test_a_configuration_that_says_the_same_otherwise_is_taken(
     trained = train(tmp_path)
     change(trained, **keys)
     assert export(trained, mode, tmp_path / "out").tensors
+
+
+def test_a_kept_adapter_whose_file_leaves_much_out_is_told_or_refused(tmp_path: Path) -> None:
+    trained = train(tmp_path)
+    change(trained, target_modules=None)
+    warned = export(trained, AdapterMode.KEEP, tmp_path / "out").warnings
+    assert any("peft chooses the modules by the model type" in one for one in warned)
+    change(trained, target_modules=["q_proj", "v_proj"], layer_replication=[[0, 2]], r=8)
+    with pytest.raises(DamagedCheckpointError, match="q_proj 4 in the adapter's tensors but 8 in"):
+        export(trained, AdapterMode.KEEP, tmp_path / "other")
+
+
+def test_layers_of_the_base_that_were_not_trained_are_of_the_model_as_its_config_counts() -> None:
+    lora = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    parts = {name: read_name(name) for name in (lora.format(0), lora.format(1))}
+    base = [f"model.layers.{number}.self_attn.q_proj.weight" for number in range(3)]
+    for layers, count in ((3, 3), (2, 2), (0, 2)):
+        found = Modules.of(parts, parts, [*base, "norm.weight"], layers)
+        assert sum("layers" in module for module in found.of_model) == count
 
 
 @pytest.mark.parametrize(

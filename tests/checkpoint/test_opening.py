@@ -173,6 +173,17 @@ def test_newest_is_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path, tag="newest").location.tag == "global_step10"
 
 
+@pytest.mark.parametrize("tag", [None, "newest"])
+def test_a_later_checkpoint_whose_tag_is_gone_is_told(tag: str | None, tmp_path: Path) -> None:
+    save(small_model(), Run(), tmp_path / "checkpoint-2")
+    for number in (1, 4):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        (tmp_path / f"checkpoint-{number}" / "latest").write_text("global_step4")
+    (told,) = open_checkpoint(tmp_path, tag=tag).newer
+    assert told.startswith("checkpoint-4 was passed over: the tag that its latest")
+    assert not open_checkpoint(tmp_path / "checkpoint-2").newer
+
+
 def test_several_problems_come_as_one_error_that_tells_them_all(zero3: Path) -> None:
     folder = zero3 / "global_step2"
     (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")

@@ -13,6 +13,7 @@ from tokenizers.models import BPE, Unigram
 from zexport.facts.statements import Judgement, judge
 from zexport.model.agreement import file_facts, named_bases
 from zexport.model.config import ConfigFile
+from zexport.model.config_facts import label_statements
 from zexport.model.sidecars import find_sidecars
 from zexport.model.special_tokens import (
     end_statements,
@@ -671,6 +672,17 @@ def test_the_end_that_a_language_model_within_has_counts(root: Path) -> None:
     assert "[4] in config.json but [3] in config.json, text_config" in ended(root, **twice)[0]
     put(root, generation_config={"eos_token_id": 4})
     assert not ended(root, **twice)
+    put(root, generation_config={"do_sample": True})
+    assert "none in generation_config.json but [4] in" in ended(root, eos_token_id=4)[0]
+    put(root, generation_config={"_from_model_config": True})
+    assert not ended(root, eos_token_id=4)
+
+
+def test_a_word_that_ends_texts_is_told(root: Path) -> None:
+    tokenizer(root, WORDS, "</s>")
+    (warning,) = ended(root, eos_token_id=[4, 1])
+    assert "'b' 1 ends a text in config.json but a word in tokenizer.json" in warning
+    assert not ended(root, eos_token_id=[4, 3])
 
 
 def test_lists_of_special_tokens_that_differ_are_told(root: Path) -> None:
@@ -694,6 +706,7 @@ def test_a_word_that_is_named_as_a_special_token_is_noted(root: Path) -> None:
     ("settings", "told"),
     [
         ({"suppress_tokens": [1, 2]}, True),
+        ({"forced_eos_token_id": 2}, False),
         ({"bad_words_ids": [[2], [3, 4]]}, True),
         ({"bad_words_ids": [[2, 3]], "begin_suppress_tokens": [2]}, False),
         ({"eos_token_id": [2, 5], "suppress_tokens": [2]}, False),
@@ -720,3 +733,57 @@ def test_a_processor_of_another_kind_of_model_is_noted(root: Path) -> None:
         put(root, config={**CONFIG, "vision_config": {"model_type": seeing}})
         notes = judged(root).notes
         assert any("clip in config.json but siglip in pre" in one for one in notes) == is_told
+
+
+def test_another_end_that_is_forced_is_told(root: Path) -> None:
+    put(root, generation_config={"eos_token_id": 2, "forced_eos_token_id": 5})
+    assert "[2] in eos_token_id but [5] in forced_eos_token_id" in warned(root)[0]
+
+
+def test_what_a_tokenizer_was_left_with_is_told(root: Path) -> None:
+    content = json.loads((tokenizer(root, WORDS) / "tokenizer.json").read_text())
+    assert not warned(root)
+    put(root, tokenizer={**content, "model": {**content["model"], "dropout": 0.3}})
+    put(root, tokenizer_config={"split_special_tokens": True})
+    (warning,) = warned(root)
+    for by in ("split_special_tokens in tokenizer_config.json", "dropout in tokenizer.json"):
+        assert by in warning
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"post_processor": {"type": "ByteLevel"}}, "post_processor none ("),
+        ({"decoder": {"type": "Fuse"}}, "decoder none ("),
+        ({"ignore_merges": True}, "the model's ignore_merges None"),
+        ({"ignore_merges": False}, ""),
+    ],
+)
+def test_tokenizers_of_one_run_that_go_by_other_rules_are_told(
+    root: Path, changed: dict[str, object], told: str
+) -> None:
+    content = json.loads((tokenizer(root, WORDS) / "tokenizer.json").read_text())
+    is_of_model = "ignore_merges" in changed
+    whole = {"model": {**content["model"], **changed}} if is_of_model else changed
+    put(root.parent, tokenizer={**content, **whole})
+    found = warned(root)
+    assert told in found[0] if told else not found
+
+
+def test_classes_that_are_not_numbered_from_zero_are_told(root: Path) -> None:
+    for labels, is_told in (({"1": "bad"}, True), ({"0": "good", "1": "bad"}, False)):
+        config = ConfigFile(root, {"id2label": labels})  # type: ignore[dict-item]
+        found = judge(label_statements(config), root).warnings
+        assert any("1 in id2label but 0 to 0 in the model" in one for one in found) == is_told
+
+
+def test_positions_that_kinds_of_layers_rotate_otherwise_are_told(root: Path) -> None:
+    for folder, theta in ((root, 1e4), (root.parent, 7777.0)):
+        kinds = {
+            "full_attention": {"rope_type": "default", "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        put(folder, config={**CONFIG, "rope_parameters": kinds})
+    (warning,) = warned(root)
+    assert "full_attention.rope_theta 10000.0 in the checkpoint's but 7777.0 in" in warning
+    assert "sliding" not in warning

@@ -141,6 +141,9 @@ def test_the_base_that_the_adapter_names_is_looked_for_in_the_cache_of_the_hub(
         refusal(trained, sibling(trained, tmp_path / "sibling"), tmp_path / "out")
     )
     assert not merge(trained, trained.base, tmp_path / "out").findings
+    monkeypatch.chdir(tmp_path)
+    edited = sibling(trained, tmp_path / "acme" / "llama-small")  # of the same name
+    assert "weights differ" in str(refusal(trained, edited, tmp_path / "other"))
 
 
 @pytest.mark.parametrize("place", ["working", "run", "runs"])

@@ -7,7 +7,7 @@ what it names is not in this model, as with lists of all usual names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -46,13 +46,18 @@ class Modules(Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, parts: Mapping[str, PeftName], names: Iterable[str], base: Iterable[str]
+        cls,
+        parts: Mapping[str, PeftName],
+        names: Iterable[str],
+        base: Iterable[str],
+        layers: int = 0,
     ) -> Modules:
         """The modules of an adapter's parts, and those of the model by its names and the base's.
 
         The base's count where they are the names of the training: all that is updated has one. Not
         those of layers of which the checkpoint has nothing: a base may hold layers that no model
-        is loaded with, such as those that predict several tokens.
+        is loaded with, such as those that predict several tokens; they lie beyond the number of
+        ``layers`` that its config tells of.
         """
         rows = _modules(p for p in parts.values() if p.has_rows)
         copied = _modules(p for p in parts.values() if p.is_copy)
@@ -62,7 +67,12 @@ class Modules(Struct, frozen=True):
         are_all = bool(updated or rows) and given | own >= {*updated, *rows}
         if are_all:
             loaded = {"", *map(_layer_of, (*own, *updated, *rows))}
-            known = {one for one in given if _layer_of(one) in loaded}
+            stems = {layer.rpartition(".")[0] for layer in loaded if layer}
+            known = {
+                one
+                for one in given
+                if (layer := _layer_of(one)) in loaded or _is_below(layer, stems, layers)
+            }
             own |= {one for one in known if not _SINGLE_EXPERT.search(one)}
         return cls(updated, copied, rows, frozenset(own), are_all)
 
@@ -75,6 +85,12 @@ def _layer_of(module: str) -> str:
     """The name of the layer that a module is in; empty where it is in none."""
     found = _LAYER.match(module)
     return found[0] if found else ""
+
+
+def _is_below(layer: str, stems: Collection[str], count: int) -> bool:
+    """Whether a layer is among the first so many of a row of layers."""
+    stem, _, number = layer.rpartition(".")
+    return bool(layer) and stem in stems and int(number) < count
 
 
 def _modules(parts: Iterable[PeftName]) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ _SIZES = {
 }
 """The key that says how long an axis of a tensor is (peft 0.21, ``tuners/*/layer.py``)."""
 
+_REPLICATED = "layer_replication"
 _CONVOLVED = frozenset({"hada_t1", "hada_t2", "lokr_t2"})
 """Where a module has these, LoHa and LoKr lay its factors out the other way."""
 
@@ -88,14 +89,15 @@ _OF_TASK = {
 
 
 def adapter_statements(
-    adapter: Adapter, stored: Weights, base: Iterable[str] = ()
+    adapter: Adapter, stored: Weights, base: Iterable[str] = (), layers: int = 0
 ) -> Iterator[Statement]:
     """What is said of one adapter, by its file and by the names and shapes of its tensors.
 
     Each of several adapters has its own rank and targets, so what is said is said of its modules.
-    ``base`` are the names of the base model that was given.
+    ``base`` are the names of the base model that was given, and ``layers`` how many its config
+    tells of.
     """
-    for one in _statements(adapter, stored, base):
+    for one in _statements(adapter, stored, base, layers):
         yield replace(one, about=f"{adapter.folder}{one.about}")
 
 
@@ -108,6 +110,10 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
     if change := adapter.config.rewrites_base:
         yield Statement(AdapterFact.KEPT_CHANGES, f"init_lora_weights {change}", by)
         yield Statement(AdapterFact.KEPT_CHANGES, "unchanged weights", "the base model")
+    if adapter.config.content.get("target_modules") is None and adapter.config.peft_type == "LORA":
+        said = None if adapter.config.target_parameters else "those usual for the model type"
+        yield Statement(AdapterFact.KEPT_TARGETS, said, f"{by}, without target_modules")
+        yield Statement(AdapterFact.KEPT_TARGETS, said and "those with tensors", "the adapter")
     name = adapter.config.text("base_model_name_or_path")
     if not name or name.startswith(("/", "~", ".")):
         yield Statement(AdapterFact.KEPT_BASE, name or "no name", by)
@@ -141,7 +147,9 @@ def _family(model_class: str) -> str:
     return re.split("For[A-Z]|Model|LMHead|PreTrained", model_class)[0]
 
 
-def _statements(adapter: Adapter, stored: Weights, base: Iterable[str]) -> Iterator[Statement]:
+def _statements(
+    adapter: Adapter, stored: Weights, base: Iterable[str], layers: int
+) -> Iterator[Statement]:
     config, by, shapes = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}", stored.shapes
     for key in SWITCHES:
         config.switch(key)
@@ -163,12 +171,14 @@ def _statements(adapter: Adapter, stored: Weights, base: Iterable[str]) -> Itera
         yield Statement(AdapterFact.ADAPTER_METHOD, config.peft_type or "none", by)
         return
     yield from _of_task(config, by, (part.module for part in parts.values()))
-    if config.variants:
+    if {*config.variants} - {_REPLICATED}:
         return
     yield from _of_tensors(config, by, {n: p for n, p in parts.items() if not p.is_copy}, shapes)
+    if config.variants:  # what a base has is not what was trained
+        return
     known = {name: part for name in stored.left_out if (part := read_name(name)).adapter}
     own = {name: part for name, part in known.items() if part.adapter == adapter.name}
-    modules = Modules.of({**parts, **own}, stored.known_shapes, base)
+    modules = Modules.of({**parts, **own}, stored.known_shapes, base, layers)
     yield from claimed_statements(config, by, modules)
     yield from row_statements(config, by, {n: p for n, p in parts.items() if p.has_rows}, shapes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -13,18 +14,22 @@ from zexport.checkpoint.candidates import (
     are_tied,
     list_ages,
     list_candidates,
+    list_tags,
     recorded_step,
 )
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, locate_all, locate_named
 from zexport.checkpoint.location import NEWEST, Location, TagChoice, location_of
 from zexport.checkpoint.node_local import check_parts
+from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import AmbiguousTagError, NoSuchTagError, UsageError
 from zexport.printable import some
 from zexport.store.address import place
 from zexport.store.files import reading
+from zexport.store.folders import children, is_file, real
 
+_OF_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 _CHECK = "Check its permissions, and that nothing is writing there"
 
 
@@ -62,11 +67,14 @@ def open_checkpoint(
         if len(paths) > 1:
             check_parts(paths, tag)
         if tag == NEWEST:
-            return _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
-        opened = read_checkpoint(
-            [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
-        )
-        return dataclasses.replace(opened, newer=tuple(_newer(opened)))
+            opened = _open_newest(locate_all(paths[0], follow_symlinks=follow_symlinks))
+        else:
+            opened = read_checkpoint(
+                [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
+            )
+            opened = dataclasses.replace(opened, newer=tuple(_newer(opened)))
+        hollow = _without_tag(opened, paths[0]) if tag in (None, NEWEST) else ()
+        return dataclasses.replace(opened, newer=(*opened.newer, *hollow))
 
 
 def open_recorded(
@@ -134,6 +142,17 @@ def _newer(opened: ZeroCheckpoint) -> Iterator[str]:
                 f"which is {location.chosen.value}, of step {step:,}: --tag {name} takes that one"
             )
             return
+
+
+def _without_tag(opened: ZeroCheckpoint, run: Path) -> Iterator[str]:
+    """Tells of later checkpoints in a run's folder whose ``latest`` names a tag that is gone."""
+    here = opened.location.real_root
+    own = _OF_STEP.fullmatch(original_name(here.name)) if here.parent == real(run) else None
+    for folder in children(run) if own else ():
+        found = _OF_STEP.fullmatch(folder.name)
+        is_later = own and found and int(found[1]) > int(own[1]) and is_file(folder / "latest")
+        if is_later and not list_tags(folder):
+            yield f"{folder.name} was passed over: the tag that its latest names is not there"
 
 
 def _passed_over(location: Location, other: ZeroCheckpoint) -> str:

@@ -54,6 +54,11 @@ class AdapterFact(AnyFact):
         "the adapter was trained on a model of another class than config.json names: take care "
         "that the base is the one that was trained on",
     )
+    KEPT_TARGETS = warned_of(
+        "choice of targets that is left to peft",
+        "peft chooses the modules by the model type, and passes over tensors of others: write "
+        "target_modules into adapter_config.json as they were trained",
+    )
     KEPT_BASE = noted(
         "name of the base model, where an adapter is kept",
         "adapter_config.json does not name the base as other machines find it: load the base "

@@ -104,6 +104,17 @@ class Fact(AnyFact):
         "ends at: take care that it is the one that was trained with",
         agreement=Agreement.SHARED,
     )
+    END_WORD = warned_of(
+        "tokens that end a text, and the special tokens there are",
+        "a word ends a text wherever it is made: take its number out of eos_token_id, or give the "
+        "tokenizer that was trained with",
+    )
+    END_FORCED = warned_of(
+        "token that a text is made to end with",
+        "generation_config.json has a text end with another token than the one that ends it: take "
+        "forced_eos_token_id out",
+        agreement=Agreement.SHARED,
+    )
     END_FORBIDDEN = warned_of(
         "tokens that a generation config has made and forbids",
         "generation_config.json forbids the token that ends a text, and so none ends: take it out "
@@ -137,6 +148,10 @@ class Fact(AnyFact):
         "what a tokenizer makes of letters before it cuts",
         "tokenizer_config.json has other rules than tokenizer.json, and the first of these were "
         "trained with: loading takes those of tokenizer_config.json",
+    )
+    TOKENIZER_LEFT = warned_of(
+        "what a tokenizer was left with, which changes every text",
+        "the tokenizer was left with what is for a training or for other texts: take it out",
     )
     TOKEN_FLAG = warned_of(
         "how an added token is found in a text",

@@ -36,7 +36,8 @@ from zexport.store.folders import children
 from zexport.store.json import Json
 
 _TOKENIZER_KEYS = re.compile(
-    r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy|tokenizer_class"
+    r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy"
+    r"|tokenizer_class|split_special_tokens|clean_up_tokenization_spaces|fix_mistral_regex"
 )
 _ANY_KEY = re.compile(
     r"(?!transformers_version|auto_map|chat_template|name_or_path|_|\w+_file$)\w+"
@@ -262,7 +263,15 @@ def rule_statements(files: Files) -> Iterator[Statement]:
     Source: transformers 5.23, ``models/bert/tokenization_bert.py``, which makes them anew of the
     former, and ``tokenization_utils_tokenizers.py``.
     """
-    settings, rules = table_of(files, TOKENIZER_CONFIG), read_tokenizer(files).normalizing
+    settings, tokenizer = table_of(files, TOKENIZER_CONFIG), read_tokenizer(files)
+    rules = tokenizer.normalizing
+    left = {
+        f"split_special_tokens in {TOKENIZER_CONFIG}": settings.get("split_special_tokens") is True,
+        f"dropout in {TOKENIZER}": bool(tokenizer.model.dropout),
+    }
+    for by, is_left in left.items():
+        yield Statement(Fact.TOKENIZER_LEFT, "set" if is_left else None, by)
+        yield Statement(Fact.TOKENIZER_LEFT, "unset" if is_left else None, "what was trained with")
     for key, rule in _NORMALIZING.items() if rules.get("type") == "BertNormalizer" else ():
         yield Statement(Fact.TOKENIZER_RULE, rules.get(rule), TOKENIZER, key)
         yield Statement(Fact.TOKENIZER_RULE, settings.get(key), TOKENIZER_CONFIG, key)

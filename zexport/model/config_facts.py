@@ -105,6 +105,15 @@ def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
     return built | (_rope(table) if said else {})
 
 
+def layers_of(config: ConfigFile | None) -> int:
+    """How many layers a config tells of, or its language model's; 0 where it tells of none."""
+    content = {} if config is None else config.content
+    inner = content.get("text_config")
+    tables = (inner if isinstance(inner, dict) else {}, content)
+    told = (table.get(key) for table in tables for key in ("num_hidden_layers", "n_layer"))
+    return next((count for count in told if type(count) is int), 0)
+
+
 def parts_of(content: Mapping[str, Json]) -> list[str]:
     """The keys of a config under which those of its model's parts lie."""
     return [*_inner(content)]
@@ -166,6 +175,9 @@ def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
         yield Statement(
             Fact.LABELS, content.get("num_labels"), "num_labels", "the number of classes,"
         )
+    if strange := sorted(labels.keys() - {str(number) for number in range(len(labels))}):
+        yield Statement(Fact.LABELS, ", ".join(strange), "id2label", "numbers of classes,")
+        yield Statement(Fact.LABELS, f"0 to {len(labels) - 1}", "the model", "numbers of classes,")
     for number, name in labels.items():
         yield Statement(Fact.LABELS, number, f"id2label, {number}", f"class {name!r}")
         others = [label for label, other in numbers.items() if str(other) == number]
@@ -253,7 +265,10 @@ def _rope(content: Mapping[str, Json]) -> dict[str, Json]:
     """
     table = content.get("rope_scaling") or content.get("rope_parameters")
     found = dict(table) if isinstance(table, dict) else {}
+    kinds = {kind: inner for kind, inner in found.items() if isinstance(inner, dict)}
+    if kinds:  # one for each kind of layer
+        return {f"{kind}.{key}": v for kind, inner in kinds.items() for key, v in inner.items()}
     found.setdefault("rope_type", found.pop("type", "default"))
     if "rope_theta" in content:
         found.setdefault("rope_theta", content["rope_theta"])
-    return {key: value for key, value in found.items() if not isinstance(value, dict)}
+    return found

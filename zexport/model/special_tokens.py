@@ -120,6 +120,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     if "eos_token_id" not in stated[GENERATION_CONFIG]:
         stated |= {f"{CONFIG}, {key}": table for key, table in _language_models(content)}
     ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
+    yield from _words_that_end(files, ends)
     named = _text(table_of(files, TOKENIZER_CONFIG).get(_END))
     is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
     if not any(ends.values()):
@@ -135,8 +136,26 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     template, used = marks(files)
     turns = _numbers_of(filter(_END_OF_TURN.fullmatch, used), files)
     ends[f"{template} ({', '.join(turns)})"] = sorted(turns.values())
+    generating = stated[GENERATION_CONFIG]
+    is_whole = bool(generating) and generating.get("_from_model_config") is not True
+    if (
+        is_whole and not ends[GENERATION_CONFIG] and is_generating
+    ):  # nothing is taken from elsewhere
+        yield Statement(Fact.END_TOKEN, "none", GENERATION_CONFIG)
     for by, numbers in ends.items():
         yield Statement(Fact.END_TOKEN, numbers or None, by)
+
+
+def _words_that_end(files: Files, ends: Mapping[str, list[int]]) -> Iterator[Statement]:
+    """The tokens that end a text, where they are words among special tokens."""
+    tokenizer = read_tokenizer(files)
+    special = {one.id for one in tokenizer.added_tokens}
+    strange = {*chain(*ends.values())} - special if special else set()
+    for number, token in tokenizer.in_vocabulary(strange) if strange else ():
+        if not token.startswith(("<", "[")):  # some are not told to be special
+            for by in (by for by, numbers in ends.items() if number in numbers):
+                yield Statement(Fact.END_WORD, f"{number} ends a text", by, repr(token))
+            yield Statement(Fact.END_WORD, "a word", TOKENIZER, repr(token))
 
 
 def generation_statements(files: Files) -> Iterator[Statement]:
@@ -151,6 +170,9 @@ def generation_statements(files: Files) -> Iterator[Statement]:
     if ends and forbidden.issuperset(ends):
         yield Statement(Fact.END_FORBIDDEN, ends, "eos_token_id")
         yield Statement(Fact.END_FORBIDDEN, "none of these", "what may be made")
+    if ends and (forced := _numbers(table.get("forced_eos_token_id"))):
+        yield Statement(Fact.END_FORCED, ends, "eos_token_id")
+        yield Statement(Fact.END_FORCED, forced, "forced_eos_token_id")
     for key, neutral in _SAMPLING.items() if table.get("do_sample") is False else ():
         if (value := table.get(key)) not in (None, *neutral):
             yield Statement(Fact.UNUSED_SETTING, "not sampled", "do_sample", key)

@@ -43,9 +43,26 @@ class _Added(Struct, frozen=True):
         return {key: getattr(self, key) for key in TOKEN_FLAGS}
 
 
+_SWITCHES = (
+    *("unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
+)
+
+
 class _Model(Struct, frozen=True):
     vocab: Raw = Raw(b"")
     merges: Raw = Raw(b"[]")
+    dropout: object = None
+    unk_token: object = None
+    continuing_subword_prefix: object = None
+    end_of_word_suffix: object = None
+    byte_fallback: object = False
+    ignore_merges: object = False
+
+    @property
+    def switches(self) -> dict[str, object]:
+        """What is said of how a word is made of tokens; an empty text says what none does."""
+        return {key: getattr(self, key) or None for key in _SWITCHES}
 
 
 class Tokenizer(Struct, frozen=True):
@@ -58,6 +75,7 @@ class Tokenizer(Struct, frozen=True):
     model: _Model = _Model()
     normalizer: Raw = Raw(b"null")
     pre_tokenizer: Raw = Raw(b"null")
+    decoder: Raw = Raw(b"null")
     post_processor: object = None
     truncation: object = None
     padding: object = None

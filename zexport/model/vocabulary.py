@@ -126,6 +126,9 @@ def _of_tokenizer(found: Tokenizer, by: str) -> _Vocabulary | None:
         merges = _merges(bytes(found.model.merges))
         rules = {_MERGES: merges, "normalizer": _rule(found.normalizer)}
         rules["pre_tokenizer"] = _rule(found.pre_tokenizer)
+        rules["post_processor"] = _rule(msgspec.json.encode(found.post_processor))
+        rules["decoder"] = _rule(found.decoder)
+        rules |= {f"the model's {key}": str(value) for key, value in found.model.switches.items()}
         return _Vocabulary(by, tokens | found.added, rules) if tokens else None
     return None
 
@@ -151,7 +154,7 @@ def _merges(text: bytes) -> str | None:
     return f"{len(letters):,} letters ({zlib.crc32(letters):08x})" if letters else None
 
 
-def _rule(raw: Raw) -> str:
+def _rule(raw: Raw | bytes) -> str:
     """A rule in a word, with the CRC of all that is said of it."""
     value = msgspec.json.decode(raw)
     kind = value.get("type") if isinstance(value, dict) else "none"

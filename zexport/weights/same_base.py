@@ -274,12 +274,15 @@ def _on_this_machine(base: BaseName, location: Location) -> Path | None:
 
     A path that begins at no root began where training was run: here, or above its checkpoints.
     """
+    cached = cached_snapshot(base.name, base.revision) if is_hub_id(base.name) else None
+    if cached is not None:  # whatever else is called so
+        return cached
     above = (location.real_root.parent, location.real_root.parent.parent)
     for start in (Path(), *above) if base.name else ():
         with suppress(OSError):  # it may be another user's
             if is_folder(folder := start / base.name):
                 return folder
-    return cached_snapshot(base.name, base.revision) if is_hub_id(base.name) else None
+    return None
 
 
 def _headers(folder: Path, *, follow_symlinks: bool) -> tuple[SafetensorsHeader, ...]:
