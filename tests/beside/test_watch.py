@@ -249,6 +249,43 @@ def test_files_that_are_newer_than_the_state_of_a_trainer_are_being_saved_anew(
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
+def test_what_is_saved_last_is_exported_once_it_lies_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training ends seconds after it has saved anew what was exported before."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    shutil.rmtree(run / "checkpoint-2")
+    _save(run, 2)
+    monkeypatch.setattr(sightings, "_SETTLED_S", 3)
+    events = watch(run, outs, OFTEN, is_over=lambda: True)
+    assert _told([*events]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
+def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    run.mkdir()
+    looks = [None, CheckpointError("cannot be read", path=run), None]
+
+    def look(run: Path, boundary: Boundary) -> tuple[sightings.Sighting, ...]:
+        if looks and (error := looks.pop(0)):
+            raise error
+        if not looks:
+            _save(run, 2)
+        return sightings.look(run, boundary)
+
+    monkeypatch.setattr(watching, "look", look)
+    told = [*watch(run, outs, OFTEN, is_over=lambda: True)]
+    assert _told(told) == [(EventKind.EXPORTED, "checkpoint-2")]
+    monkeypatch.setattr(watching, "_REST_S", -1)
+    looks[:] = [None, CheckpointError("cannot be read", path=run)]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        [*watch(run, outs, OFTEN, is_over=lambda: True)]
+
+
 def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own(
     tmp_path: Path,
 ) -> None:

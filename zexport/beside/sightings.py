@@ -69,6 +69,11 @@ class Sighting(Struct, frozen=True):
         """When the last of its files was written."""
         return max((one.mtime_ns for one in self.versions.values()), default=0)
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since one of its files last changed."""
+        return (time.time_ns() - self.changed_ns) / 1e9
+
     def step(self, boundary: Boundary) -> int | None:
         """The optimizer steps that it records; ``None`` also where it was removed meanwhile."""
         try:
@@ -89,8 +94,7 @@ class Sighting(Struct, frozen=True):
         with its zip's end record, and does not change. One that has not changed for ten minutes
         counts as complete: exporting it tells what is wrong.
         """
-        age_s = (time.time_ns() - self.changed_ns) / 1e9
-        if age_s > STILL_S:
+        if self.age_s > STILL_S:
             return ""
         if self._is_trainers:
             if lacks := self._lacks_of_trainer():
@@ -100,7 +104,7 @@ class Sighting(Struct, frozen=True):
             earlier = None
         if missing := _missing(self._parts(others)):
             return missing
-        is_still = age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
+        is_still = self.age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
         return "" if is_still else "its files may still change"
 
     def is_resumable(self, *others: Path) -> bool:

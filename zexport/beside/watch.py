@@ -32,8 +32,12 @@ _SETTLE_S = 2.0
 _UNPROVED = "trainer_state.json is not there: only its age says that the checkpoint is complete"
 
 _RETRY_S = 60.0
-_ENDED = 130  # by a signal that it answers
 """A full disk may have room again after so long, or the machine memory for what it has killed."""
+
+_REST_S = 65.0
+"""So long a watch that is told to end looks for what was saved last: longer than files lie still."""
+
+_ENDED = 130  # by a signal that it answers
 
 
 def watch(
@@ -127,6 +131,9 @@ class _Work:
     is_over: Callable[[], bool]
     ends: bool = False
     """Whether it ends when nothing is left to do."""
+    ends_at: float = 0.0
+    last_looks: int = 0
+    """Looks since it is to end."""
     seen: dict[str, Sighting] = field(default_factory=dict)
     waits: dict[str, str] = field(default_factory=dict)
     """What each checkpoint lacks that is not complete."""
@@ -147,13 +154,12 @@ class _Work:
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
         self._take_over()
-        last_looks = 0
         while True:
-            self.ends = self.options.once or self.is_over()
+            if not self.ends and (self.options.once or self.is_over()):
+                self.ends, self.ends_at = True, time.monotonic() + _REST_S
             yield from self._look()
-            last_looks += self.ends
             yield from self._begin()
-            if self.ends and self._is_done(last_looks):
+            if self.ends and self._is_done():
                 yield from (self._event(EventKind.WAITING, n, why=w) for n, w in self.waits.items())
                 return
             yield from self._wait()
@@ -163,8 +169,19 @@ class _Work:
         if self.task is not None:
             self.task.job.end()
 
-    def _is_done(self, looks: int) -> bool:
-        return self.task is None and not self.queue and (looks > 1 or not self.waits)
+    def _is_done(self) -> bool:
+        """Whether nothing is left; what was saved last has had the time to lie still."""
+        if self.task is not None or self.queue or not self.last_looks:
+            return False
+        return not self.waits or (self.last_looks > 1 and not self._may_settle())
+
+    def _is_time_over(self) -> bool:
+        return self.options.once or time.monotonic() > self.ends_at
+
+    def _may_settle(self) -> bool:
+        """Whether something that waits was written so late that it may be complete soon."""
+        late = (one for one in self.seen.values() if one.name in self.waits)
+        return not self._is_time_over() and any(one.age_s < _REST_S for one in late)
 
     def _take_over(self) -> None:
         """Go on with what a stopped watch has kept, if the run has removed it since."""
@@ -183,7 +200,7 @@ class _Work:
         try:
             seen = {one.name: one for one in look(self.run, self.boundary)}
         except CheckpointError:
-            if self.options.once:
+            if self.ends and self._is_time_over():
                 raise
             return
         for name in self.waits.keys() - seen.keys():
@@ -199,6 +216,7 @@ class _Work:
             self.waits.pop(one.name, None)
             yield from self._keep(one)
         self.seen = seen
+        self.last_looks += self.ends
 
     def _is_handled(self, one: Sighting) -> bool:
         is_queued = one.name in self.queue or self._is_running(one.name)
