@@ -22,7 +22,7 @@ from zexport import WatchEvent, WatchOptions, consolidate, watch
 from zexport.beside import ledger, sightings
 from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
-from zexport.beside.jobs import Job, start_export
+from zexport.beside.jobs import Job, start_export, told_by
 from zexport.errors import CheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
 from zexport.store.boundary import Boundary
@@ -38,6 +38,16 @@ def _save(run: Path, step: int, *, is_whole: bool = True) -> Path:
     if is_whole:
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return folder
+
+
+class _Silent(Job):
+    """One whose process could not tell what it had done."""
+
+    def __init__(self) -> None:
+        pass
+
+    def output(self) -> tuple[str, str]:
+        return "", ""
 
 
 def _told(events: list[WatchEvent]) -> list[tuple[EventKind, str]]:
@@ -284,6 +294,16 @@ def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
     looks[:] = [None, CheckpointError("cannot be read", path=run)]
     with pytest.raises(CheckpointError, match="cannot be read"):
         [*watch(run, outs, OFTEN, is_over=lambda: True)]
+
+
+def test_an_export_that_stands_counts_though_its_process_could_not_tell_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    monkeypatch.setattr(watching, "told_by", lambda *_: told_by(_Silent(), 6))
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+    assert [*watch(run, outs, ONCE)] == []
 
 
 def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own(

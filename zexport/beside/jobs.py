@@ -103,6 +103,10 @@ class Job:
         self._err.close()
 
 
+UNTOLD = "internal"
+"""The kind of error of a process that ended without a word."""
+
+
 class Exported(Struct, frozen=True):
     """What an export, or a pruning, in its own process told.
 
@@ -149,7 +153,7 @@ def told_by(job: Job, code: int) -> Exported:
         return Exported(error=decoded(out, Failure).error)
     last = err.strip().rpartition("\n")[2]
     said = f"its process ended with code {code}" + (f": {last}" if last else "")
-    return Exported(error=Told(max(code, 1), "internal", None, said, ""))
+    return Exported(error=Told(max(code, 1), UNTOLD, None, said, ""))
 
 
 def start_command(command: str, out_dir: Path, step: int | None) -> Job:

@@ -188,9 +188,14 @@ class Ledger:
 
     def settle(self) -> None:
         """Note what was published when the last watch was stopped."""
-        for name, entry in [*self._entries.items()]:
-            if entry.is_begun and self._digest(name) not in ("", entry.found):
+        for name in [*self._entries]:
+            if self.is_published(name):
                 self.end(name, is_owed=True)
+
+    def is_published(self, name: str) -> bool:
+        """Whether an export that was begun stands, which its process may not have told any more."""
+        entry = self._entries[name]
+        return entry.is_begun and self._digest(name) not in ("", entry.found)
 
     def is_exported(self, seen: Sighting) -> bool:
         """Whether this very save of a checkpoint was exported."""

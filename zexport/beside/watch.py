@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import Job, start_command, start_export, start_prune, told_by
+from zexport.beside.jobs import UNTOLD, Job, start_command, start_export, start_prune, told_by
 from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.newest import Age, newest
 from zexport.beside.pins import Pin, pin, pins_folder, pins_left
@@ -332,7 +332,8 @@ class _Work:
     def _exported(self, event: WatchEvent, job: Job, kept: Pin, code: int) -> WatchEvent:
         """Note how an export has ended."""
         name, told = event.checkpoint, told_by(job, code)
-        if told.error is None:
+        is_silent = told.error is not None and told.error.kind == UNTOLD
+        if told.error is None or (is_silent and self.ledger.is_published(name)):
             self.ledger.end(name, is_owed=bool(self.options.then))
             self.owed += [name] * bool(self.options.then)
             kept.release()
