@@ -58,6 +58,21 @@ def test_what_goes_wrong_is_logged_and_never_raised(
     assert any("out/.zexport-watch: cannot be written" in line for line in caplog.messages)
 
 
+def test_a_watch_that_was_killed_is_told_of_and_another_does_its_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers_run(tmp_path / "run", steps=(2,))
+    exports = Exports(tmp_path / "out", interval_s=0.05, collect_s=120)
+    exports.begin(tmp_path / "run")
+    watch = exports._job
+    assert watch is not None
+    os.kill(watch._process.pid, signal.SIGKILL)
+    assert watch.wait(20) == -signal.SIGKILL
+    exports.collect()
+    assert any("ended with code -9" in line for line in caplog.messages)
+    assert verify_export(tmp_path / "out" / "checkpoint-2").ok
+
+
 def test_the_end_of_a_training_is_seen_though_its_workers_live_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,6 +72,7 @@ class Exports:
 
     def collect(self) -> None:
         """The training has ended: wait for what is left, and tell of it."""
+        self._note(0)  # one that was killed is begun again
         if self._run is not None and self._job is None:
             self._start()
         if self._job is not None:
@@ -94,24 +95,25 @@ class Exports:
         self._job = None
         out, err = job.output()
         job.end()
-        for line in out.splitlines():
-            _tell(line)
-        if code and not out:
+        codes = [_tell(line) for line in out.splitlines()]
+        if code not in (0, *codes):  # what it told is not why
             _LOG.warning("exports to %s ended with code %d: %s", self._out, code, err.strip())
 
 
 _OF_WATCH = frozenset(("keep", "every", "prune", "keep_resumable"))
 
 
-def _tell(line: str) -> None:
+def _tell(line: str) -> int:
+    """Put what a process told into the log; the exit code that comes of it."""
     try:
         if '"error": ' in line:
-            _LOG.warning("%s", decoded(line, Failure).error.message)
-            return
+            error = decoded(line, Failure).error
+            _LOG.warning("%s", error.message)
+            return error.code
         event = decoded(line, WatchEvent)
     except ValueError:  # the process was ended while it wrote
         _LOG.warning("%s", line)
-        return
+        return 0
     if event.failure is not None:
         _LOG.warning("%s: %s", event.checkpoint, event.failure.message)
     elif event.event in _NEWS:
@@ -120,3 +122,4 @@ def _tell(line: str) -> None:
         _LOG.warning("%s: %s: %s", event.checkpoint, event.event.value, event.why)
     for warning in event.warnings:
         _LOG.warning("%s: %s", event.checkpoint, warning)
+    return event.code
