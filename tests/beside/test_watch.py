@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport import WatchEvent, WatchOptions, consolidate, watch
-from zexport.beside import ledger, sightings
+from zexport.beside import ledger, pins, sightings
 from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
 from zexport.beside.jobs import Job, start_export, told_by
@@ -304,6 +304,38 @@ def test_an_export_that_stands_counts_though_its_process_could_not_tell_it(
     monkeypatch.setattr(watching, "told_by", lambda *_: told_by(_Silent(), 6))
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
     assert [*watch(run, outs, ONCE)] == []
+
+
+def test_a_folder_in_a_tag_keeps_no_checkpoint_from_its_export(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    tag = _save(run, 2) / "global_step2"
+    (tag / ".ipynb_checkpoints").mkdir()
+    (tag / "elsewhere").symlink_to(tmp_path)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+
+
+@pytest.mark.parametrize("code", [-9, 130, 1])
+def test_what_is_kept_stays_where_nothing_shows_that_it_is_gone(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only copy: the run has removed its own."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    script = {-9: "kill -9 $$", 130: "exit 130", 1: "exit 1"}[code]
+
+    def falters(*_: object) -> sightings.Sighting:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def fails(*_: object) -> Job:
+        shutil.rmtree(run / "checkpoint-2")
+        faulty.setattr(pins, "sighting", falters)
+        return Job(("sh", "-c", script), is_heard=False)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(watching, "start_export", fails)
+        assert _told([*watch(run, outs, ONCE)]) == [(EventKind.FAILED, "checkpoint-2")]
+    again = [(EventKind.EXPORTED, "checkpoint-2")] if code != 1 else []
+    assert _told([*watch(run, outs, ONCE)]) == again
 
 
 def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own(
