@@ -30,6 +30,15 @@ from zexport.store.folders import exists
 if TYPE_CHECKING:
     from zexport.beside.events import WatchEvent
 
+
+def _number(option: str, default: int, said: str) -> Callable[[Any], Any]:
+    """An option that is a number of 1 or more."""
+    least = click.IntRange(1)
+    return click.option(
+        option, type=least, metavar="N", default=default, show_default=True, help=said
+    )
+
+
 _watch_options = together(
     click.option("--once", is_flag=True, help="Export what is complete, and end; for cron."),
     click.option(
@@ -47,14 +56,7 @@ _watch_options = together(
     click.option(
         "--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports."
     ),
-    click.option(
-        "--every",
-        type=click.IntRange(1),
-        metavar="N",
-        default=1,
-        show_default=True,
-        help="Export only checkpoints of every N steps.",
-    ),
+    _number("--every", 1, "Export only checkpoints of every N steps."),
     click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken."),
     click.option(
         "--interval",
@@ -69,14 +71,7 @@ _watch_options = together(
         is_flag=True,
         help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
     ),
-    click.option(
-        "--keep-resumable",
-        type=click.IntRange(1),
-        metavar="N",
-        default=2,
-        show_default=True,
-        help="With --prune: leave the newest N checkpoints as they are.",
-    ),
+    _number("--keep-resumable", 2, "With --prune: leave the newest N checkpoints as they are."),
 )
 
 
