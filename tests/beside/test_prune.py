@@ -323,6 +323,20 @@ def test_an_export_without_frozen_weights_stands_for_no_checkpoint(tmp_path: Pat
         prune(old, tmp_path / "out")
 
 
+@pytest.mark.parametrize("delete", [False, True])
+def test_a_name_that_no_note_can_tell_is_refused_before_anything_is_touched(
+    delete: bool, tmp_path: Path
+) -> None:
+    old = trainers_run(tmp_path / "run")
+    out = tmp_path / os.fsdecode(b"model-\xff")
+    consolidate(old, tmp_path / "out")
+    (tmp_path / "out").rename(out)
+    before = state_of(tmp_path / "run")
+    with pytest.raises(OutputError, match="is no UTF-8"):
+        prune(old, out, delete=delete)
+    assert state_of(tmp_path / "run") == before
+
+
 def test_an_address_is_left_as_it_is() -> None:
     with pytest.raises(OutputError, match="object storage"):
         prune("s3://bucket/run/checkpoint-2", "out")

@@ -9,16 +9,16 @@ exports as before at every moment, unless its note says that all of it is to go.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
-from zexport.beside.prunable import Place, place_of
+from zexport.beside.prunable import Place
 from zexport.checkpoint.contents import ZeroCheckpoint, source_of
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, read_note
+from zexport.checkpoint.pruned import NOTE, Note
 from zexport.errors import CheckpointError, UnsupportedError
 from zexport.options import ReshardOptions
 from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
@@ -35,7 +35,6 @@ from zexport.store.folders import (
     exists,
     is_file,
     make_folder,
-    matching,
     move,
     real,
     remove,
@@ -221,49 +220,6 @@ def delete(place: Place) -> None:
                     remove(path)
         remove(place.folder)
         sync_path(place.folder.parent)
-
-
-def being_deleted(paths: Sequence[Path], tag: str | None) -> list[tuple[Place, Note]]:
-    """The folders that a stopped removal has left, each with its note; they were proved then.
-
-    Notes are written when all folders are renamed, so one that has none yet goes, too.
-
-    Raises:
-        CheckpointError: a folder is of another checkpoint than the one that was being removed.
-    """
-    found = [(path, next(_noted(path, tag), None)) for path in paths]
-    left = [one for _, one in found if one is not None]
-    for path in [path for path, one in found if left and one is None]:
-        try:
-            one = place_of(path, tag)
-        except CheckpointError:  # nothing is left of it
-            continue
-        _check_of(one, left[0][1])
-        left.append((one, left[0][1]))
-    return left
-
-
-def _check_of(one: Place, note: Note) -> None:
-    """Refuse what was not part of the removal that a note tells of: nothing has proved it."""
-    own = read_note(one.tag_dir)
-    name = original_name(one.folder.name)
-    if not one.is_renamed or name != note.checkpoint or (own or note).step != note.step:
-        raise CheckpointError(
-            "is another checkpoint than the one whose removal was stopped",
-            path=one.folder,
-            expected=f"parts of {note.checkpoint}",
-            hint="Leave it out, and prune it by a call of its own",
-        )
-
-
-def _noted(path: Path, tag: str | None) -> Iterator[tuple[Place, Note]]:
-    given = path if tag is None else path / tag
-    for folder in dict.fromkeys((given, pruned_name(given), pruned_name(given.parent))):
-        for at in matching(folder, NOTE) or matching(folder, f"*/{NOTE}"):
-            note = read_note(at.parent)
-            is_own = original_name(folder.name) == (note and note.checkpoint)
-            if note is not None and note.is_deleted and is_own:
-                yield Place(folder, at.parent), note
 
 
 def _lines(note: Note) -> bytes:

@@ -14,7 +14,6 @@ from blake3 import blake3
 from zexport import __version__
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import (
-    being_deleted,
     delete,
     doom,
     hollow_out,
@@ -24,10 +23,11 @@ from zexport.beside.hollowing import (
     stage,
 )
 from zexport.beside.prunable import Place, check_prunable, check_stands_for, place_of
+from zexport.beside.stopped import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
-from zexport.errors import CheckpointError, OutputError, VerificationError
+from zexport.errors import OutputError, VerificationError
 from zexport.options import CheckMode
 from zexport.printable import brief, some
 from zexport.resume.pruned import Rewriting, without_moments
@@ -37,7 +37,7 @@ from zexport.run.staging import clear_up
 from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version
-from zexport.store.folders import absolute, is_file, real
+from zexport.store.folders import absolute
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked, workplaces
 from zexport.store.versions import Version
@@ -126,8 +126,8 @@ def prune(
     out = absolute(place(export))
     paths = [place(one) for one in _listed(checkpoint)]
     _check_local(paths)
-    if delete and (left := being_deleted(paths, tag)):
-        return _finished(left, out, began, dry_run=dry_run)
+    if delete and (stopped := stopped_removal(paths, tag)) is not None:
+        return _finished(stopped, out, began, dry_run=dry_run)
     job = _Job.of(paths, out, tag, is_deletion=delete)
     if dry_run:
         return job.report(0, began, is_dry_run=True)
@@ -137,6 +137,19 @@ def prune(
             stack.enter_context(locked(one.target))
         job.run(tensors, progress)
     return job.report(tensors, began)
+
+
+def _check_told(places: Sequence[Place], out: Path) -> None:
+    """Refuse what a note cannot tell: what goes is removed by the word of that alone."""
+    for path in (out, *(one.folder for one in places)):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as cause:
+            raise OutputError(
+                "has a name that is no UTF-8, which no note of what is removed can tell",
+                path=path,
+                hint="Give it another name first",
+            ) from cause
 
 
 def _listed(checkpoint: Checkpoint) -> Sequence[Path | str]:
@@ -189,7 +202,8 @@ class _Job:
             opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
             _check_all(places, opened)
-            _check_apart(places, out)
+            check_apart(places, out)
+            _check_told(places, out)
             check_stands_for(out, read_manifest(out), delete=is_deletion)
             rewritings = () if is_deletion else without_moments(opened)
             return cls(opened, places, out, rewritings, noted, is_deletion=is_deletion)
@@ -293,50 +307,15 @@ def _check_all(places: Sequence[Place], opened: ZeroCheckpoint) -> None:
         check_prunable(one, *others, is_pruned=bool(opened.pruned_files))
 
 
-def _check_apart(places: Sequence[Place], out: Path) -> None:
-    """Refuse an export that would go with the checkpoint that it is to stand for."""
-    for one in places:
-        if real(out).is_relative_to(real(one.folder)):
-            raise OutputError(
-                "lies in the checkpoint that it is to stand for",
-                path=out,
-                hint="Move it out of there first",
-            )
-
-
-def _finished(
-    left: Sequence[tuple[Place, Note]], out: Path, began: float, *, dry_run: bool
-) -> PruneReport:
+def _finished(stopped: Stopped, out: Path, began: float, *, dry_run: bool) -> PruneReport:
     """End a removal that was stopped."""
-    first, note = left[0]
-    if absolute(place(note.export)) != out:
-        raise CheckpointError(
-            "was being removed, as proved by another export",
-            path=first.folder,
-            found=note.export,
-            expected=out,
-            hint="Name that one with --export",
-        )
-    _check_apart([one for one, _ in left], out)
-    proof = out / MANIFEST_NAME
-    is_proof = is_file(proof) and blake3(read_whole(proof)).hexdigest() == note.export_manifest
-    if not is_proof or not verify_export(out).ok:
-        raise VerificationError(
-            "is not the export any more that proved what is being removed",
-            path=out,
-            hint=f"What is left lies in {first.folder}; take it as it is, or remove it yourself",
-        )
-    before = sum(file.nbytes for one, _ in left for file in one.versions().values())
+    stopped.check(out)
+    nbytes = stopped.nbytes
     if not dry_run:
-        with ExitStack() as stack:
-            for one, _ in left:
-                stack.enter_context(locked(one.target))
-            for one, note in left:
-                doom(one, note)
-            for one, _ in left:
-                delete(one)
+        stopped.end()
+    note = stopped.note
     return PruneReport(
-        checkpoint=first.folder.with_name(note.checkpoint),
+        checkpoint=stopped.places[0].folder.with_name(note.checkpoint),
         pruned=None,
         step=note.step,
         export=out,
@@ -346,7 +325,7 @@ def _finished(
         rewritten=(),
         removed=(),
         left_out=(),
-        nbytes_before=before,
-        nbytes_freed=before,
+        nbytes_before=nbytes,
+        nbytes_freed=nbytes,
         seconds=time.monotonic() - began,
     )
