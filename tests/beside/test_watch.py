@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport import WatchEvent, WatchOptions, consolidate, watch
-from zexport.beside import ledger, pins, sightings
+from zexport.beside import ledger, lookout, pins, sightings
 from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
 from zexport.beside.jobs import Job, start_export, told_by
@@ -31,12 +32,12 @@ ONCE = WatchOptions(once=True)
 OFTEN = WatchOptions(interval_s=0.1)
 
 
-def _save(run: Path, step: int, *, is_whole: bool = True) -> Path:
+def _save(run: Path, step: int, *, is_whole: bool = True, **state: object) -> Path:
     """A checkpoint as the Trainer makes it; the file that says it is complete comes last."""
     folder = run / f"checkpoint-{step}"
     save(small_model(), Run(steps=step, optimizer_step=float(step)), folder, f"global_step{step}")
     if is_whole:
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, **state}))
     return folder
 
 
@@ -48,6 +49,14 @@ class _Silent(Job):
 
     def output(self) -> tuple[str, str]:
         return "", ""
+
+
+def _noted(outs: Path, **changes: object) -> None:
+    """Have the ledger say something else of checkpoint-2, as it was when a watch was killed."""
+    noted = outs / ".zexport-watch" / "ledger.json"
+    record = json.loads(noted.read_text())
+    record["entries"]["checkpoint-2"] |= changes
+    noted.write_text(json.dumps(record))
 
 
 def _told(events: list[WatchEvent]) -> list[tuple[EventKind, str]]:
@@ -133,18 +142,56 @@ def test_a_watch_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_killed_watch_has_kept_stays_kept_until_it_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may remove its own at any moment, such as the next one."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    events = watch(run, outs, OFTEN)
+    next(events)
+    events.close()
+    take_over = lookout.Lookout.take_over
+
+    def take_over_and_go(self: lookout.Lookout) -> None:
+        take_over(self)
+        shutil.rmtree(run / "checkpoint-4")
+
+    monkeypatch.setattr(lookout.Lookout, "take_over", take_over_and_go)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-4")]
+
+
+def test_an_export_that_outlives_its_watch_is_waited_for_and_is_the_next_ones(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    with ledger.held(outs) as own:
+        (one,) = sightings.look(run, Boundary.of(run))
+        ledger.Ledger(outs, own, run).begin(one, 2, "", "")
+    orphan = start_export(run / "checkpoint-2", outs / "checkpoint-2", ())
+    while not (outs / "checkpoint-2.partial.lock").exists():
+        time.sleep(0.001)
+    os.kill(orphan._process.pid, signal.SIGSTOP)
+    goes_on = threading.Timer(3, os.kill, [orphan._process.pid, signal.SIGCONT])
+    goes_on.start()
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+    goes_on.join()
+    assert orphan.wait(60) == 0
+    assert [*watch(run, outs, ONCE)] == []
+
+
 def test_an_export_that_was_published_when_the_watch_was_killed_is_not_made_again(
     tmp_path: Path,
 ) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     assert len([*watch(run, outs, ONCE)]) == 1
-    noted = outs / ".zexport-watch" / "ledger.json"
-    record = json.loads(noted.read_text())
-    record["entries"]["checkpoint-2"] |= {"is_begun": True, "manifest": ""}
-    noted.write_text(json.dumps(record))
+    _noted(outs, is_begun=True, manifest="")
     then = WatchOptions(once=True, then="true")
-    assert _told([*watch(run, outs, then)]) == [(EventKind.RAN, "checkpoint-2")]
+    told = [(EventKind.EXPORTED, "checkpoint-2"), (EventKind.RAN, "checkpoint-2")]
+    assert _told([*watch(run, outs, then)]) == told
     assert [*watch(run, outs, then)] == []
 
 
@@ -155,11 +202,8 @@ def test_another_save_is_exported_though_the_watch_was_stopped_while_it_was(
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     assert len([*watch(run, outs, ONCE)]) == 1
-    noted = outs / ".zexport-watch" / "ledger.json"
-    record = json.loads(noted.read_text())
-    entry = record["entries"]["checkpoint-2"]
-    entry |= {"is_begun": True, "mark": "another", "found": entry["manifest"]}
-    noted.write_text(json.dumps(record))
+    manifest = blake3((outs / "checkpoint-2" / "zexport_manifest.json").read_bytes())
+    _noted(outs, is_begun=True, mark="another", found=manifest.hexdigest())
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
@@ -281,13 +325,15 @@ def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
     looks = [None, CheckpointError("cannot be read", path=run), None]
 
     def look(run: Path, boundary: Boundary) -> tuple[sightings.Sighting, ...]:
-        if looks and (error := looks.pop(0)):
-            raise error
-        if not looks:
-            _save(run, 2)
+        if looks:
+            error = looks.pop(0)
+            if error is not None:
+                raise error
+            if not looks:
+                _save(run, 2)
         return sightings.look(run, boundary)
 
-    monkeypatch.setattr(watching, "look", look)
+    monkeypatch.setattr(lookout, "look", look)
     told = [*watch(run, outs, OFTEN, is_over=lambda: True)]
     assert _told(told) == [(EventKind.EXPORTED, "checkpoint-2")]
     monkeypatch.setattr(watching, "_REST_S", -1)
@@ -344,11 +390,9 @@ def test_an_export_of_an_older_save_that_a_killed_watch_has_published_is_its_own
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
     assert len([*watch(run, outs, ONCE)]) == 1
-    noted = outs / ".zexport-watch" / "ledger.json"
-    record = json.loads(noted.read_text())
-    record["entries"]["checkpoint-2"] |= {"is_begun": True, "mark": "another", "manifest": ""}
-    noted.write_text(json.dumps(record))
-    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
+    _noted(outs, is_begun=True, mark="another", manifest="")
+    older_and_this = [(EventKind.EXPORTED, "checkpoint-2")] * 2
+    assert _told([*watch(run, outs, ONCE)]) == older_and_this
 
 
 def test_an_export_that_was_killed_is_made_again_though_the_run_removed_its_checkpoint(
@@ -486,6 +530,62 @@ def test_older_exports_go_that_are_as_they_were_made(tmp_path: Path) -> None:
         "checkpoint-12",
     }
     assert [*watch(run, outs, WatchOptions(once=True, keep=2))] == []
+
+
+def test_the_export_of_the_best_stays_and_one_that_a_link_leads_to(tmp_path: Path) -> None:
+    run, outs, keep = tmp_path / "run", tmp_path / "outs", WatchOptions(once=True, keep=1)
+    for step in (2, 4):
+        _save(run, step, best_model_checkpoint=str(run / "checkpoint-2"))
+    *_, last = watch(run, outs, keep)
+    assert (last.event, last.checkpoint, last.code) == (EventKind.LEFT, "checkpoint-2", 0)
+    assert "the best" in last.why
+    (outs / "good").symlink_to("checkpoint-4")
+    _save(run, 6, best_model_checkpoint=str(run / "checkpoint-6"))
+    *_, removed, left = watch(run, outs, keep)
+    assert (removed.event, removed.checkpoint) == (EventKind.REMOVED, "checkpoint-2")
+    assert (left.event, left.checkpoint) == (EventKind.LEFT, "checkpoint-4")
+    assert "`good`" in left.why
+
+
+def test_what_is_not_made_again_is_said(tmp_path: Path) -> None:
+    """Exports of other options, and one that somebody has removed."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    bf16 = ExportOptions(dtype="bf16")  # type: ignore[arg-type]
+    assert len([*watch(run, outs, ONCE, bf16)]) == 2
+    (event,) = watch(run, outs, ONCE)
+    assert (event.event, event.checkpoint) == (EventKind.NOT_AGAIN, "checkpoint-4")
+    said = "it was made with --dtype bf16, this watch exports with none; the same is true of "
+    assert event.why == f"{said}checkpoint-2"
+    assert [*watch(run, outs, ONCE, bf16)] == []
+    shutil.rmtree(outs / "checkpoint-2")
+    (event,) = watch(run, outs, ONCE, bf16)
+    assert (event.event, event.checkpoint) == (EventKind.NOT_AGAIN, "checkpoint-2")
+    assert "was removed" in event.why
+    assert [*watch(run, outs, WatchOptions(once=True, then="true"), bf16)] == []
+
+
+def test_exports_of_another_past_beside_one_are_warned_of(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for loss, steps in ((1.0, (2, 4)), (9.0, (2,)), (9.0, (6,))):
+        shutil.rmtree(run, ignore_errors=True)
+        for step in steps:
+            _save(run, step, log_history=[{"step": n, "loss": loss} for n in range(step + 1)])
+        events = [*watch(run, outs, ONCE)]
+        warned = [warning for event in events for warning in event.warnings]
+        assert any("checkpoint-4" in one for one in warned) is (loss > 1)
+        assert any("of another save" in one for one in warned) is (steps == (2,))
+        assert not any("checkpoint-2" in one for one in warned)
+
+
+def test_a_watch_that_exports_nothing_as_of_its_own_option_says_so(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    (event,) = watch(run, outs, WatchOptions(once=True, every=3))
+    assert (event.event, event.checkpoint) == (EventKind.SKIPPED, "checkpoint-4")
+    assert event.why == "--every 3 leaves it out, and 1 more"
 
 
 def test_what_a_newer_checkpoint_has_overtaken_is_skipped(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ class EventKind(StrEnum):
     NOT_PRUNED = "not-pruned"
     """They were not, for a reason that is none of those why a checkpoint is always left."""
     LEFT = "left"
-    """The export would be removed, were it as it was made."""
+    """The export is older than those that are kept, and stays all the same."""
+    NOT_AGAIN = "not-again"
+    """It was exported before, and is not again, though somebody may expect it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from blake3 import blake3
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.beside.newest import Age
 from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
@@ -52,6 +53,9 @@ class Entry(Struct, frozen=True):
         found: that of the one which lay in the export's place when this one was begun.
         is_begun: whether it is being made.
         is_owed: whether the command after it has not ended well yet.
+        past: digest of what its Trainer had logged by then; empty where that is not known.
+        made_with: the words of the export's options; ``None`` where they were not noted.
+        is_removed: whether a watch has removed the export since.
     """
 
     mark: str
@@ -61,6 +65,9 @@ class Entry(Struct, frozen=True):
     found: str = ""
     is_begun: bool = False
     is_owed: bool = False
+    past: str = ""
+    made_with: str | None = None
+    is_removed: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -161,12 +168,18 @@ class Ledger:
         entry = self._entries.get(name)
         return entry is not None and bool(entry.manifest) and entry.manifest == self._digest(name)
 
-    def begin(self, seen: Sighting, step: int | None) -> None:
+    def ages(self) -> Iterator[Age]:
+        """Those of what was exported."""
+        for name, entry in self._entries.items():
+            if entry.is_done:
+                yield Age(name, entry.step, entry.written_ns)
+
+    def begin(self, seen: Sighting, step: int | None, past: str, made_with: str) -> None:
         """A checkpoint is about to be exported."""
         found = self._digest(seen.name)
         ours = found if self.is_ours(seen.name) else ""
         entry = Entry(seen.mark, step, seen.written_ns, ours, found, is_begun=True)
-        self.put(seen.name, entry)
+        self.put(seen.name, replace(entry, past=past, made_with=made_with))
 
     def end(self, name: str, *, is_owed: bool) -> None:
         """An export stands; a command after it may be owed."""
@@ -185,12 +198,6 @@ class Ledger:
     def paid(self, name: str) -> None:
         """The command after an export has ended well."""
         self.put(name, replace(self._entries[name], is_owed=False))
-
-    def settle(self) -> None:
-        """Note what was published when the last watch was stopped."""
-        for name in [*self._entries]:
-            if self.is_published(name):
-                self.end(name, is_owed=True)
 
     def is_published(self, name: str) -> bool:
         """Whether an export that was begun stands, which its process may not have told any more."""
@@ -226,6 +233,7 @@ class Ledger:
                     remove(away)
                 move(out, away)
             remove(away)
+        self.put(name, replace(self._entries[name], is_removed=True))
 
     def _digest(self, name: str) -> str:
         path = self.out(name) / MANIFEST_NAME

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from zexport.beside.sightings import Sighting, sighting
 from zexport.errors import CheckpointError, ZexportError
+from zexport.report.failure import Told
 from zexport.store.address import Address
 from zexport.store.boundary import Boundary
 from zexport.store.files import writing
@@ -61,6 +62,15 @@ class Pin(Struct, frozen=True):
         if self.folder is None:
             return self.seen.folder
         return self.folder / self.seen.run.name / self.seen.name
+
+    def named(self, error: Told) -> Told:
+        """An error about the checkpoint where the run has it."""
+        if self.folder is None:
+            return error
+        inner, outer = str(self.folder / self.seen.run.name), str(self.seen.run)
+        path = Path(str(error.path).replace(inner, outer)) if error.path is not None else None
+        message, hint = error.message.replace(inner, outer), error.hint.replace(inner, outer)
+        return Told(error.code, error.kind, path, message, hint)
 
     def mark_now(self, boundary: Boundary) -> str:
         """The mark of what is there now, which a link shows, too; empty where nothing is."""
@@ -148,8 +158,11 @@ def pins_left(place: Path) -> Iterator[Pin]:
         within = Boundary.of(run)
         try:
             left = sighting(run, folder.name, within)
-            yield Pin(left, left.step(within), folder, is_unproved=left.is_unproved)
         except (ZexportError, FileNotFoundError):
+            left = None
+        if left is not None and left.versions:
+            yield Pin(left, left.step(within), folder, is_unproved=left.is_unproved)
+        else:  # its files were open in a process that is gone
             with writing(folder):
                 remove(folder)
 

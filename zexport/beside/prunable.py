@@ -161,7 +161,7 @@ def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
     if name in best_names(run, [one for one in others if one.name in newest]):
         hint = "A Trainer loads it at the end; prune it when the training has ended"
         raise _refused(folder, "is the best checkpoint, says the Trainer", hint)
-    if link := _link_to(folder):
+    if link := link_to(folder):
         hint = "Remove the link, or have it lead elsewhere first"
         raise _refused(folder, f"is what the link `{link.name}` of its run leads to", hint)
 
@@ -171,8 +171,8 @@ def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[s
     return newest((Age(one.name, one.step(boundary), one.written_ns) for one in complete), count)
 
 
-def _link_to(folder: Path) -> Path | None:
-    """A link in the run that leads to a checkpoint, or into it."""
+def link_to(folder: Path) -> Path | None:
+    """A link beside a folder that leads to it, or into it."""
     target = real(folder)
     with reading(folder.parent):
         links = [path for path, is_link in child_folders(folder.parent) if is_link]

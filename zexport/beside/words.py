@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 
 from zexport.beside.choices import WatchOptions
 from zexport.errors import UsageError
 from zexport.options import ExportOptions
+from zexport.printable import shell_word
 
 _OPTIONS = {
     "max_shard_nbytes": "--max-shard-size",
@@ -25,6 +26,13 @@ def words_of(options: ExportOptions | WatchOptions) -> tuple[str, ...]:
         UsageError: an option that no word means.
     """
     return tuple(_words(options))
+
+
+def made_with(options: ExportOptions) -> str:
+    """The words for what changes an export's content, as one types them."""
+    usual = ExportOptions()
+    content = replace(options, jobs=usual.jobs, max_memory_nbytes=None, check=usual.check)
+    return " ".join(map(shell_word, words_of(content)))
 
 
 def option_of(field: str) -> str:

@@ -23,6 +23,7 @@ _SAID = {
     "pruned": "pruned, {freed} are free again",
     "not-pruned": "not pruned: {why}",
     "left": "its export stays: {why}",
+    "not-again": "not exported again: {why}",
 }
 
 

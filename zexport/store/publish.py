@@ -183,6 +183,23 @@ def parts_at_work(target: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def is_being_written(target: Path) -> bool:
+    """Whether a process holds the lock on ``target`` now; never where no locks are."""
+    if isinstance(target, Address):
+        return False
+    try:
+        descriptor = os.open(_beside(target, f"{_PARTIAL}.lock"), _LOCK_FLAGS & ~os.O_CREAT)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as refusal:
+        return refusal.errno in _LOCK_HELD
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _is_made(path: Path) -> bool:
     """Whether the file was not there and is now; only one process is told so."""
     with writing(path):

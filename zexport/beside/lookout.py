@@ -1,0 +1,161 @@
+"""A run's checkpoints as a watch sees them come: what lacks something, what waits for its turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from zexport.beside.choices import WatchOptions
+from zexport.beside.events import EventKind, WatchEvent
+from zexport.beside.ledger import Ledger
+from zexport.beside.newest import Age, newest
+from zexport.beside.pins import Pin, pin, pins_left
+from zexport.beside.sightings import Sighting, look
+from zexport.errors import ZexportError
+from zexport.report.failure import Told
+from zexport.store.boundary import Boundary
+
+_RETRY_S = 60.0
+"""A full disk may have room again after so long, or the machine memory for what it has killed."""
+
+
+class Lookout:
+    """What is there of a run, and what is kept of it until it is exported.
+
+    Attributes:
+        seen: all that was there at the last look, by name.
+        waits: what each checkpoint lacks that is not complete.
+        left_out: those whose step is none of the steps that are wanted.
+    """
+
+    def __init__(
+        self, run: Path, pins: Path, ledger: Ledger, boundary: Boundary, options: WatchOptions
+    ) -> None:
+        self.run = run
+        self.boundary = boundary
+        self.seen: dict[str, Sighting] = {}
+        self.waits: dict[str, str] = {}
+        self.left_out: dict[str, int | None] = {}
+        self._pins = pins
+        self._ledger = ledger
+        self._options = options
+        self._line: dict[str, Pin] = {}
+        self._decided: dict[str, str] = {}
+        self._not_before: dict[str, float] = {}
+
+    def take_over(self) -> None:
+        """Go on with what a stopped watch has kept: the run may remove its own at any moment."""
+        for left in pins_left(self._pins):
+            if self._ledger.is_exported(left.seen):
+                left.release()
+            else:
+                self._line[left.seen.name] = left
+
+    def there(self) -> dict[str, Sighting]:
+        """The checkpoints of the run, by name.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return {one.name: one for one in look(self.run, self.boundary)}
+
+    def look(self, running: Collection[str]) -> Iterator[WatchEvent]:
+        """See what there is, and keep what is complete and is not exported yet, nor ``running``.
+
+        Raises:
+            CheckpointError: the run cannot be read.
+        """
+        seen = self.there()
+        for name in self.waits.keys() - seen.keys():
+            del self.waits[name]
+            yield self._event(EventKind.LOST, name, why="the run removed it before it was complete")
+        for one in seen.values():
+            if one.name in running or self._is_handled(one):
+                continue
+            earlier = None if self._ledger.has_another(one) else self.seen.get(one.name)
+            if lacks := one.lacks(earlier):
+                self.waits[one.name] = lacks
+                continue
+            self.waits.pop(one.name, None)
+            yield from self._keep(one)
+        self.seen = seen
+
+    def _is_handled(self, one: Sighting) -> bool:
+        is_decided = one.name in self._line or self._decided.get(one.name) == one.mark
+        return is_decided or self._ledger.is_exported(one)
+
+    def _keep(self, one: Sighting) -> Iterator[WatchEvent]:
+        """Keep a checkpoint that is to be exported."""
+        self._decided[one.name] = one.mark
+        step = one.step(self.boundary)
+        if step is not None and step % self._options.every:
+            self.left_out[one.name] = step
+            return
+        if self._is_overtaken(Age(one.name, step, one.written_ns)):
+            return
+        try:
+            self._line[one.name] = pin(one, step, self._pins, self.boundary)
+        except FileNotFoundError:
+            why = "the run removed it before it could be kept"
+            yield self._event(EventKind.LOST, one.name, step, why=why)
+        except ZexportError as error:
+            yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
+
+    def _is_overtaken(self, one: Age) -> bool:
+        """Whether newer exports make that of a checkpoint one that would not be kept."""
+        kept = 1 if self._options.newest_only else self._options.keep
+        exported = [age for age in self._ledger.ages() if age.name != one.name]
+        return kept is not None and one.name not in newest((*exported, one), kept)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for its turn."""
+        return not self._line
+
+    def may_settle(self, seconds: float) -> bool:
+        """Whether something that lacks something was written so lately that it may be complete."""
+        return any(one.age_s < seconds for one in self.seen.values() if one.name in self.waits)
+
+    def skip(self) -> Iterator[WatchEvent]:
+        """Let go of what a newer one has overtaken, where that is wanted."""
+        ready = self._ready()
+        ages = (Age(one.seen.name, one.step, one.seen.written_ns) for one in ready)
+        kept = newest(ages, 1) if self._options.newest_only else {one.seen.name for one in ready}
+        for one in ready:
+            if one.seen.name not in kept:
+                self.let_go(one.seen.name)
+                why = "a newer one is complete"
+                yield self._event(EventKind.SKIPPED, one.seen.name, one.step, why=why)
+
+    def take(self) -> Pin | None:
+        """What is next, which waits no more."""
+        ready = self._ready()
+        return self._line.pop(ready[0].seen.name) if ready else None
+
+    def _ready(self) -> list[Pin]:
+        """What waits for its turn, and not for room, oldest first."""
+        now = time.monotonic()
+        ready = (one for name, one in self._line.items() if now >= self._not_before.get(name, 0))
+        return sorted(ready, key=lambda one: one.seen.written_ns)
+
+    def put_back(self, one: Pin) -> None:
+        """Have it wait for room, and for its turn."""
+        self._line[one.seen.name] = one
+        self._not_before[one.seen.name] = time.monotonic() + _RETRY_S
+
+    def let_go(self, name: str) -> None:
+        """Keep a checkpoint no more, if it is kept."""
+        if name in self._line:
+            self._line.pop(name).release()
+
+    def _event(
+        self,
+        event: EventKind,
+        name: str,
+        step: int | None = None,
+        *,
+        why: str = "",
+        failure: Told | None = None,
+    ) -> WatchEvent:
+        return WatchEvent(event, name, step, self._ledger.out(name), failure=failure, why=why)

@@ -1,0 +1,144 @@
+"""The exports of a run side by side: which older ones go, and what is to be known of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zexport.beside.best import best_names
+from zexport.beside.choices import WatchOptions
+from zexport.beside.events import EventKind, WatchEvent
+from zexport.beside.ledger import Entry, Ledger
+from zexport.beside.newest import Age, newest
+from zexport.beside.past import Past
+from zexport.beside.prunable import link_to, newest_of
+from zexport.beside.sightings import Sighting
+from zexport.checkpoint.candidates import run_of
+from zexport.errors import OutputError, ZexportError
+from zexport.printable import some
+from zexport.report.failure import Told
+from zexport.store.boundary import Boundary
+from zexport.store.folders import exists
+
+
+class Shelf:
+    """The exports that a watch, or another before it, has made.
+
+    Args:
+        ledger: what is known of them.
+        options: how many stay, and what is done with them.
+        made_with: the words of the options by which this watch makes them.
+    """
+
+    def __init__(self, ledger: Ledger, options: WatchOptions, made_with: str) -> None:
+        self._ledger = ledger
+        self._options = options
+        self.made_with = made_with
+        self._stay: set[str] = set()
+        self._meant: dict[str, str] = {}
+
+    def news(self, there: Mapping[str, Sighting]) -> Iterator[WatchEvent]:
+        """What is not made again of a run's checkpoints, though somebody may expect it."""
+        done = {n: one for n, one in self._ledger.entries.items() if one.is_done}
+        stands = {name for name in done if exists(self._ledger.out(name))}
+        gone = [n for n in done if n in there and n not in stands and not done[n].is_removed]
+        if gone and not self._options.then:  # which may have moved them
+            why = "its export was removed, which zexport consolidate makes again"
+            yield self._not_again(gone, why)
+        others: dict[str, list[str]] = {}
+        for name in stands:
+            if done[name].made_with not in (None, self.made_with):
+                others.setdefault(done[name].made_with or "", []).append(name)
+        for made_with, names in others.items():
+            why = f"it was made with {made_with or 'no options'}, this watch exports with "
+            yield self._not_again(names, f"{why}{self.made_with or 'none'}")
+
+    def _not_again(self, names: list[str], why: str) -> WatchEvent:
+        """One event for the newest of them, which tells of the others, too."""
+        first, *more = sorted(names, key=lambda name: -self._ledger.entries[name].written_ns)
+        why += f"; the same is true of {some(more, 3)}" if more else ""
+        step = self._ledger.entries[first].step
+        return WatchEvent(EventKind.NOT_AGAIN, first, step, self._ledger.out(first), why=why)
+
+    def strangers(self, seen: Sighting, step: int | None, past: Past) -> Iterator[str]:
+        """What to know of a checkpoint of another past than exports beside it, or in its place.
+
+        A run that was begun anew, or went on from an older step, leaves such exports.
+        """
+        before, now = self._ledger.entries.get(seen.name), past.by(step) if step is not None else ""
+        is_other = before is not None and before.is_done and before.mark != seen.mark
+        is_other = is_other and not (now and before is not None and before.past == now)
+        beside = {n: e for n, e in self._beside(seen.name) if step is not None}
+        foreign = [n for n, e in beside.items() if _is_foreign(e, step, past)]
+        if foreign or is_other:
+            later = (n for n, e in beside.items() if (e.step or 0) > (step or 0))
+            foreign += [n for n in later if beside[n].written_ns < seen.written_ns]
+        if is_other:
+            yield "the export before it in this place was of another save"
+        if foreign:
+            yield f"beside it, {some(foreign, 3)}: of before the run was begun anew, or went back"
+
+    def _beside(self, name: str) -> Iterator[tuple[str, Entry]]:
+        """The exports of the same run that stand beside a checkpoint's."""
+        for other, entry in self._ledger.entries.items():
+            is_same_run = other != name and run_of(other) == run_of(name)
+            if is_same_run and entry.is_done and exists(self._ledger.out(other)):
+                yield other, entry
+
+    def retire(self, there: Mapping[str, Sighting], boundary: Boundary) -> Iterator[WatchEvent]:
+        """Remove exports beyond those that are kept, if they are as they were made.
+
+        That of the best checkpoint stays, and one that a link leads to.
+        """
+        if self._options.keep is None:
+            return
+        done = [age for age in self._ledger.ages() if exists(self._ledger.out(age.name))]
+        kept = newest(done, self._options.keep) | self._stay | self._owed()
+        older = sorted((one for one in done if one.name not in kept), key=_written)
+        try:
+            best = _best(there, boundary) if older else set[str]()
+        except (ZexportError, FileNotFoundError):
+            return  # one of the run is just going: the next export brings us here again
+        for one in older:
+            link = link_to(self._ledger.out(one.name))
+            why = "it is the best, says the training" if one.name in best else ""
+            why = f"the link `{link.name}` leads to it" if link is not None else why
+            if not why:
+                yield self._removed(one)
+            elif self._meant.get(one.name) != why:
+                self._meant[one.name] = why
+                out = self._ledger.out(one.name)
+                yield WatchEvent(EventKind.LEFT, one.name, one.step, out, why=why)
+
+    def _owed(self) -> set[str]:
+        """Those that a command is still to be run on."""
+        owed = {name for name, entry in self._ledger.entries.items() if entry.is_owed}
+        return owed if self._options.then else set()
+
+    def _removed(self, one: Age) -> WatchEvent:
+        out = self._ledger.out(one.name)
+        try:
+            self._ledger.remove(one.name)
+        except OutputError as error:
+            self._stay.add(one.name)
+            return WatchEvent(EventKind.LEFT, one.name, one.step, out, failure=Told.of(error))
+        return WatchEvent(EventKind.REMOVED, one.name, one.step, out)
+
+
+def _written(one: Age) -> int:
+    return one.written_ns
+
+
+def _is_foreign(other: Entry, step: int | None, past: Past) -> bool:
+    """Whether an export of an earlier step has another past than a checkpoint."""
+    if step is None or other.step is None or other.step > step:
+        return False
+    known = past.by(other.step)
+    return bool(known and other.past) and known != other.past
+
+
+def _best(there: Mapping[str, Sighting], boundary: Boundary) -> set[str]:
+    complete = [one for one in there.values() if not one.lacks(one)]
+    if not complete:
+        return set()
+    last = newest_of(complete, boundary, 1)
+    return best_names(complete[0].run, [one for one in complete if one.name in last])
