@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import run_of
+from zexport.checkpoint.candidates import kind_of
 
 
 class Age(Struct, frozen=True):
@@ -21,15 +21,16 @@ def newest(ages: Iterable[Age], count: int) -> set[str]:
     """The names of so many of the newest, by when they were written, and by their steps.
 
     After a restart from an older step, or in a copy of a run, the two differ, and both may be what
-    is meant. Models beside one another, such as an actor and a critic, are no ages of one run: each
-    has newest ones of its own.
+    is meant. Models beside one another, such as an actor and a critic, are no ages of one run, and
+    a training may go on from its ``checkpoint-N`` alone, though the tag that was saved at its end
+    is newer: each kind of name has newest ones of its own.
     """
-    runs: dict[str, list[Age]] = {}
+    kinds: dict[str, list[Age]] = {}
     for one in ages:
-        runs.setdefault(run_of(one.name), []).append(one)
+        kinds.setdefault(kind_of(one.name), []).append(one)
     found = set[str]()
-    for run in runs.values():
-        by_time = sorted(run, key=lambda one: one.written_ns)
+    for kind in kinds.values():
+        by_time = sorted(kind, key=lambda one: one.written_ns)
         by_step = sorted(by_time, key=lambda one: -1 if one.step is None else one.step)
         found.update(one.name for one in (*by_time[-count:], *by_step[-count:]))
     return found

@@ -137,6 +137,14 @@ def run_of(name: str) -> str:
     return "" if is_age(name) else _without_numbers(name)
 
 
+def kind_of(name: str) -> str:
+    """What is the same for folders that one program names: a name without its numbers.
+
+    A Trainer goes on from a ``checkpoint-N``, whatever newer tags lie beside it.
+    """
+    return _without_numbers(name)
+
+
 def are_tied(one: Path, other: Path) -> bool:
     """Whether nothing says which of two tags of one step is the newer: neither name nor time.
 
