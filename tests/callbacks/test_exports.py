@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -73,6 +74,33 @@ def test_a_watch_that_was_killed_is_told_of_and_another_does_its_work(
     assert verify_export(tmp_path / "out" / "checkpoint-2").ok
 
 
+def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks go on into the next collective; what runs beside them is no rank."""
+    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    for name in of_a_rank:
+        monkeypatch.setenv(name, "1")
+    at_exit: list[object] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    run, env = tmp_path / "run", tmp_path / "env"
+    trainers_run(run, steps=(2,))
+    then = f"env > {env}; echo a traceback >&2; exit 9"
+    exports = Exports(tmp_path / "out", then=then, interval_s=0.05, collect_s=120)
+    deadline = time.monotonic() + 120
+    while not any("a traceback" in line for line in caplog.messages):
+        assert time.monotonic() < deadline
+        exports.begin(run)
+        time.sleep(0.1)
+    assert exports._job is not None
+    exports.end(2)
+    assert exports._job.wait(0) is None
+    assert at_exit == [exports.collect]
+    assert not {line.split("=")[0] for line in env.read_text().splitlines()} & {*of_a_rank}
+    exports.collect()
+    assert exports._job is None
+
+
 def test_the_end_of_a_training_is_seen_though_its_workers_live_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,5 +142,7 @@ def test_what_python_gave_is_all_that_counts(
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="stands for its checkpoint"):
         Exports("models", prune=True, exclude_frozen=True)
+    with pytest.raises(UsageError, match="keep cannot be True"):
+        Exports("models", keep=True)
     with pytest.raises(TypeError, match="quickly"):
         Exports("models", quickly=True)

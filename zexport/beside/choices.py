@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from zexport.errors import UsageError
+from zexport.options import chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,9 @@ class WatchOptions:
     keep_resumable: int = 2
 
     def __post_init__(self) -> None:
-        """Numbers that mean nothing are refused."""
+        """What is of another type, and numbers that mean nothing, are refused."""
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))
         for name, value, least in (
             ("keep", self.keep, 1),
             ("every", self.every, 1),

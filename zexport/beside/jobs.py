@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from msgspec import Struct
 
@@ -30,6 +31,19 @@ _OF_STORAGE = "_STORAGE_OPTION"
 _OPTION = re.compile(rf"ZEXPORT_[A-Z]+_(?!{_OF_STORAGE[1:]}$)")
 """Variables that set an option of a command: a process of ours gets its options in words alone."""
 
+_OF_A_RANK = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE|CROSS)_(RANK|WORLD_SIZE|SIZE)|ROLE_NAME"
+    r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|OMPI|PMI|PMIX|MV2)_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS)"
+)
+"""Variables that say which rank of a training a process is: no other process is that.
+
+Source: torch 2.13, ``distributed/elastic/agent/server/local_elastic_agent.py``; accelerate 1.15,
+``utils/launch.py``, ``state.py``; Lightning 2.6, ``plugins/environments/slurm.py``.
+"""
+
+_PLACE = re.compile(r"""(?P<quote>["']?)(?P<name>\{(?:step)?\})(?P=quote)""")
+
 _TAIL_NBYTES = 2000
 
 
@@ -43,14 +57,18 @@ class Job:
         is_heard: bool,
         has_gpus: bool = False,
         has_input: bool = False,
+        is_rank: bool = True,
     ) -> None:
         """Start it; its output is kept, unless it ``is_heard`` on stderr, as the user's command is.
 
-        With an input, that ends when ``no_more`` is called, or this process is gone.
+        With an input, that ends when ``no_more`` is called, or this process is gone. It is no rank
+        of a training that this process is one of, where that is said.
         """
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if is_heard or not _OPTION.match(k)}
+        if not is_rank:
+            environment = {k: v for k, v in environment.items() if not _OF_A_RANK.fullmatch(k)}
         if not has_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if settings := "".join(f"{key}={value}\n" for key, value in options_in_use().items()):
@@ -65,6 +83,7 @@ class Job:
             env=environment,
             start_new_session=True,
         )
+        self._heard = 0
         with suppress(OSError):  # it has ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
@@ -86,10 +105,18 @@ class Job:
 
     def output(self) -> tuple[str, str]:
         """What it wrote to stdout, and the end of what it wrote to stderr."""
-        self._out.seek(0)
-        nbytes = self._err.seek(0, os.SEEK_END)
-        self._err.seek(max(0, nbytes - _TAIL_NBYTES))
-        return self._out.read().decode(errors="replace"), self._err.read().decode(errors="replace")
+        return _read(self._out, 0), self.complaint()
+
+    def complaint(self) -> str:
+        """The end of what it has written to stderr."""
+        nbytes = os.fstat(self._err.fileno()).st_size
+        return _read(self._err, max(0, nbytes - _TAIL_NBYTES))
+
+    def lines(self) -> list[str]:
+        """The lines that it has written to stdout since this was asked before."""
+        news, _, _ = _read(self._out, self._heard).rpartition("\n")
+        self._heard += len(news.encode(errors="surrogateescape")) + bool(news)
+        return news.splitlines()
 
     def end(self) -> None:
         """Have the process end, and all that it has started, if it has not."""
@@ -105,6 +132,12 @@ class Job:
 
 UNTOLD = "internal"
 """The kind of error of a process that ended without a word."""
+
+
+def _read(file: IO[bytes], begin: int) -> str:
+    """What a file holds from a place on; where its process goes on writing is left as it is."""
+    nbytes = os.fstat(file.fileno()).st_size - begin
+    return os.pread(file.fileno(), nbytes, begin).decode(errors="surrogateescape")
 
 
 class Exported(Struct, frozen=True):
@@ -140,7 +173,11 @@ def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
     """What ``zexport watch`` does until ``no_more`` is called; commands after it may use GPUs."""
     program = (sys.executable, "-P", "-m", "zexport", "watch", str(run), str(outs))
     return Job(
-        (*program, *words, "--until-eof", "--json"), is_heard=False, has_gpus=True, has_input=True
+        (*program, *words, "--until-eof", "--json"),
+        is_heard=False,
+        has_gpus=True,
+        has_input=True,
+        is_rank=False,
     )
 
 
@@ -157,7 +194,11 @@ def told_by(job: Job, code: int) -> Exported:
 
 
 def start_command(command: str, out_dir: Path, step: int | None) -> Job:
-    """A shell's command, with ``{}`` for the folder and ``{step}`` for the step, each quoted."""
+    """A shell's command, with ``{}`` for the folder and ``{step}`` for the step, each quoted.
+
+    Quotes that somebody has put around one of them are taken away.
+    """
     number = "" if step is None else str(step)
-    words = command.replace("{step}", shlex.quote(number)).replace("{}", shlex.quote(str(out_dir)))
+    values = {"{}": shlex.quote(str(out_dir)), "{step}": shlex.quote(number)}
+    words = _PLACE.sub(lambda found: values[found["name"]], command)
     return Job(("sh", "-c", words), is_heard=True, has_gpus=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ class Exports:
         then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
         newest_only: leave out what a newer checkpoint has overtaken.
         interval_s: seconds between two looks at the run.
-        collect_s: so long, at the most, the end of the training waits for the last export, which
-            goes on by itself after that.
+        collect_s: so long, at the most, the end of the training, or of rank 0's process where there
+            are several ranks, waits for the last export, which goes on by itself after that.
         more: other fields of ``zexport.WatchOptions`` and ``zexport.options.ExportOptions``.
 
     Raises:
@@ -62,6 +63,8 @@ class Exports:
         self._collect_s = collect_s
         self._run: Path | None = None
         self._job: Job | None = None
+        self._codes: set[int] = set()
+        self._is_at_exit = False
 
     def begin(self, run: Path) -> None:
         """A training begins, or goes on: checkpoints will be saved to this folder."""
@@ -70,8 +73,20 @@ class Exports:
         if self._job is None:
             self._start()
 
+    def end(self, ranks: int) -> None:
+        """The training of so many ranks has ended: wait for what is left where nobody waits for us.
+
+        The other ranks go on into what all of them do next, such as saving the model: a rank that
+        waits would have them run into the timeout of their group. It waits when its process ends.
+        """
+        if ranks == 1:
+            self.collect()
+        elif not self._is_at_exit:
+            self._is_at_exit = True
+            atexit.register(self.collect)
+
     def collect(self) -> None:
-        """The training has ended: wait for what is left, and tell of it."""
+        """Wait for what is left, and tell of it."""
         self._note(0)  # one that was killed is begun again
         if self._run is not None and self._job is None:
             self._start()
@@ -80,6 +95,7 @@ class Exports:
         self._note(self._collect_s)
         if self._job is not None:
             _LOG.warning("exports to %s go on by themselves", self._out)
+        self._run = None
 
     def _start(self) -> None:
         try:
@@ -88,22 +104,25 @@ class Exports:
             _LOG.warning("no export was started to %s: %s", self._out, error)
 
     def _note(self, seconds: float) -> None:
-        """Tell of what runs once it has ended, for which it has so long."""
+        """Tell what has happened, and that what runs has ended, for which it has so long."""
         job = self._job
-        if job is None or (code := job.wait(seconds)) is None:
+        if job is None:
             return
-        self._job = None
-        out, err = job.output()
+        code = job.wait(seconds)
+        self._codes.update(_tell(line, job) for line in job.lines())
+        if code is None:
+            return
+        self._job, known, self._codes = None, self._codes, set()
+        if code not in (0, *known):  # what it told is not why
+            why = job.complaint().strip()
+            _LOG.warning("exports to %s ended with code %d: %s", self._out, code, why)
         job.end()
-        codes = [_tell(line) for line in out.splitlines()]
-        if code not in (0, *codes):  # what it told is not why
-            _LOG.warning("exports to %s ended with code %d: %s", self._out, code, err.strip())
 
 
 _OF_WATCH = frozenset(("keep", "every", "prune", "keep_resumable"))
 
 
-def _tell(line: str) -> int:
+def _tell(line: str, job: Job) -> int:
     """Put what a process told into the log; the exit code that comes of it."""
     try:
         if '"error": ' in line:
@@ -115,7 +134,8 @@ def _tell(line: str) -> int:
         _LOG.warning("%s", line)
         return 0
     if event.failure is not None:
-        _LOG.warning("%s: %s", event.checkpoint, event.failure.message)
+        said = f"\n{job.complaint()}" if event.event is EventKind.COMMAND_FAILED else ""
+        _LOG.warning("%s: %s%s", event.checkpoint, event.failure.message, said)
     elif event.event in _NEWS:
         _LOG.info("%s: %s %s", event.checkpoint, event.event.value, event.why or event.out)
     elif event.why:

@@ -26,9 +26,9 @@ class LightningExportCallback(Exports, Callback):  # type: ignore[misc]
         self._begin(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Wait for what is left, once the last checkpoint is written."""
+        """Wait for what is left: here, or at the end of one process of several."""
         if stage == "fit" and trainer.is_global_zero:
-            self.collect()
+            self.end(trainer.world_size)
 
     def _begin(self, trainer: Any) -> None:
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)

@@ -19,8 +19,8 @@ class ExportCallback(Exports, TrainerCallback):  # type: ignore[misc]
 
     ``Trainer(..., callbacks=[ExportCallback("models", dtype="bf16")])``; TRL, Axolotl and
     LLaMA-Factory take callbacks in the same way. Saving waits for nothing, a failure is logged and
-    never raised, and the end of the training waits for the last export. Its arguments are those of
-    ``Exports``.
+    never raised, and the end of rank 0's process waits for the last export; ``collect`` waits where
+    it is called. Its arguments are those of ``Exports``.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -36,9 +36,9 @@ class ExportCallback(Exports, TrainerCallback):  # type: ignore[misc]
             self.begin(Path(args.output_dir))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Wait for what is left."""
+        """Wait for what is left: here, or at the end of one process of several."""
         if state.is_world_process_zero:
-            self.collect()
+            self.end(args.world_size)
 
 
 def _is_spread(args: Any) -> bool:
