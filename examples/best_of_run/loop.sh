@@ -16,6 +16,7 @@ watch=(zexport watch "$work/run" "$work/models" --dtype bf16 --then "$evaluate")
 # Exports and evaluations go on while the training does; what the run rotates away is kept first.
 "${watch[@]}" --interval 1 > "$work/watch.log" &
 watching=$!
+trap 'kill -TERM "$watching" 2> /dev/null || true' EXIT
 torchrun --standalone --nproc-per-node 2 "$here/finetune.py" "$base" "$work/run"
 kill -TERM "$watching"
 wait "$watching" || true
