@@ -183,6 +183,22 @@ def test_whose_configuration_an_adapter_goes_by_is_told(tmp_path: Path) -> None:
     assert kept["lora_alpha"] == 100
 
 
+def test_an_adapter_with_a_folder_of_its_own_does_not_go_by_the_file_of_another(
+    tmp_path: Path,
+) -> None:
+    """As where a watch of a run of several adapters is given the file of one."""
+    run = Run(stage=2, exclude_frozen=True)
+    trained = peft_models.train(FORMS["plain"], tmp_path, run, adapters=("default", "other"))
+    given = tmp_path / "given" / "adapter_config.json"
+    given.parent.mkdir()
+    content = json.loads((trained.checkpoint / "adapter_config.json").read_text())
+    given.write_text(json.dumps(content | {"lora_alpha": 100}))
+    consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(adapter_config=given))
+    kept = [tmp_path / "out" / name / "adapter_config.json" for name in ("", "other")]
+    alphas = [json.loads(path.read_text())["lora_alpha"] for path in kept]
+    assert alphas == [100, content["lora_alpha"]]
+
+
 def test_a_rename_takes_no_adapter_its_name(tmp_path: Path) -> None:
     options = ExportOptions(renames=((r"\.default\.", "."),))
     with pytest.raises(UsageError, match="default becomes weight"):

@@ -228,8 +228,13 @@ def check_renamed(before: Weights, after: Weights) -> None:
 def _config_of(
     name: str, checkpoint: ZeroCheckpoint, options: ExportOptions, *, is_alone: bool = True
 ) -> AdapterConfig | None:
+    """Of several adapters, one that has a folder of its own anywhere goes by that."""
     places = adapter_places(checkpoint, options, is_alone=is_alone)
-    return find_adapter_config(name, places, checkpoint.location.boundary)
+    boundary = checkpoint.location.boundary
+    own = () if is_alone or name == DEFAULT_ADAPTER else [place / name for place in places]
+    return find_adapter_config(DEFAULT_ADAPTER, own, boundary) or find_adapter_config(
+        name, places, boundary
+    )
 
 
 def check_whole(
