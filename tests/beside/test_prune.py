@@ -569,6 +569,36 @@ def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_pat
     assert [*watch(run, outs, options, bf16)] == []
 
 
+def test_an_export_that_is_removed_later_has_its_checkpoint_pruned_before(tmp_path: Path) -> None:
+    """One that cannot be, as an older save of it was pruned, is told of."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    trainers_run(run, steps=(2, 4, 6))
+    shutil.copytree(run / "checkpoint-2", run / "pruned-checkpoint-2")
+    options = WatchOptions(once=True, keep=1, prune=True, keep_resumable=1)
+    events = [*watch(run, outs, options)]
+    told = {(one.event, one.checkpoint) for one in events if one.event is not EventKind.EXPORTED}
+    assert told == {
+        (EventKind.NOT_PRUNED, "checkpoint-2"),
+        (EventKind.PRUNED, "checkpoint-4"),
+        (EventKind.REMOVED, "checkpoint-4"),
+    }
+    assert any("is in the way" in one.failure.message for one in events if one.failure)
+    assert {one.name for one in outs.glob("c*")} == {"checkpoint-2", "checkpoint-6"}
+
+
+def test_the_last_checkpoint_stays_though_the_end_of_the_training_was_saved_beside_it(
+    tmp_path: Path,
+) -> None:
+    """A Trainer goes on from ``checkpoint-N`` alone; under ZeRO-3 it may save a tag at the end."""
+    run = tmp_path / "run"
+    trainers_run(run)
+    save(small_model(), Run(steps=4, optimizer_step=4.0), run, "global_step4")
+    (run / "latest").write_text("global_step4")
+    consolidate(run / "checkpoint-4", tmp_path / "out", AS_STORED)
+    with pytest.raises(OutputError, match="is the newest complete checkpoint"):
+        prune(run / "checkpoint-4", tmp_path / "out")
+
+
 def test_no_variable_of_the_environment_has_a_whole_checkpoint_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from zexport.beside.jobs import Job, start_export, told_by
 from zexport.errors import CheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
 from zexport.store.boundary import Boundary
+from zexport.store.publish import is_being_written
 
 ONCE = WatchOptions(once=True)
 OFTEN = WatchOptions(interval_s=0.1)
@@ -171,7 +172,7 @@ def test_an_export_that_outlives_its_watch_is_waited_for_and_is_the_next_ones(
         (one,) = sightings.look(run, Boundary.of(run))
         ledger.Ledger(outs, own, run).begin(one, 2, "", "")
     orphan = start_export(run / "checkpoint-2", outs / "checkpoint-2", ())
-    while not (outs / "checkpoint-2.partial.lock").exists():
+    while not is_being_written(outs / "checkpoint-2"):
         time.sleep(0.001)
     os.kill(orphan._process.pid, signal.SIGSTOP)
     goes_on = threading.Timer(3, os.kill, [orphan._process.pid, signal.SIGCONT])
@@ -492,7 +493,7 @@ def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
     run, outs = tmp_path / "run", tmp_path / "it's $(touch there); outs"
     _save(run, 2)
     log = tmp_path / "log"
-    fails = WatchOptions(once=True, then=f"printf '%s|' {{}} {{step}} >> {log}; exit 3")
+    fails = WatchOptions(once=True, then=f"printf '%s|' \"{{}}\" {{step}} >> {log}; exit 3")
     events = [*watch(run, outs, fails)]
     assert [one.event for one in events] == [EventKind.EXPORTED, EventKind.COMMAND_FAILED]
     assert log.read_text() == f"{outs / 'checkpoint-2'}|2|"
@@ -503,6 +504,52 @@ def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
     assert _told([*watch(run, outs, works)]) == [(EventKind.RAN, "checkpoint-2")]
     assert [*watch(run, outs, works)] == []
     assert log.read_text().endswith("again 2\n")
+
+
+def test_no_export_waits_for_a_command(tmp_path: Path) -> None:
+    run, outs, go = tmp_path / "run", tmp_path / "outs", tmp_path / "go"
+    for step in (2, 4):
+        _save(run, step)
+    then = f"until [ -e {go} ]; do sleep 0.1; done"
+    events = watch(run, outs, WatchOptions(interval_s=0.1, then=then))
+    exported = [(EventKind.EXPORTED, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
+    assert _told([next(events), next(events)]) == exported
+    go.touch()
+    ran = [(EventKind.RAN, "checkpoint-2"), (EventKind.RAN, "checkpoint-4")]
+    assert _told([next(events), next(events)]) == ran
+    events.close()
+
+
+def test_what_could_not_be_kept_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the exports was away for a moment."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    monkeypatch.setattr(lookout, "_RETRY_S", 0.0)
+    events = watch(run, outs, OFTEN)
+    timer = threading.Timer(0.5, _save, [run, 2])
+    timer.start()
+    pinned = lookout.pin
+    refusals = [OutputError("cannot be written", path=outs)]
+
+    def pin(*given: Any) -> pins.Pin:
+        if refusals:
+            raise refusals.pop()
+        return pinned(*given)
+
+    monkeypatch.setattr(lookout, "pin", pin)
+    told = [(EventKind.FAILED, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-2")]
+    assert _told([next(events), next(events)]) == told
+    events.close()
+    timer.join()
+
+
+def test_a_run_that_was_given_another_name_is_the_same(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert len([*watch(run, outs, ONCE)]) == 1
+    run.rename(tmp_path / "renamed")
+    assert [*watch(tmp_path / "renamed", outs, ONCE)] == []
 
 
 def test_older_exports_go_that_are_as_they_were_made(tmp_path: Path) -> None:
@@ -640,6 +687,8 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds checkpoints, and is to hold exports"):
         next(watch(outs, run, ONCE))
     assert [one.name for one in run.iterdir()] == ["checkpoint-2"]
+    with pytest.raises(UsageError, match="is a checkpoint itself, and no run"):
+        next(watch(run / "checkpoint-2" / "global_step2", tmp_path / "more", ONCE))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
         next(watch(tmp_path / "file", outs, ONCE))

@@ -7,7 +7,7 @@ left it, so that of two watches one finds that out before it exports anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
-from zexport.store.address import Address
+from zexport.store.address import Address, place
 from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
 from zexport.store.files import version, writing
 from zexport.store.folders import (
@@ -85,10 +85,12 @@ class _Record(Struct, frozen=True):
 class Ledger:
     """The entries of one folder of exports, on the disk as soon as there is room."""
 
-    def __init__(self, outs: Path, place: Path, run: Path) -> None:
+    def __init__(self, outs: Path, place: Path, run: Path, marks: Collection[str] = ()) -> None:
+        """Read it; a run that has one of its ``marks`` still, and none in its place, was moved."""
         self._outs = outs
         self._path = place / _LEDGER
         self._run = str(run)
+        self._marks = marks
         self._known: Edition | None = None
         self._sent = b""
         record = self._read()
@@ -106,9 +108,11 @@ class Ledger:
             raise OutputError(
                 "is not what a watch writes",
                 path=self._path,
-                hint="Remove it: then every checkpoint is exported anew",
+                hint="Choose another folder; or remove it and the exports, which are all made anew",
             ) from cause
-        if record.run != self._run:
+        is_known = any(one.mark in self._marks for one in record.entries.values())
+        is_moved = is_known and not exists(place(record.run))
+        if record.run != self._run and not is_moved:
             raise OutputError(
                 "has the exports of another run",
                 path=self._outs,

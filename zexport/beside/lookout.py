@@ -12,7 +12,7 @@ from zexport.beside.ledger import Ledger
 from zexport.beside.newest import Age, newest
 from zexport.beside.pins import Pin, pin, pins_left
 from zexport.beside.sightings import Sighting, look
-from zexport.errors import ZexportError
+from zexport.errors import OutputError, ZexportError
 from zexport.report.failure import Told
 from zexport.store.boundary import Boundary
 
@@ -83,7 +83,7 @@ class Lookout:
 
     def _is_handled(self, one: Sighting) -> bool:
         is_decided = one.name in self._line or self._decided.get(one.name) == one.mark
-        return is_decided or self._ledger.is_exported(one)
+        return is_decided or self._ledger.is_exported(one) or not self._is_time_for(one.name)
 
     def _keep(self, one: Sighting) -> Iterator[WatchEvent]:
         """Keep a checkpoint that is to be exported."""
@@ -100,6 +100,9 @@ class Lookout:
             why = "the run removed it before it could be kept"
             yield self._event(EventKind.LOST, one.name, step, why=why)
         except ZexportError as error:
+            if error.exit_code == OutputError.exit_code:  # as where OUTS is gone for a moment
+                del self._decided[one.name]
+                self._not_before[one.name] = time.monotonic() + _RETRY_S
             yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
 
     def _is_overtaken(self, one: Age) -> bool:
@@ -135,9 +138,11 @@ class Lookout:
 
     def _ready(self) -> list[Pin]:
         """What waits for its turn, and not for room, oldest first."""
-        now = time.monotonic()
-        ready = (one for name, one in self._line.items() if now >= self._not_before.get(name, 0))
+        ready = (one for name, one in self._line.items() if self._is_time_for(name))
         return sorted(ready, key=lambda one: one.seen.written_ns)
+
+    def _is_time_for(self, name: str) -> bool:
+        return time.monotonic() >= self._not_before.get(name, 0.0)
 
     def put_back(self, one: Pin) -> None:
         """Have it wait for room, and for its turn."""

@@ -93,7 +93,12 @@ class Pruner:
 
 
 def _is_prunable(one: Sighting) -> bool:
-    """Whether nothing speaks against it, such as that it is the best; if it is still there."""
+    """Whether nothing speaks against it, such as that it is the best; if it is still there.
+
+    An older save that was pruned and is in the way is for the pruning to tell.
+    """
+    if exists(pruned_name(one.folder)):
+        return True
     try:
         check_prunable(place_of(one.folder, None), is_pruned=False)
     except (ZexportError, FileNotFoundError):

@@ -93,6 +93,7 @@ class Shelf:
             return
         done = [age for age in self._ledger.ages() if exists(self._ledger.out(age.name))]
         kept = newest(done, self._options.keep) | self._stay | self._owed()
+        kept |= there.keys() if self._options.prune else set()  # which their exports prove
         older = sorted((one for one in done if one.name not in kept), key=_written)
         try:
             best = _best(there, boundary) if older else set[str]()

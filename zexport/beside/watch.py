@@ -16,16 +16,17 @@ from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.lookout import Lookout
 from zexport.beside.past import Past
 from zexport.beside.pins import Pin, pins_folder
+from zexport.beside.places import check_places
 from zexport.beside.pruning import Pruner, words_of_prune
 from zexport.beside.shelf import Shelf
+from zexport.beside.sightings import look
 from zexport.beside.words import made_with, words_of
-from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
-from zexport.errors import CheckpointError, OutputError, UsageError
+from zexport.errors import CheckpointError, OutputError
 from zexport.options import ExportOptions
 from zexport.report.failure import Told
 from zexport.store.address import place
 from zexport.store.boundary import Boundary
-from zexport.store.folders import absolute, exists, is_folder, look_anew, make_folder, real
+from zexport.store.folders import absolute, exists, look_anew, make_folder, real
 from zexport.store.publish import is_being_written
 
 _SETTLE_S = 2.0
@@ -70,7 +71,7 @@ def watch(
         UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints.
     """
     run, outs = absolute(place(run)), absolute(place(outs))
-    _check_places(run, outs)
+    check_places(run, outs)
     export = export or ExportOptions()
     options = options or WatchOptions()
     to_prune = words_of_prune(run, export) if options.prune else ()
@@ -78,8 +79,8 @@ def watch(
     with held(outs) as own:
         pins = pins_folder(outs, own)
         make_folder(pins)
-        ledger = Ledger(outs, own, real(run))
         boundary = Boundary.of(run, follow=follow_symlinks)
+        ledger = Ledger(outs, own, real(run), {one.mark for one in look(run, boundary)})
         lookout = Lookout(run, pins, ledger, boundary, options)
         shelf = Shelf(ledger, options, made_with(export))
         work = _Work(lookout, shelf, ledger, options, words, is_over)
@@ -90,24 +91,6 @@ def watch(
             yield from work.events()
         finally:
             work.end()
-
-
-def _check_places(run: Path, outs: Path) -> None:
-    """Refuse to write into a run: into this one, or, given the wrong way round, into the other."""
-    if exists(run) and not is_folder(run):
-        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
-    if real(outs).is_relative_to(real(run)):
-        raise UsageError(
-            "lies in the run, into which nothing is written",
-            path=outs,
-            hint="Give the exports a folder beside the run",
-        )
-    if exists(outs) and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
-        raise UsageError(
-            "holds checkpoints, and is to hold exports",
-            path=outs,
-            hint="The run comes first, and a folder for its exports second",
-        )
 
 
 class _Task(Struct, frozen=True):
@@ -135,11 +118,16 @@ class _Work:
     ends_at: float = 0.0
     last_looks: int = 0
     """Looks since it is to end."""
+    begun: Sequence[str] = ()
+    """Exports that a watch which was killed had begun."""
     orphans: list[str] = field(default_factory=list)
-    """Exports that a watch which was killed may have left at work."""
+    """Those of them that are still at work."""
     owed: list[str] = field(default_factory=list)
     """Exports whose command is to be run."""
     task: _Task | None = None
+    """The export, or the pruning, that runs."""
+    command: _Task | None = None
+    """The command that runs, which no export waits for."""
     pruner: Pruner | None = None
     words_of_prune: Sequence[str] = ()
 
@@ -159,14 +147,18 @@ class _Work:
 
     def end(self) -> None:
         """Stop what runs; what waits is kept for the next watch, where links can keep it."""
-        if self.task is not None:
-            self.task.job.end()
+        for task in self._tasks():
+            task.job.end()
+
+    def _tasks(self) -> list[_Task]:
+        return [task for task in (self.task, self.command) if task is not None]
 
     def _take_over(self) -> Iterator[WatchEvent]:
         """Go on with what a stopped watch has left."""
         entries = self.ledger.entries
         self.owed = [name for name, entry in entries.items() if entry.is_owed]
-        self.orphans = [name for name, entry in entries.items() if entry.is_begun]
+        self.begun = [name for name, entry in entries.items() if entry.is_begun]
+        self.orphans = [*self.begun]
         yield from self._settle()
         self.lookout.take_over()
         yield from self.shelf.news(self.lookout.there())
@@ -190,7 +182,7 @@ class _Work:
 
     def _look(self) -> Iterator[WatchEvent]:
         """See what there is; storage that falters is looked at again."""
-        running = () if self.task is None else (self.task.event.checkpoint,)
+        running = [task.event.checkpoint for task in self._tasks()]
         try:
             yield from self.lookout.look((*running, *self.orphans))
             self.last_looks += self.ends
@@ -203,7 +195,7 @@ class _Work:
 
     def _is_done(self) -> bool:
         """Whether nothing is left; what was saved last has had the time to lie still."""
-        if self._is_busy() or not self.lookout.is_idle or not self.last_looks:
+        if self._tasks() or self.orphans or not self.lookout.is_idle or not self.last_looks:
             return False
         may_settle = not self._is_time_over() and self.lookout.may_settle(_REST_S)
         return not self.lookout.waits or (self.last_looks > 1 and not may_settle)
@@ -224,7 +216,7 @@ class _Work:
 
     def _begin(self) -> Iterator[WatchEvent]:
         """Start what is next, if nothing runs."""
-        while self.owed and self.options.then and not self._is_busy():
+        while self.owed and self.options.then and self.command is None:
             self._command(self.owed.pop(0))
         if not self._is_busy():
             yield from self.lookout.skip()
@@ -253,7 +245,7 @@ class _Work:
             entry = self.ledger.entries[name]
             job = start_command(self.options.then, self.ledger.out(name), entry.step)
             event = self._event(EventKind.RAN, name, entry.step)
-            self.task = _Task(job, event, time.monotonic())
+            self.command = _Task(job, event, time.monotonic())
 
     def _prune(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:
@@ -265,17 +257,26 @@ class _Work:
     def _wait(self) -> Iterator[WatchEvent]:
         """Let time pass, until what runs has ended or the next look is due."""
         seconds = _SETTLE_S if self.ends else self.options.interval_s
-        if self.task is None:
+        if not (tasks := self._tasks()):
             time.sleep(seconds)
-        elif (code := self.task.job.wait(min(self.options.interval_s, BEAT_S))) is None:
-            self.ledger.beat()
+            return
+        tasks[0].job.wait(min(self.options.interval_s, BEAT_S))
+        for task in tasks:
+            if (code := task.job.wait(0)) is not None:
+                yield from self._finish(task, code)
+        self.ledger.beat()
+
+    def _finish(self, task: _Task, code: int) -> Iterator[WatchEvent]:
+        """Note how what ran has ended, and make room for the next."""
+        if task is self.command:
+            self.command = None
         else:
-            task, self.task = self.task, None
-            look_anew(self.ledger.out(task.event.checkpoint))
-            ended = self._ended(task, code)
-            yield replace(ended, seconds=time.monotonic() - task.began)
-            task.job.end()
-            yield from self.shelf.retire(self.lookout.seen, self.lookout.boundary)
+            self.task = None
+        look_anew(task.event.out)
+        ended = self._ended(task, code)
+        yield replace(ended, seconds=time.monotonic() - task.began)
+        task.job.end()
+        yield from self.shelf.retire(self.lookout.seen, self.lookout.boundary)
 
     def _ended(self, task: _Task, code: int) -> WatchEvent:
         """Note how what ran has ended."""
@@ -294,6 +295,11 @@ class _Work:
             kept.release()
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*task.warnings, *age, *told.warnings))
+        if event.checkpoint in self.begun and is_being_written(event.out):
+            self.orphans.append(event.checkpoint)
+            self.lookout.put_back(kept)
+            why = "an export that a killed watch has left writes it"
+            return replace(event, event=EventKind.WAITING, why=why)
         mark = kept.mark_now(self.lookout.boundary)
         is_same, is_killed = mark == kept.seen.mark, code < 0 or code == _ENDED
         self.ledger.failed(event.checkpoint, is_changed=not is_same)
@@ -328,6 +334,7 @@ class _Work:
             return event
         message = f"the command after the export ended with code {code}; it is run again when "
         message += "the watch is started again"
+        message += ", and the export stays until then" if self.options.keep is not None else ""
         told = Told(OutputError.exit_code, "command", None, message, "")
         return replace(event, event=EventKind.COMMAND_FAILED, failure=told)
 

@@ -51,7 +51,7 @@ _watch_options = together(
         metavar="CMD",
         default="",
         help="Run CMD by the shell after each export, with {} for its folder and {step} for its "
-        "step.",
+        "step, both quoted.",
     ),
     click.option(
         "--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports."

@@ -1,0 +1,37 @@
+"""Where a watch may read and write: a run, and a folder for its exports that is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.errors import UsageError
+from zexport.store.folders import exists, is_folder, real
+
+
+def check_places(run: Path, outs: Path) -> None:
+    """Refuse to write into a run: into this one, or, given the wrong way round, into the other.
+
+    Raises:
+        UsageError: ``run`` is no run, or ``outs`` lies in it, or is one.
+    """
+    if exists(run) and not is_folder(run):
+        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
+    if exists(run) and is_tag_dir(run):
+        raise UsageError(
+            "is a checkpoint itself, and no run",
+            path=run,
+            hint="Give the folder above it, or export this one by zexport consolidate",
+        )
+    if real(outs).is_relative_to(real(run)):
+        raise UsageError(
+            "lies in the run, into which nothing is written",
+            path=outs,
+            hint="Give the exports a folder beside the run",
+        )
+    if exists(outs) and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
+        raise UsageError(
+            "holds checkpoints, and is to hold exports",
+            path=outs,
+            hint="The run comes first, and a folder for its exports second",
+        )
