@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support.pruning import trainers_run
 from zexport import verify_export
 from zexport.callbacks.exports import Exports
-from zexport.errors import UsageError
+from zexport.errors import NotACheckpointError, UsageError
 
 
 def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(
@@ -142,6 +142,8 @@ def test_what_python_gave_is_all_that_counts(
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="stands for its checkpoint"):
         Exports("models", prune=True, exclude_frozen=True)
+    with pytest.raises(NotACheckpointError, match="nope"):
+        Exports("models", base="nope")
     with pytest.raises(UsageError, match="keep cannot be True"):
         Exports("models", keep=True)
     with pytest.raises(TypeError, match="quickly"):

@@ -124,8 +124,7 @@ def prune(
     """
     began = time.monotonic()
     out = absolute(place(export))
-    paths = [place(one) for one in _listed(checkpoint)]
-    _check_local(paths)
+    paths = _local(checkpoint)
     if delete and (stopped := stopped_removal(paths, tag)) is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
     job = _Job.of(paths, out, tag, is_deletion=delete)
@@ -152,11 +151,10 @@ def _check_told(places: Sequence[Place], out: Path) -> None:
             ) from cause
 
 
-def _listed(checkpoint: Checkpoint) -> Sequence[Path | str]:
-    return [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
-
-
-def _check_local(paths: Sequence[Path]) -> None:
+def _local(checkpoint: Checkpoint) -> list[Path]:
+    """The folders of a checkpoint; one in object storage is refused."""
+    listed = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
+    paths = [place(one) for one in listed]
     far = next((one for one in paths if isinstance(one, Address)), None)
     if far is not None:
         raise OutputError(
@@ -165,6 +163,7 @@ def _check_local(paths: Sequence[Path]) -> None:
             hint="Remove it with the store's own tools, once zexport verify OUT --against has "
             "said that the export is whole",
         )
+    return paths
 
 
 class _Job:

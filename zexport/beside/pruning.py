@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zexport.beside.ledger import Ledger
@@ -45,9 +45,14 @@ def words_of_prune(run: Path, export: ExportOptions) -> tuple[str, ...]:
 
 
 class Pruner:
-    """What is left to be pruned of a run, but for so many of its newest checkpoints."""
+    """What is left to be pruned of a run, but for so many of its newest checkpoints.
 
-    def __init__(self, ledger: Ledger, boundary: Boundary, keep: int) -> None:
+    Attributes:
+        words: those by which ``zexport prune`` takes the exports.
+    """
+
+    def __init__(self, ledger: Ledger, boundary: Boundary, keep: int, words: Sequence[str]) -> None:
+        self.words = words
         self._ledger = ledger
         self._boundary = boundary
         self._keep = keep

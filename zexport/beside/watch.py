@@ -83,10 +83,9 @@ def watch(
         ledger = Ledger(outs, own, real(run), {one.mark for one in look(run, boundary)})
         lookout = Lookout(run, pins, ledger, boundary, options)
         shelf = Shelf(ledger, options, made_with(export))
+        pruner = Pruner(ledger, boundary, options.keep_resumable, to_prune)
         work = _Work(lookout, shelf, ledger, options, words, is_over)
-        if options.prune:
-            work.pruner = Pruner(ledger, boundary, options.keep_resumable)
-            work.words_of_prune = to_prune
+        work.pruner = pruner if options.prune else None
         try:
             yield from work.events()
         finally:
@@ -129,7 +128,6 @@ class _Work:
     command: _Task | None = None
     """The command that runs, which no export waits for."""
     pruner: Pruner | None = None
-    words_of_prune: Sequence[str] = ()
 
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
@@ -223,7 +221,7 @@ class _Work:
             if (one := self.lookout.take()) is not None:
                 self._export(one)
         if self.pruner is not None and not self._is_busy():
-            self._prune(self.pruner.next(self.lookout.run, self.lookout.seen))
+            self._prune(self.pruner)
 
     def _export(self, one: Pin) -> None:
         name, step = one.seen.name, one.step
@@ -247,10 +245,11 @@ class _Work:
             event = self._event(EventKind.RAN, name, entry.step)
             self.command = _Task(job, event, time.monotonic())
 
-    def _prune(self, checkpoint: Path | None) -> None:
+    def _prune(self, pruner: Pruner) -> None:
+        checkpoint = pruner.next(self.lookout.run, self.lookout.seen)
         if checkpoint is not None:
             name = checkpoint.name
-            job = start_prune(checkpoint, self.ledger.out(name), self.words_of_prune)
+            job = start_prune(checkpoint, self.ledger.out(name), pruner.words)
             event = self._event(EventKind.PRUNED, name, self.ledger.entries[name].step)
             self.task = _Task(job, event, time.monotonic())
 
@@ -322,6 +321,7 @@ class _Work:
         """Note how a pruning has ended."""
         told = told_by(job, code)
         if told.error is None:
+            self.lookout.seen.pop(event.checkpoint, None)
             return replace(event, nbytes_freed=told.nbytes_freed)
         if self.pruner is not None:
             self.pruner.failed(event.checkpoint, self.lookout.seen)

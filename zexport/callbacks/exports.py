@@ -12,6 +12,7 @@ from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, start_watch
 from zexport.beside.pruning import words_of_prune
 from zexport.beside.words import words_of
+from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions
 from zexport.report.failure import Failure
 from zexport.store.address import place
@@ -40,6 +41,7 @@ class Exports:
 
     Raises:
         UsageError: an option cannot be meant.
+        NotACheckpointError: there is no such base.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Exports:
         export = ExportOptions(**{"dtype": dtype, **more})
         if watch.prune:
             words_of_prune(Path(), export)
+        if export.base is not None:
+            model_folder(export.base)
         self._out = absolute(place(out))
         self._words = (*words_of(watch), *words_of(export))
         self._collect_s = collect_s
