@@ -24,7 +24,7 @@ from zexport.beside import ledger, lookout, pins, sightings
 from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
 from zexport.beside.jobs import Job, start_export, told_by
-from zexport.errors import CheckpointError, OutputError, UsageError
+from zexport.errors import CheckpointError, NotACheckpointError, OutputError, UsageError
 from zexport.options import ExportOptions
 from zexport.store.boundary import Boundary
 from zexport.store.publish import is_being_written
@@ -76,6 +76,7 @@ def _state(run: Path) -> dict[str, tuple[int, int]]:
 
 def test_every_complete_checkpoint_is_exported_once_as_consolidate_does(tmp_path: Path) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
+    run.mkdir()
     assert [*watch(run, outs, ONCE)] == []
     for step in (2, 4):
         _save(run, step)
@@ -671,6 +672,21 @@ def test_models_beside_one_another_are_no_older_ones_of_each_other(
     assert {one.name for one in outs.iterdir()} >= {"_actor", "_critic"}
 
 
+def test_the_call_refuses_what_cannot_be_meant_though_no_event_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    with pytest.raises(NotACheckpointError, match="does not exist"):
+        watch(run, outs, ONCE)
+    watch(run, outs).close()  # which waits for it
+    run.mkdir()
+    with pytest.raises(UsageError, match="verify cannot be 'no'"):
+        watch(run, outs, ONCE, verify="no")
+    with pytest.raises(UsageError, match="lies in the run"):
+        watch(run, run / "outs")
+    assert [*tmp_path.iterdir()] == [run]
+
+
 def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
@@ -679,6 +695,7 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="another watch exports into this folder"):
         next(watch(run, outs, ONCE))
     first.close()
+    (tmp_path / "other").mkdir()
     with pytest.raises(OutputError, match="has the exports of another run"):
         next(watch(tmp_path / "other", outs, ONCE))
     for inside in (run, run / "models"):

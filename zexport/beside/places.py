@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
-from zexport.errors import UsageError
+from zexport.errors import NotACheckpointError, UsageError
 from zexport.store.folders import exists, is_folder, real
 
 
-def check_places(run: Path, outs: Path) -> None:
+def check_places(run: Path, outs: Path, *, once: bool) -> None:
     """Refuse to write into a run: into this one, or, given the wrong way round, into the other.
 
+    A run that is not there is waited for, but by no single look.
+
     Raises:
+        NotACheckpointError: ``run`` is not there, and it is to be looked at once.
         UsageError: ``run`` is no run, or ``outs`` lies in it, or is one.
     """
     if exists(run) and not is_folder(run):
@@ -35,3 +38,6 @@ def check_places(run: Path, outs: Path) -> None:
             path=outs,
             hint="The run comes first, and a folder for its exports second",
         )
+    if once and not exists(run):
+        hint = "Give the folder of the run's checkpoints; without --once it is waited for"
+        raise NotACheckpointError("does not exist", path=run, hint=hint)

@@ -22,8 +22,9 @@ from zexport.beside.shelf import Shelf
 from zexport.beside.sightings import look
 from zexport.beside.words import made_with, words_of
 from zexport.errors import CheckpointError, OutputError
-from zexport.options import ExportOptions
+from zexport.options import ExportOptions, chosen
 from zexport.report.failure import Told
+from zexport.run.readback import VerifyMode
 from zexport.store.address import place
 from zexport.store.boundary import Boundary
 from zexport.store.folders import absolute, exists, look_anew, make_folder, real
@@ -52,6 +53,7 @@ def watch(
 ) -> Generator[WatchEvent]:
     """What becomes of the checkpoints of a run, as it happens; each is exported once.
 
+    The call alone checks what it is given: the work is done while the events are iterated over.
     Each export is a process of its own at low priority, which ends when the generator is closed.
     Checkpoints that wait are kept from being removed. Nothing is ever written into the run.
 
@@ -66,26 +68,49 @@ def watch(
             all.
 
     Raises:
+        NotACheckpointError: ``run`` is not there, and it is to be looked at once.
         OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
-            be written.
+            be written; raised by the first event that is asked for.
         UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints.
     """
     run, outs = absolute(place(run)), absolute(place(outs))
-    check_places(run, outs)
-    export = export or ExportOptions()
-    options = options or WatchOptions()
-    to_prune = words_of_prune(run, export) if options.prune else ()
-    words = (*words_of(export), "--verify", verify)
+    options, export = options or WatchOptions(), export or ExportOptions()
+    check_places(run, outs, once=options.once)
+    asked = _Asked(
+        options=options,
+        boundary=Boundary.of(run, follow=follow_symlinks),
+        words=(*words_of(export), "--verify", chosen("verify", VerifyMode, verify).value),
+        made_with=made_with(export),
+        to_prune=words_of_prune(run, export) if options.prune else None,
+        is_over=is_over,
+    )
+    return _watched(run, outs, asked)
+
+
+class _Asked(Struct, frozen=True):
+    """What the caller of a watch has asked for, in the words of the commands that it starts."""
+
+    options: WatchOptions
+    boundary: Boundary
+    words: Sequence[str]
+    made_with: str
+    to_prune: Sequence[str] | None
+    is_over: Callable[[], bool]
+
+
+def _watched(run: Path, outs: Path, asked: _Asked) -> Generator[WatchEvent]:
+    """The events of a watch, which does its work while they are iterated over."""
     with held(outs) as own:
         pins = pins_folder(outs, own)
         make_folder(pins)
-        boundary = Boundary.of(run, follow=follow_symlinks)
-        ledger = Ledger(outs, own, real(run), {one.mark for one in look(run, boundary)})
-        lookout = Lookout(run, pins, ledger, boundary, options)
-        shelf = Shelf(ledger, options, made_with(export))
-        pruner = Pruner(ledger, boundary, options.keep_resumable, to_prune)
-        work = _Work(lookout, shelf, ledger, options, words, is_over)
-        work.pruner = pruner if options.prune else None
+        there = {one.mark for one in look(run, asked.boundary)}
+        ledger = Ledger(outs, own, real(run), there)
+        lookout = Lookout(run, pins, ledger, asked.boundary, asked.options)
+        shelf = Shelf(ledger, asked.options, asked.made_with)
+        work = _Work(lookout, shelf, ledger, asked.options, asked.words, asked.is_over)
+        if asked.to_prune is not None:
+            kept = asked.options.keep_resumable
+            work.pruner = Pruner(ledger, asked.boundary, kept, asked.to_prune)
         try:
             yield from work.events()
         finally:

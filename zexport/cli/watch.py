@@ -24,7 +24,6 @@ from zexport.cli.options import (
     together,
     verify_option,
 )
-from zexport.errors import NotACheckpointError
 from zexport.store.folders import exists
 
 if TYPE_CHECKING:
@@ -112,7 +111,6 @@ def watch(
     gc.enable()  # unlike other commands it lives for days
     given["interval_s"] = interval
     asked = WatchOptions(**{n: given.pop(n) for n in WatchOptions.__dataclass_fields__})
-    _begin(run, outs, once=asked.once, quiet=quiet)
     events = beside.watch(
         run,
         outs,
@@ -122,6 +120,7 @@ def watch(
         verify=verify,
         is_over=_end_of_input() if until_eof else lambda: False,
     )
+    _begin(run, outs, once=asked.once, quiet=quiet)
     with closing(events):  # an interrupt may come while one is told
         codes = [event.code for event in _told(events, json=json, quiet=quiet)]
     if asked.once and not (codes or quiet):
@@ -130,15 +129,11 @@ def watch(
 
 
 def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
-    """Say what is watched; a run that is not there is waited for, but by no single look."""
+    """Say what is watched, and that a run which is not there is waited for."""
     if not quiet:
         tell_of_options_set()
-    is_there = exists(run)
-    if once and not is_there:
-        hint = "Give the folder of the run's checkpoints; without --once it is waited for"
-        raise NotACheckpointError("does not exist", path=run, hint=hint)
     if not (once or quiet):
-        absent = "" if is_there else ", which is not there yet"
+        absent = "" if exists(run) else ", which is not there yet"
         click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
 
 
