@@ -139,6 +139,16 @@ def test_what_python_gave_is_all_that_counts(
         assert not {one.dtype for one in exported.values()} & {torch.float16}
 
 
+def test_a_training_that_saves_no_rank_files_hears_that_nothing_was_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    exports = Exports(tmp_path / "out", interval_s=0.05, collect_s=60)
+    exports.begin(tmp_path / "run")
+    exports.collect()
+    assert any("holds no ZeRO checkpoint" in line for line in caplog.messages)
+
+
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
     with pytest.raises(UsageError, match="stands for its checkpoint"):
         Exports("models", prune=True, exclude_frozen=True)

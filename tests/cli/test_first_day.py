@@ -94,7 +94,7 @@ def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(cli, ["watch", f"{tmp_path}/empty", f"{tmp_path}/outs", "--once"])
-    assert (done.exit_code, done.stderr) == (0, f"Nothing new in {tmp_path}/empty.\n")
+    assert (done.exit_code, done.stderr) == (0, f"No ZeRO checkpoint in {tmp_path}/empty.\n")
 
 
 def test_a_verification_says_which_checkpoint_is_which(runs: Path) -> None:

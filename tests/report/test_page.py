@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.support.checkpoints import Model, Run, save
+from tests.support.pruning import trainers_run
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import diff_models
 from zexport.api.compare import diff_states
@@ -24,7 +25,7 @@ from zexport.inspect.inspect import inspect_checkpoint
 from zexport.inspect.statistics import measure
 from zexport.report.page.difference import diff_page
 from zexport.report.page.inspection import inspection_page
-from zexport.report.page.page import page_html
+from zexport.report.page.page import check_place, page_html
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 HOSTILE = "a.</script><img src=x onerror=alert(1)>.weight\x1b[31m"
@@ -151,6 +152,16 @@ def test_the_command_writes_a_page_and_replaces_only_a_page(tmp_path: Path) -> N
     assert ended.exception.problem == "exists and is no page of zexport"
     assert thesis.read_text() == "<p>mine</p>"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "thesis.html"]
+
+
+def test_no_page_is_written_into_a_checkpoint(tmp_path: Path) -> None:
+    """A Trainer deletes the checkpoint whose folder is the oldest."""
+    trainers_run(tmp_path / "run", steps=(2,))
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    for folder in (checkpoint, checkpoint / "global_step2"):
+        with pytest.raises(OutputError, match="lies in a checkpoint"):
+            check_place(folder / "x.html")
+    check_place(tmp_path / "run" / "x.html")
 
 
 def test_without_jinja2_the_line_to_type_is_told(

@@ -229,7 +229,9 @@ class _Work:
     def _left(self) -> Iterator[WatchEvent]:
         """What is not exported at the end, and why."""
         for name, why in self.lookout.waits.items():
-            yield self._event(EventKind.WAITING, name, why=why)
+            seen = self.lookout.seen.get(name)
+            step = None if seen is None else seen.step(self.lookout.boundary)
+            yield self._event(EventKind.WAITING, name, step, why=why)
         if self.lookout.left_out and not any(self.ledger.ages()):
             *others, last = self.lookout.left_out
             why = f"--every {self.options.every} leaves it out"

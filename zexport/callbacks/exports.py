@@ -12,11 +12,13 @@ from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, start_watch
 from zexport.beside.pruning import words_of_prune
 from zexport.beside.words import words_of
+from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
+from zexport.errors import NotACheckpointError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions
 from zexport.report.failure import Failure
 from zexport.store.address import place
-from zexport.store.folders import absolute
+from zexport.store.folders import absolute, is_folder
 from zexport.store.json import decoded
 
 _LOG = logging.getLogger("zexport.callbacks")
@@ -60,8 +62,9 @@ class Exports:
         export = ExportOptions(**{"dtype": dtype, **more})
         if watch.prune:
             words_of_prune(Path(), export)
-        if export.base is not None:
-            model_folder(export.base)
+        if export.base is not None and not is_folder(model_folder(export.base)):
+            hint = "Give a model folder, or the hub's name of one in its cache"
+            raise NotACheckpointError("is no folder of a base", path=export.base, hint=hint)
         self._out = absolute(place(out))
         self._words = (*words_of(watch), *words_of(export))
         self._collect_s = collect_s
@@ -99,6 +102,10 @@ class Exports:
         self._note(self._collect_s)
         if self._job is not None:
             _LOG.warning("exports to %s go on by themselves", self._out)
+        elif self._run is not None and not (
+            list_tags(self._run) or list_run_checkpoints(self._run)
+        ):
+            _LOG.warning("nothing was exported: %s holds no ZeRO checkpoint", self._run)
         self._run = None
 
     def _start(self) -> None:

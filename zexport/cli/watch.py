@@ -107,6 +107,7 @@ def watch(
     """
     from zexport.beside import watch as beside
     from zexport.beside.choices import WatchOptions
+    from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 
     gc.enable()  # unlike other commands it lives for days
     given["interval_s"] = interval
@@ -124,7 +125,8 @@ def watch(
     with closing(events):  # an interrupt may come while one is told
         codes = [event.code for event in _told(events, json=json, quiet=quiet)]
     if asked.once and not (codes or quiet):
-        click.echo(f"Nothing new in {run}.", err=True)
+        is_run = bool(list_tags(run) or list_run_checkpoints(run))
+        click.echo(f"{'Nothing new' if is_run else 'No ZeRO checkpoint'} in {run}.", err=True)
     click.get_current_context().exit(max(codes, default=0))
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import to_install
 from zexport.printable import shown
@@ -27,7 +28,7 @@ from zexport.report.page.treemap import Box
 from zexport.report.text import plural, size
 from zexport.store.contents import write_durably
 from zexport.store.files import open_regular, read_at, writing
-from zexport.store.folders import exists, is_file
+from zexport.store.folders import absolute, exists, is_file
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -125,7 +126,8 @@ def check_place(path: Path) -> None:
 
     Raises:
         MissingExtraError: jinja2 is not installed.
-        OutputError: something else lies there.
+        OutputError: something else lies there, or it is the folder of a checkpoint, by whose time
+            a Trainer chooses what it deletes.
     """
     _parts()
     with writing(path):
@@ -133,6 +135,11 @@ def check_place(path: Path) -> None:
             raise OutputError(
                 "exists and is no page of zexport", path=path, hint="Choose another name"
             )
+    folder = absolute(path).parent
+    is_trainers = is_file(folder / "trainer_state.json") and bool(list_tags(folder))
+    if is_tag_dir(folder) or (is_trainers and not list_run_checkpoints(folder)):
+        hint = "Choose a place outside"
+        raise OutputError("lies in a checkpoint, which is never touched", path=path, hint=hint)
 
 
 def write_page(path: Path, page: Page) -> None:
