@@ -42,14 +42,14 @@ def _save(run: Path, step: int, *, is_whole: bool = True, **state: object) -> Pa
     return folder
 
 
-class _Silent(Job):
-    """One whose process could not tell what it had done."""
+class _Killed(Job):
+    """One whose process could not tell what it had done, or had just told it."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, told: str) -> None:
+        self._told = told
 
     def output(self) -> tuple[str, str]:
-        return "", ""
+        return self._told, ""
 
 
 def _noted(outs: Path, **changes: object) -> None:
@@ -181,6 +181,25 @@ def test_an_export_that_outlives_its_watch_is_waited_for_and_is_the_next_ones(
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
     goes_on.join()
     assert orphan.wait(60) == 0
+    assert [*watch(run, outs, ONCE)] == []
+
+
+def test_an_export_that_outlives_its_watch_may_end_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had no lock yet when the next watch looked, and so was begun a second time."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    with ledger.held(outs) as own:
+        (one,) = sightings.look(run, Boundary.of(run))
+        ledger.Ledger(outs, own, run).begin(one, 2, "", "")
+
+    def start(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
+        consolidate(run / "checkpoint-2", out_dir)
+        return start_export(checkpoint, out_dir, words)
+
+    monkeypatch.setattr(watching, "start_export", start)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
     assert [*watch(run, outs, ONCE)] == []
 
 
@@ -344,12 +363,13 @@ def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
         [*watch(run, outs, OFTEN, is_over=lambda: True)]
 
 
-def test_an_export_that_stands_counts_though_its_process_could_not_tell_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("said", ["", '{"schema": 1, "warnings": []}', '{"schema": 1, "warn'])
+def test_an_export_that_stands_counts_though_its_process_was_killed(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
-    monkeypatch.setattr(watching, "told_by", lambda *_: told_by(_Silent(), 6))
+    monkeypatch.setattr(watching, "told_by", lambda *_: told_by(_Killed(said), -9))
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
     assert [*watch(run, outs, ONCE)] == []
 

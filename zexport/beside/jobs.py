@@ -11,13 +11,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
+import msgspec
 from msgspec import Struct
 
 from zexport.report.failure import Failure, Told
 from zexport.store.client import options_in_use
+from zexport.store.files import read_at
 from zexport.store.json import Natural, decoded
 
 _NICENESS = 10
@@ -44,7 +46,10 @@ Source: torch 2.13, ``distributed/elastic/agent/server/local_elastic_agent.py``;
 
 _PLACE = re.compile(r"""(?P<quote>["']?)(?P<name>\{(?:step)?\})(?P=quote)""")
 
-_TAIL_NBYTES = 2000
+_TAIL = 2000
+"""So many characters of a complaint are told."""
+
+_READ_NBYTES = 1 << 20
 
 
 class Job:
@@ -64,8 +69,8 @@ class Job:
         With an input, that ends when ``no_more`` is called, or this process is gone. It is no rank
         of a training that this process is one of, where that is said.
         """
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 - ``end`` closes both
-        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        self._out = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``end`` closes both
+        self._err = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if is_heard or not _OPTION.match(k)}
         if not is_rank:
             environment = {k: v for k, v in environment.items() if not _OF_A_RANK.fullmatch(k)}
@@ -109,8 +114,7 @@ class Job:
 
     def complaint(self) -> str:
         """The end of what it has written to stderr."""
-        nbytes = os.fstat(self._err.fileno()).st_size
-        return _read(self._err, max(0, nbytes - _TAIL_NBYTES))
+        return _read(self._err, 0)[-_TAIL:]
 
     def lines(self) -> list[str]:
         """The lines that it has written to stdout since this was asked before."""
@@ -134,10 +138,12 @@ UNTOLD = "internal"
 """The kind of error of a process that ended without a word."""
 
 
-def _read(file: IO[bytes], begin: int) -> str:
-    """What a file holds from a place on; where its process goes on writing is left as it is."""
-    nbytes = os.fstat(file.fileno()).st_size - begin
-    return os.pread(file.fileno(), nbytes, begin).decode(errors="surrogateescape")
+def _read(file: FileIO, begin: int) -> str:
+    """What a file holds from a place on; its process goes on writing where it is."""
+    content = b""
+    while data := read_at(file, begin + len(content), _READ_NBYTES):
+        content += data
+    return content.decode(errors="surrogateescape")
 
 
 class Exported(Struct, frozen=True):
@@ -182,11 +188,11 @@ def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
 
 
 def told_by(job: Job, code: int) -> Exported:
-    """What an export that has ended told; one that told nothing was ended from outside."""
+    """What an export that has ended told; one that told no reason was ended from outside."""
     out, err = job.output()
     if code == 0:
         return decoded(out, Exported)
-    if out:
+    with suppress(ValueError, msgspec.ValidationError):  # it was killed before, or after, it told
         return Exported(error=decoded(out, Failure).error)
     last = err.strip().rpartition("\n")[2]
     said = f"its process ended with code {code}" + (f": {last}" if last else "")

@@ -180,8 +180,10 @@ class Ledger:
 
     def begin(self, seen: Sighting, step: int | None, past: str, made_with: str) -> None:
         """A checkpoint is about to be exported."""
-        found = self._digest(seen.name)
+        found, before = self._digest(seen.name), self._entries.get(seen.name)
         ours = found if self.is_ours(seen.name) else ""
+        if before is not None and before.is_begun:  # that one may still publish, or just has
+            found = before.found
         entry = Entry(seen.mark, step, seen.written_ns, ours, found, is_begun=True)
         self.put(seen.name, replace(entry, past=past, made_with=made_with))
 

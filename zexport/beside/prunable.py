@@ -80,7 +80,7 @@ class Place(Struct, frozen=True):
 def place_of(path: Path, tag: str | None) -> Place:
     """The checkpoint that a path and a tag mean; one that was renamed is found by its old name."""
     if is_link(path):
-        raise _refused(path, "is a link", "Name the folder itself")
+        raise _refused(path, "is a link or a mount point", "Name the folder itself")
     if not exists(path):
         renamed = (pruned_name(path), pruned_name(path.parent) / path.name)
         path = next(filter(exists, renamed), path)

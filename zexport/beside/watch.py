@@ -144,7 +144,7 @@ class _Work:
     """Looks since it is to end."""
     begun: Sequence[str] = ()
     """Exports that a watch which was killed had begun."""
-    orphans: list[str] = field(default_factory=list)
+    orphans: Sequence[str] = ()
     """Those of them that are still at work."""
     owed: list[str] = field(default_factory=list)
     """Exports whose command is to be run."""
@@ -181,22 +181,20 @@ class _Work:
         entries = self.ledger.entries
         self.owed = [name for name, entry in entries.items() if entry.is_owed]
         self.begun = [name for name, entry in entries.items() if entry.is_begun]
-        self.orphans = [*self.begun]
         yield from self._settle()
         self.lookout.take_over()
         yield from self.shelf.news(self.lookout.there())
 
     def _settle(self) -> Iterator[WatchEvent]:
         """Take over what exports have made that a killed watch has left at work."""
-        for name in [*self.orphans]:
-            out = self.ledger.out(name)
-            if not is_being_written(out):
-                self.orphans.remove(name)
-                look_anew(out)
-                if self.ledger.is_published(name):
-                    self._stands(name, is_owed=True)
-                    self.lookout.let_go(name)
-                    yield self._event(EventKind.EXPORTED, name)
+        running = [task.event.checkpoint for task in self._tasks()]
+        begun = [name for name in self.begun if name not in running]
+        self.orphans = [name for name in begun if is_being_written(self.ledger.out(name))]
+        for name in begun:
+            if name not in self.orphans and self.ledger.is_published(name):
+                self._stands(name, is_owed=True)
+                self.lookout.let_go(name)
+                yield self._event(EventKind.EXPORTED, name, self.ledger.entries[name].step)
 
     def _stands(self, name: str, *, is_owed: bool) -> None:
         """Note an export that is there now."""
@@ -315,14 +313,15 @@ class _Work:
     def _exported(self, task: _Task, kept: Pin, code: int) -> WatchEvent:
         """Note how an export has ended."""
         event, told = task.event, told_by(task.job, code)
-        is_silent = told.error is not None and told.error.kind == UNTOLD
-        if told.error is None or (is_silent and self.ledger.is_published(event.checkpoint)):
+        may_stand = (
+            told.error is None or told.error.kind == UNTOLD or event.checkpoint in self.begun
+        )
+        if told.error is None or (may_stand and self.ledger.is_published(event.checkpoint)):
             self._stands(event.checkpoint, is_owed=bool(self.options.then))
             kept.release()
             age = (_UNPROVED,) if kept.is_unproved else ()
             return replace(event, warnings=(*task.warnings, *age, *told.warnings))
         if event.checkpoint in self.begun and is_being_written(event.out):
-            self.orphans.append(event.checkpoint)
             self.lookout.put_back(kept)
             why = "an export that a killed watch has left writes it"
             return replace(event, event=EventKind.WAITING, why=why)

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, start_watch
@@ -141,7 +143,7 @@ def _tell(line: str, job: Job) -> int:
             _LOG.warning("%s", error.message)
             return error.code
         event = decoded(line, WatchEvent)
-    except ValueError:  # the process was ended while it wrote
+    except (ValueError, msgspec.ValidationError):  # the process was ended while it wrote
         _LOG.warning("%s", line)
         return 0
     if event.failure is not None:
