@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,13 @@ from zexport.cluster.board import together
 from zexport.cluster.connection import Node, connected
 from zexport.cluster.sights import Places, Sight, survey
 from zexport.cluster.tasks import FalteredError, Order, Task, perform
-from zexport.errors import DamagedCheckpointError, MissingExtraError, OutputError, UsageError
+from zexport.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingExtraError,
+    OutputError,
+    UsageError,
+)
 from zexport.run.progress import Phase
 from zexport.store.address import Address
 from zexport.store.folders import is_folder
@@ -35,9 +41,20 @@ def _surveyed(
     here: dict[str, Version] | None = None,
 ) -> Places:
     """What comes of the nodes' answers, where the driver sees ``here``."""
+    return _surveyed_all(monkeypatch, told, Sight(True, (here or {},)), [CKPT])
+
+
+def _surveyed_all(
+    monkeypatch: pytest.MonkeyPatch,
+    told: Mapping[Node, object],
+    here: Sight,
+    paths: Sequence[Path],
+    also: Sequence[Path] = (),
+) -> Places:
+    """The same of several paths, and of what else is read."""
     monkeypatch.setattr(sights, "ask_all", lambda *_: told)
-    monkeypatch.setattr(sights, "_listing", lambda _: here or {})
-    return survey([CKPT], Path("/out/model.mark"))
+    monkeypatch.setattr(sights, "look", lambda *_: here)
+    return survey(paths, Path("/out/model.mark"), also)
 
 
 def test_nodes_that_see_all_of_it_take_part_and_others_are_left_out(
@@ -56,9 +73,58 @@ def test_of_nodes_with_files_of_their_own_that_of_rank_0_is_the_first(
     same = Sight(True, (RANK_1,))
     told: dict[Node, object] = {ONE: same, TWO: Sight(True, (RANK_0,)), THREE: same}
     found = _surveyed(monkeypatch, told)
-    assert found.are_apart
     assert found.nodes == (TWO, ONE)
     assert [*map(str, found.checkpoint)] == ["node://2f00/data/run", "node://1f00/data/run"]
+
+
+def test_each_path_is_read_on_the_nodes_that_it_lies_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where it was named, if all that take part see it there, which a head node does not."""
+    first, second, shared = Path("/data/one"), Path("/data/two"), Path("/net/three")
+    told = {
+        ONE: Sight(True, (RANK_0, {}, RANK_1)),
+        TWO: Sight(True, ({}, RANK_1, RANK_1)),
+        THREE: Sight(True, ({}, {}, {})),
+    }
+    here = Sight(True, (RANK_0, {}, RANK_1))
+    found = _surveyed_all(monkeypatch, told, here, [first, second, shared])
+    assert found.nodes == (ONE, TWO)
+    assert [*map(str, found.checkpoint)] == [
+        "node://1f00/data/one",
+        "node://2f00/data/two",
+        "/net/three",
+    ]
+
+
+_BASE = Path("/models/base")
+_STAMP = {"model.safetensors": (_SOME, 7)}
+
+
+def test_nodes_that_do_not_see_the_base_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Sight(True, (RANK_0,), (_STAMP,))
+    told = {ONE: here, TWO: Sight(True, (RANK_0,), ({},))}
+    found = _surveyed_all(monkeypatch, told, here, [CKPT], [_BASE])
+    assert (found.nodes, found.left_out) == ((ONE,), (TWO,))
+
+
+@pytest.mark.parametrize("listings", [[RANK_0, RANK_0], [RANK_0, RANK_1], [{}, {}]])
+def test_a_base_that_no_node_or_not_every_holder_of_rank_files_sees_is_told(
+    listings: list[dict[str, Version]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of it is another: nothing proves what it holds."""
+    copied = {"model.safetensors": (_SOME, 8)}
+    told = {
+        node: Sight(True, (one,), (stamps,))
+        for node, one, stamps in zip((ONE, TWO), listings, (copied, {}), strict=True)
+    }
+    here = Sight(True, (listings[0],), (_STAMP,))
+    with pytest.raises(CheckpointError, match=r"^/models/base: is not the same on .*host1, host2"):
+        _surveyed_all(monkeypatch, told, here, [CKPT], [_BASE])
+
+
+def test_a_checkpoint_that_this_machine_alone_sees_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[Node, object] = {ONE: Sight(True, ({},)), TWO: Sight(True, ({},))}
+    with pytest.raises(CheckpointError, match=r"^/data/run: is not the same on the nodes"):
+        _surveyed(monkeypatch, told, RANK_0)
 
 
 def test_another_version_on_a_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ from tests.support.stopping import files
 from zexport import ExportOptions, Progress, ReshardOptions, consolidate, plan_export, reshard
 from zexport.api.parts import Request
 from zexport.checkpoint.opening import open_checkpoint
+from zexport.cli.main import cli
 from zexport.cluster import connection, export, sights
 from zexport.cluster.export import gathered
-from zexport.errors import OutputError, UsageError, ZexportError
-from zexport.options import Engine
+from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
+from zexport.options import Engine, NameLayout
 from zexport.run.execute import ExportReport
 from zexport.store.publish import locked_part
 
@@ -37,6 +38,7 @@ LIMIT_S = 180
 APART = Path("/proc/self/cwd/ckpt")
 """A checkpoint's path of which each node has its own."""
 
+_ONE_THREAD = ExportOptions(jobs=1)
 _STAND_INS = {"zexport": f'exec {sys.executable} -m zexport "$@"', "ray": 'shift 3; exec "$@"'}
 
 pytestmark = pytest.mark.slow
@@ -67,10 +69,12 @@ def cluster(homes: tuple[Path, Path]) -> Iterator[Cluster]:
 
 
 def _exported(
-    checkpoint: list[Path], out: Path, told: list[Progress] | None = None
+    checkpoint: list[Path],
+    out: Path,
+    told: list[Progress] | None = None,
+    options: ExportOptions = _ONE_THREAD,
 ) -> ExportReport:
     """What a crew makes of a checkpoint, with a thread for each worker."""
-    options = ExportOptions(jobs=1)
     with gathered("auto", checkpoint, out) as crew:
         plan = plan_export(open_checkpoint(crew.checkpoint), out, options)
         request = Request.of(crew.checkpoint, options, None, follow=False)
@@ -124,6 +128,57 @@ def test_rank_files_that_each_node_keeps_are_read_where_they_are(
     consolidate([home / "ckpt" for home in homes], tmp_path / "whole")
     _exported([APART], tmp_path / "model")
     assert files(tmp_path / "model") == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_paths_that_lie_each_on_its_own_node_are_read_there(
+    homes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(homes[0])
+    _spread("z2_w2_bf16_groups", homes)
+    for home, name in zip(homes, ("one", "two"), strict=True):
+        (home / "ckpt").rename(home / name)
+    consolidate([homes[0] / "one", homes[1] / "two"], tmp_path / "whole")
+    _exported([APART.with_name("one"), APART.with_name("two")], tmp_path / "model")
+    assert files(tmp_path / "model") == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("only", ["model.layers.0.mlp", "model.layers.1.mlp"])
+def test_what_one_node_alone_has_of_a_model_is_exported_alone(
+    only: str, homes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ZeRO-2, a weight lies with one rank: the first layer's with the first."""
+    monkeypatch.chdir(homes[0])
+    _spread("z2_w2_bf16_groups", homes)
+    out = tmp_path / "model"
+    options = ExportOptions(jobs=1, only=only, layout=NameLayout.MEMORY)
+    consolidate([home / "ckpt" for home in homes], tmp_path / "whole", options)
+    _exported([APART], out, options=options)
+    assert files(out) == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_base_that_one_node_alone_sees_is_told_before_anything_is_written(
+    homes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(homes[0])
+    _spread("z3_w2_bf16_frozen", homes)
+    base = homes[0] / "base"
+    base.mkdir(exist_ok=True)
+    (base / "config.json").write_text("{}")
+    words = [
+        "consolidate",
+        APART,
+        tmp_path / "model",
+        "--ray",
+        "auto",
+        "--base",
+        APART.with_name("base"),
+    ]
+    with pytest.raises(CheckpointError, match="base: is not the same on the nodes"):
+        cli.main([*map(str, words)], standalone_mode=False)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.usefixtures("cluster")

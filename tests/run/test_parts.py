@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +17,18 @@ from msgspec import structs
 
 from tests.support.plans import save
 from tests.support.stopping import SHARDS, files, files_of, four_shards, stopped_after
-from zexport import consolidate_part, finish_export, verify_export
+from zexport import consolidate, consolidate_part, finish_export, verify_export
 from zexport.errors import (
     DamagedCheckpointError,
     OutputError,
+    UnsafeError,
     UsageError,
     VerificationError,
     ZexportError,
 )
 from zexport.options import Engine, ExportOptions
 from zexport.plan.digest import PlanDigest
-from zexport.plan.plan import ExportPlan
+from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
 from zexport.run import parts
 from zexport.run.begin import Workplace
@@ -36,7 +38,7 @@ from zexport.run.parts import finish_parts, run_part, write_share
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import RECEIPTS_NAME
+from zexport.run.receipts import RECEIPTS_NAME, _sealed
 from zexport.run.shares import Share, divide, whole
 from zexport.store.publish import locked, locked_part
 from zexport.weights.proof import WeightReader
@@ -286,6 +288,64 @@ def test_a_worker_that_died_before_the_last_step_leaves_it_to_the_next(
     (report,) = _parts(tmp_path, 2, 2)
     assert report.nbytes_read
     assert files(plan.out_dir) == expected
+
+
+@pytest.mark.parametrize("at", ["receipts.remove_all", "receipts.remove", "parts.publish"])
+@pytest.mark.parametrize("is_finished_by_hand", [False, True])
+def test_a_worker_that_died_while_it_cleared_up_leaves_a_folder_that_lacks_its_name_alone(
+    at: str, is_finished_by_hand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was made of may be gone by then: the manifest says what it is."""
+    run = FIXTURE
+    whole = consolidate(run, tmp_path / "whole")
+    expected, out = files(tmp_path / "whole"), tmp_path / "out"
+    consolidate_part(run, out, Share(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"zexport.run.{at}", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consolidate_part(run, out, Share(2, 2))
+    assert not out.exists()
+    if is_finished_by_hand:
+        done = finish_export(out)
+        assert (done.form, done.files, done.tensors) == (whole.form, whole.files, whole.tensors)
+    else:
+        consolidate_part(run, out, Share(1, 2))
+    assert files(out) == expected
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.")]
+
+
+def test_a_finished_folder_takes_no_others_place_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = FIXTURE, tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("zexport.run.parts.publish", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consolidate_part(run, out, Share(1, 1))
+    out.mkdir()
+    (out / "mine.txt").touch()
+    with pytest.raises(OutputError, match="is there, and the folder that is finished beside it"):
+        finish_export(out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("name", ["../evil.safetensors", "/evil.safetensors", "a/../../evil.json"])
+def test_no_plan_names_a_file_outside_its_folder(
+    name: str, plan: ExportPlan, tmp_path: Path
+) -> None:
+    """Whatever it was read from: names in a checkpoint, or what another worker has noted."""
+    before = {path.name for path in tmp_path.iterdir()}
+    evil = replace(plan, side_files=(SideFile(name, content=b"x"),))
+    with pytest.raises(UnsafeError, match="would be left by a file that the plan names"):
+        run_plan(evil)
+    assert {path.name for path in tmp_path.iterdir()} == before
+    _parts(tmp_path, 2, 1)
+    noted = tmp_path / "out.partial" / RECEIPTS_NAME / "plan"
+    table = json.loads(noted.read_bytes().partition(b"\n")[2])
+    table["side_files"][name] = {"nbytes": 1, "blake3": "0" * 64}
+    noted.write_bytes(_sealed(table))
+    with pytest.raises(OutputError, match="was begun for another plan"):
+        _parts(tmp_path, 2, 2)
 
 
 def test_one_process_alone_does_not_disturb_parts_at_work(plan: ExportPlan, tmp_path: Path) -> None:

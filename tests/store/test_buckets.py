@@ -117,7 +117,7 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
     content = bytearray(one.read_bytes())
     content[-1] ^= 1
     obstore.put(server.store, key, bytes(content))
-    with pytest.raises(CheckpointError, match=r"was replaced while it was read|was changed"):
+    with pytest.raises(CheckpointError, match=r"was replaced meanwhile|was changed"):
         zexport.run_export(plan)
     assert not (tmp_path / "out").exists()
     obstore.put(server.store, key, one.read_bytes())
@@ -144,11 +144,12 @@ def test_what_passes_is_tried_again(
     [
         (Answer("403 Forbidden", "AccessDenied"), "the store refuses access"),
         (Answer("404 Not Found", "NoSuchKey"), "there is no such object"),
-        (Answer("412 Precondition Failed", "PreconditionFailed"), "it was replaced while"),
+        (Answer("412 Precondition Failed", "PreconditionFailed"), "it was replaced meanwhile"),
         (Answer("500 Internal Server Error", "InternalError"), "the store answers 500"),
         (Answer("503 Service Unavailable", "SlowDown"), "the store answers 503"),
         (Answer("429 Too Many Requests", "SlowDown"), "the store answers 429"),
         (Answer(cut=1000), "the store's answer was cut off"),
+        (Answer(cut=1000, is_short=True), "the store's answer is too short"),
     ],
     ids=lambda one: getattr(one, "status", None),
 )
@@ -165,6 +166,22 @@ def test_what_does_not_pass_is_one_sentence(
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(address)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_which_too_little_came_is_not_copied(
+    address: str, server: Server, tmp_path: Path
+) -> None:
+    """Though the answer says of itself that it is whole."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "tokenizer.json").write_text('{"model": {}, "added_tokens": []}' + " " * 2000)
+    far = place(server.put(base, "short/base"))
+    server.fault = lambda one: (
+        Answer(cut=1000, is_short=True) if one.key.endswith("tokenizer.json") else None
+    )
+    with pytest.raises(CheckpointError, match="the store's answer is too short"):
+        zexport.consolidate(address, tmp_path / "out", ExportOptions(base=far))
     assert not (tmp_path / "out").exists()
 
 

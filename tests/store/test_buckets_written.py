@@ -7,18 +7,23 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import obstore
 import pytest
+import torch
 
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
+from tests.support.real_cases import copied, file_of
 from zexport.cli.main import cli
-from zexport.errors import OutputError
-from zexport.options import ExportOptions, ReshardOptions
+from zexport.errors import DamagedCheckpointError, OutputError
+from zexport.findings import FindingKind
+from zexport.options import ExportOptions, NameLayout, ReshardOptions
+from zexport.run import receipts
 from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.receipts import RECEIPTS_NAME
 from zexport.run.shares import Share
@@ -149,6 +154,45 @@ def test_what_passes_is_tried_again(
     assert zexport.verify_export(out, against=run).ok
 
 
+@pytest.mark.parametrize("ending", [MANIFEST_NAME, "model.safetensors"])
+def test_what_was_done_though_its_answer_was_lost_is_done(
+    ending: str, out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    """The library asks again: of the manifest, which is only to be there once, and of an upload."""
+    large = Model([{"w": values((2048, 1200), 1)}])
+    run = save(large, Run(stage=2), tmp_path / "run")
+
+    def lose(one: Request) -> Answer | None:
+        is_last = one.method == "PUT" or (one.method == "POST" and "uploadId" in one.query)
+        if not (is_last and one.key.endswith(ending) and "partNumber" not in one.query):
+            return None
+        server.fault = lambda _: None
+        return Answer("500 Internal Server Error", "InternalError", is_done=True)
+
+    server.fault = lose
+    zexport.consolidate(run, out)
+    assert zexport.verify_export(out, against=run).ok
+    assert not any(name.startswith(".zexport") for name in server.get(name))
+
+
+def test_an_upload_that_is_refused_since_somebody_was_first_is_ended(
+    out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    run = save(Model([{"w": values((2048, 1200), 1)}]), Run(stage=2), tmp_path / "run")
+    server.fault = lambda one: (
+        Answer("412 Precondition Failed", "PreconditionFailed")
+        if one.method == "POST" and "uploadId" in one.query
+        else None
+    )
+    with pytest.raises(OutputError, match="cannot be written: it was replaced meanwhile"):
+        zexport.consolidate(run, out)
+    assert [one for one in server.of("DELETE") if "uploadId" in one.query]
+    assert not server.get(name)
+    server.fault = lambda _: None
+    zexport.consolidate(run, out)
+    assert zexport.verify_export(out, against=run).ok
+
+
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 def test_a_server_that_stops_for_good_is_told_and_nothing_looks_whole(
     method: str, run: Path, out: str, name: str, server: Server
@@ -255,6 +299,30 @@ def test_what_is_not_an_exports_own_is_not_removed(run: Path, out: str, server: 
         zexport.consolidate(run, f"{out}-2", _SHARDS)
 
 
+@pytest.mark.parametrize("foreign", ["mine.pt", "global_step2/mine.safetensors"])
+def test_files_of_others_among_those_of_a_stopped_resharding_are_not_removed(
+    foreign: str, out: str, name: str, server: Server
+) -> None:
+    """What it left itself goes, though the rerun would not write it."""
+    server.fault = lambda one: (
+        Answer("403 Forbidden", "AccessDenied")
+        if one.method == "PUT" and one.key.endswith(f"{name}/latest")
+        else None
+    )
+    with pytest.raises(OutputError):
+        zexport.reshard(_REAL, out, ReshardOptions(world_size=3))
+    server.fault = lambda _: None
+    obstore.put(server.store, f"{name}/{foreign}", b"mine")
+    objects.forget_listings()
+    with pytest.raises(OutputError, match="what is not its own, which would be removed"):
+        zexport.reshard(_REAL, out, ReshardOptions(world_size=2))
+    assert server.get(name)[foreign] == b"mine"
+    obstore.delete(server.store, f"{name}/{foreign}")
+    objects.forget_listings()
+    zexport.reshard(_REAL, out, ReshardOptions(world_size=2))
+    assert zexport.verify_export(out, against=_REAL).ok
+
+
 def _as_given(files: dict[str, bytes]) -> dict[str, bytes]:
     """Files, and of a manifest what does not tell when the sources were put where they are."""
     content = re.sub(rb'"mtime_ns": \d+|  "blake3": "\w+",\n', b"", files[MANIFEST_NAME])
@@ -328,9 +396,7 @@ def test_parts_that_come_to_the_end_together_publish_once(
             zexport.finish_export(out)
 
     server.fault = let_another_be_first
-    done = zexport.consolidate_part(run, out, Share(3, 3), _SHARDS)
-    assert isinstance(done, zexport.PartReport)
-    assert not done.missing
+    zexport.consolidate_part(run, out, Share(3, 3), _SHARDS)
     assert server.get(name) == _files(tmp_path / "near")
 
 
@@ -356,6 +422,58 @@ def test_parts_are_finished_by_hand_unless_a_shard_was_replaced(
     assert zexport.verify_export(out, against=run).ok
     with pytest.raises(OutputError, match="has no parts beside it"):
         zexport.finish_export(out)
+
+
+def test_parts_in_a_bucket_do_not_mix_files_beside_the_weights(
+    run: Path, out: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "tokenizer.json").write_text('{"model": {}, "added_tokens": []}')
+    options = replace(_SHARDS, base=base)
+    zexport.consolidate_part(run, out, Share(1, 2), options)
+    (base / "tokenizer.json").write_text('{"model": {}, "added_tokens": [] }')
+    with pytest.raises(OutputError, match=r"other files beside .*\(found another tokenizer"):
+        zexport.consolidate_part(run, out, Share(2, 2), options)
+
+
+def test_second_copies_are_compared_by_the_first_part_alone(
+    out: str, name: str, server: Server, tmp_path: Path
+) -> None:
+    """As one process does: nothing is published where they differ, unless that is allowed."""
+    run = copied("z2_w2_bf16_groups", tmp_path)
+    states = file_of(run, "mp_rank_00_model_states.pt")
+    saved = torch.load(states, weights_only=False)
+    saved["module"]["lm_head.weight"] += 1
+    torch.save(saved, states)
+    far = server.put(run, f"{name}-run/{run.name}")
+    strict = ExportOptions(layout=NameLayout.MEMORY, max_shard_nbytes=10_000)
+    zexport.consolidate_part(far, out, Share(2, 2), strict)
+    with pytest.raises(DamagedCheckpointError, match="lm_head"):
+        zexport.consolidate_part(far, out, Share(1, 2), strict)
+    assert MANIFEST_NAME not in server.get(name)
+    lax = replace(strict, allow=frozenset({FindingKind.CAST_MISMATCH}))
+    for number in (2, 1):
+        zexport.consolidate_part(far, f"{out}-lax", Share(number, 2), lax)
+    zexport.consolidate(far, f"{out}-whole", lax)
+    assert server.get(f"{name}-lax") == server.get(f"{name}-whole")
+
+
+def test_finishing_goes_on_where_it_was_killed_while_it_cleared_up(
+    run: Path, out: str, name: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    zexport.consolidate_part(run, out, Share(1, 2), _SHARDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(receipts, "remove", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zexport.consolidate_part(run, out, Share(2, 2), _SHARDS)
+    assert MANIFEST_NAME in server.get(name)
+    report = zexport.finish_export(out)
+    assert sorted(server.get(name)) == sorted(report.files)
+    assert zexport.verify_export(out, against=run).ok
 
 
 def test_each_command_of_the_page_on_large_checkpoints_ends_well(

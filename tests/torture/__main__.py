@@ -19,6 +19,7 @@ from tests.support.moves import every_move
 from tests.support.pruning import trainers_run
 from tests.support.resharding import departures
 from tests.support.stopping import SHARDS, files_of, four_shards
+from tests.torture.bucket_cases import every_case
 from tests.torture.bucket_kills import every_bucket_kill
 from tests.torture.commands import Export, killed_at_random, make_checkpoint
 from tests.torture.kills import count_calls, killed_at
@@ -68,6 +69,10 @@ def main() -> None:
             lambda: _moves(folder / "moves", options.seconds, options.seed),
         )
         _told("killed at every request to a bucket", lambda: every_bucket_kill(folder / "bucket"))
+        _told(
+            "every real checkpoint from and into a bucket, and in parts",
+            lambda: every_case(folder / "cases"),
+        )
     _told("fuzzers", lambda: _fuzz(options.seconds))
 
 

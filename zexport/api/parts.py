@@ -55,6 +55,16 @@ class Request(Struct, frozen=True):
         options = replace(options, base=base, adapter_config=adapter)
         return cls(paths, tag, follow, export=options)
 
+    @property
+    def beside(self) -> tuple[Path, ...]:
+        """What else is read by the options: a base, an adapter's or DeepSpeed's configuration."""
+        named: tuple[Path | None, ...] = ()
+        if self.reshard is not None:
+            named = (self.reshard.ds_config,)
+        elif self.export is not None:
+            named = (self.export.base, self.export.adapter_config)
+        return tuple(one for one in named if one is not None)
+
     def plan(self, out_dir: Path) -> ExportPlan:
         """The plan, made again."""
         opened = open_checkpoint(
@@ -158,6 +168,8 @@ def finish_export(
     began = time.monotonic()
     verify = chosen("verify", VerifyMode, verify)
     out_dir = place(out_dir)
-    request = decoded(json.dumps(parts.requested(out_dir)), Request)
-    done = parts.finish_parts(request.plan(out_dir), verify=verify, progress=progress)
+    done = parts.finish_left(out_dir, progress)
+    if done is None:
+        request = decoded(json.dumps(parts.requested(out_dir)), Request)
+        done = parts.finish_parts(request.plan(out_dir), verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,9 +106,18 @@ class Making(Struct, frozen=True):
         if out.suffix in _FILES and not self.quiet:
             click.echo(f"{out} will be a folder, as every model is.", err=True)
         began = time.monotonic()
+
+        def request(seen: Sequence[Path]) -> Request:
+            from zexport.api.parts import Request
+
+            return Request.of(seen, options, self.tag, follow=follow)
+
         with (
             progress_printer(self.progress, quiet=self.quiet) as on_progress,
-            executing(ckpts, out, self.part, self.ray, confirm) as (seen, run),
+            executing(ckpts, out, self.part, self.ray, confirm, lambda: request(ckpts).beside) as (
+                seen,
+                run,
+            ),
         ):
             # What the files say is let go once it is planned: of 100,000 tensors it takes 80 MB.
             plan = plan_folder(
@@ -116,13 +125,7 @@ class Making(Struct, frozen=True):
             )
             done: ExportReport | PartReport | None = None
             if not self.dry_run:
-
-                def request() -> Request:
-                    from zexport.api.parts import Request
-
-                    return Request.of(seen, options, self.tag, follow=follow)
-
-                done = run(plan, request, verify=mode, progress=on_progress)
+                done = run(plan, lambda: request(seen), verify=mode, progress=on_progress)
         if then is not None and done is not None:
             then()
         if done is None:

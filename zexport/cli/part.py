@@ -170,17 +170,19 @@ def executing(
     part: Share | None,
     ray: str | None,
     confirm: Callable[[], object],
+    beside: Callable[[], Sequence[Path]] = tuple,
 ) -> Iterator[tuple[Sequence[Path], Execute]]:
     """A block in which those are there who do the work.
 
-    Where the checkpoint lies for them, and what has them do it; ``confirm`` is for one alone.
+    Where the checkpoint lies for them, and what has them do it; ``confirm`` is for one alone, and
+    ``beside``, which says what else is read, for those of a cluster.
     """
     if ray is not None:
         if part is not None:
             raise UsageError("--ray has all parts written, and --part one", hint="Leave one out")
         from zexport.cluster.export import gathered
 
-        with gathered(ray, paths, out) as crew:
+        with gathered(ray, paths, out, beside()) as crew:
             yield crew.checkpoint, lambda plan, request, **how: crew.run(plan, request(), **how)
     elif part is not None:
         yield paths, partial(_run_part, part)

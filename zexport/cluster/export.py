@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from zexport.api.parts import Request, check_engine
@@ -18,7 +19,7 @@ from zexport.run.execute import ExportReport
 from zexport.run.parts import begun_parts, finish_parts
 from zexport.run.progress import Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.shares import Share, shares_of
+from zexport.run.shares import Share, nodes_of, shares_of
 from zexport.run.staging import real_path
 from zexport.store import node_files
 from zexport.store.address import local_path, place
@@ -65,8 +66,8 @@ class Crew:
         check_engine(plan)
         writing = self._writing_nodes()
         cores = min(plan.jobs, *(node.cores for node in writing)) if writing else plan.jobs
-        count = sum(node.cores // cores for node in writing)
-        count = len(self._places.nodes) if self._places.are_apart else max(count, _PARTS_MIN)
+        count = len(nodes_of(plan)) or sum(node.cores // cores for node in writing)
+        count = max(count, _PARTS_MIN)
         with begun_parts(plan, count, values_of(request)) as parts:
             order = Order(request, absolute(plan.out_dir), verify, dict(options_in_use()))
             written = perform_all(order, self._tasks(plan, parts, cores), progress)
@@ -84,40 +85,44 @@ class Crew:
 
     def _tasks(self, plan: ExportPlan, parts: int, cores: int) -> list[Task]:
         """A task for each share; where nodes have files of their own, each gets what it has."""
-        places = self._places
         nbytes = [sum(one.nbytes for one in share) for share in shares_of(plan, parts)]
+        by_id = {node.id: node for node in self._places.nodes}
+        own = [by_id[one] for one in nodes_of(plan)]
         return [
-            Task(Share(n, parts), size, min(cores, own.cores), node=own)
-            if own is not None
-            else Task(Share(n, parts), size, cores, avoided=places.left_out)
-            for n, size in enumerate(nbytes, start=1)
-            for own in (places.nodes[n - 1] if places.are_apart else None,)
+            Task(Share(n, parts), size, min(cores, node.cores), node=node)
+            if node is not None
+            else Task(Share(n, parts), size, cores, avoided=self._places.left_out)
+            for n, (size, node) in enumerate(zip_longest(nbytes, own), start=1)
         ]
 
     def _warnings(self) -> Iterator[str]:
         if left_out := [node.host for node in self._places.left_out]:
             yield (
-                f"{len(left_out)} nodes do not see the checkpoint and wrote nothing of it: "
+                f"{len(left_out)} nodes do not see all that is read, and wrote nothing: "
                 f"{some(left_out, 8)}"
             )
 
 
 @contextmanager
-def gathered(address: str, checkpoint: Sequence[Path], out_dir: Path) -> Iterator[Crew]:
+def gathered(
+    address: str, checkpoint: Sequence[Path], out_dir: Path, also: Sequence[Path] = ()
+) -> Iterator[Crew]:
     """A block in which the nodes of a cluster are there to make ``out_dir``.
 
     Args:
         address: ``local``, ``auto``, or a cluster's address, as ``ray.init`` takes it.
         checkpoint: as for ``zexport.open_checkpoint``, where it lies on the nodes.
         out_dir: a folder that all nodes see.
+        also: what else the plan is made of, which all nodes see as this process does.
 
     Raises:
         UsageError: no cluster is found, Ray is not installed, or a node has another zexport.
+        CheckpointError: no node sees the checkpoint, or one that writes does not see the rest.
         OutputError: a node does not see where ``out_dir`` is to lie, or does not answer.
     """
     target = real_path(local_path(out_dir))
     paths = [absolute(place(path)) for path in checkpoint]
     with connected(address), parents(target.parent), node_files.used(ask):
         with marked(target) as mark:
-            places = survey(paths, mark)
+            places = survey(paths, mark, also)
         yield Crew(places)

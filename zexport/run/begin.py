@@ -10,12 +10,12 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct, structs
 
-from zexport.errors import CheckpointError, OutputError
+from zexport.errors import CheckpointError, OutputError, UnsafeError
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
 from zexport.printable import some
-from zexport.run.manifest import FileEntry
+from zexport.run.manifest import FileEntry, check_inside
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
 from zexport.run.receipts import Begun, Receipts
@@ -54,9 +54,27 @@ class Workplace(Struct, frozen=True):
         meter: Meter,
         digest: PlanDigest | None = None,
     ) -> Workplace:
-        """The workplace in a folder that exists; who has the plan's digest already gives it."""
+        """The workplace in a folder that exists; who has the plan's digest already gives it.
+
+        Raises:
+            UnsafeError: the plan names a file outside the folder.
+        """
         receipts = Receipts(folder, plan, digest or PlanDigest(plan))
-        return cls(plan, folder, receipts, verify, meter)
+        work = cls(plan, folder, receipts, verify, meter)
+        for name in work.names:
+            _check_inside(name, plan.out_dir)
+        return work
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all files that are to be in it, but the manifest's."""
+        shards = (file.filename for file in self.plan.shards)
+        return (*shards, *(side.filename for side in self.plan.side_files))
+
+    @property
+    def first_sides(self) -> tuple[SideFile, ...]:
+        """The small files that are written before all others."""
+        return () if isinstance(self.folder, Address) else self.plan.side_files
 
     @property
     def last_sides(self) -> tuple[SideFile, ...]:
@@ -70,6 +88,20 @@ class Workplace(Struct, frozen=True):
     def checks(self) -> Checks:
         """Reading again what was written."""
         return Checks(self.folder, self.verify, self.meter)
+
+
+def _check_inside(name: str, out_dir: Path) -> None:
+    """Refuse the name of a file that would not lie in the folder."""
+    try:
+        check_inside(name)
+    except ValueError as cause:
+        raise UnsafeError(
+            "would be left by a file that the plan names",
+            path=out_dir,
+            found=name,
+            expected="names of files in it",
+            hint="Do not trust this checkpoint: its names were made to lead elsewhere",
+        ) from cause
 
 
 _FIRST_LOOKED_FOR = ("config.json", ".index.json", "latest", "latest_universal")
@@ -101,7 +133,9 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
     begun = work.receipts.begun()
     if begun is None or begun.parts == 1:  # one process alone has stopped
         if isinstance(work.folder, Address):  # where others may be writing already
-            first = Begun({}, parts, request)
+            copied = (side for side in work.plan.side_files if side.origin is not None)
+            entries = {side.filename: entry_of(side) for side in copied}
+            first = Begun(entries, parts, request, work.names)
             begun = work.receipts.begin_together(first, is_new=begun is None)
         else:
             work.receipts.keep_only(())
@@ -116,7 +150,7 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
             hint="Give every worker the same n in --part i/n, or remove the folder to begin anew",
         )
     check_copied(work, begun.side_files)
-    there = [side for side in work.plan.side_files if side.filename in begun.side_files]
+    there = [side for side in work.first_sides if side.filename in begun.side_files]
     write_sides(work, [side for side in there if not is_file(work.folder / side.filename)])
 
 
@@ -147,11 +181,11 @@ def _make_ready(work: Workplace, rest: Sequence[FilePlan], parts: int, request: 
     plan, folder = work.plan, work.folder
     sides = sum(side_nbytes(plan).values())
     check_space(folder, sum(file.nbytes for file in rest) + sides + _notes_nbytes(plan))
-    entries = write_sides(work, [side for side in plan.side_files if side not in work.last_sides])
+    entries = write_sides(work, work.first_sides)
     _reserve(rest, folder)
     with writing(folder):
         sync_path(folder)
-    work.receipts.begin(Begun(entries, parts, request))
+    work.receipts.begin(Begun(entries, parts, request, work.names))
 
 
 def write_sides(work: Workplace, sides: Iterable[SideFile]) -> dict[str, FileEntry]:

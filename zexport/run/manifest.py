@@ -176,7 +176,7 @@ def _manifest_of(table: Mapping[str, object]) -> Manifest:
     """The manifest in a JSON object; what is not its own is provenance."""
     manifest = msgspec.convert(table, Manifest)
     for name in {*manifest.files, *(tensor.shard for tensor in manifest.tensors.values())}:
-        _check_inside(name)
+        check_inside(name)
     rest = {key: value for key, value in table.items() if key not in _OWN_KEYS}
     return replace(manifest, provenance=rest)
 
@@ -207,8 +207,8 @@ def _json(value: object) -> str:
     return _encoded(plain_of(value))
 
 
-def _check_inside(name: str) -> None:
-    """Refuse a path that leads out of the folder; ``templates/tools.jinja`` does not."""
+def check_inside(name: str) -> None:
+    """Raise a ``ValueError`` for a name that leads out of the folder; ``sub/x.jinja`` does not."""
     path = PurePosixPath(name)
     os.fsencode(name)  # a ValueError where no file can have it
     if name != str(path) or path.is_absolute() or ".." in path.parts or "\0" in name:

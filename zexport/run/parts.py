@@ -27,6 +27,7 @@ from zexport.run.execute import ExportReport, PartReport, compare_copies, report
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
 from zexport.run.manifest import MANIFEST_NAME
+from zexport.run.nameless import publish_made
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter, Progress
@@ -34,7 +35,6 @@ from zexport.run.readback import VerifyMode
 from zexport.run.receipts import RECEIPTS_NAME, Compared, drop_receipts, read_request
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
-from zexport.run.verify import verify_export
 from zexport.store.address import Address, local_path
 from zexport.store.files import writing
 from zexport.store.folders import exists, is_file, is_folder, make_folder
@@ -84,7 +84,7 @@ def run_part(
         with locked_part(target, share.number):
             with _alone(target):
                 work = None
-                if not _is_made(plan, target):
+                if not _is_made(plan, target, share):
                     work = _workplace(plan, target, verify, meter, digest)
                     begin_together(work, share.count, request or {})
             if work is None:
@@ -157,31 +157,14 @@ def write_share(
     return report_of_part(plan, share, began, (), done)
 
 
-def _is_made(plan: ExportPlan, target: Path) -> bool:
-    """Whether the folder is complete; in object storage no part replaces one that is."""
-    if not isinstance(target, Address):
-        return _publish_left(plan, target) or (not plan.overwrite and looks_made(plan, target))
-    if is_made := looks_made(plan, target):
-        with writing(target):
-            drop_receipts(target)  # who published it may have had no time for that
-    return is_made
+def _is_made(plan: ExportPlan, target: Path, share: Share) -> bool:
+    """Whether the folder is complete; in object storage no part replaces one that is.
 
-
-def _publish_left(plan: ExportPlan, target: Path) -> bool:
-    """Whether there was a folder of the plan that lacked nothing but its name, which it has now.
-
-    Its last worker died just before it would have given it. Every byte is read again.
+    A worker may have died just before it would have given it its name, or had removed its receipts.
     """
-    partial, _ = workplaces(target)
-    if read_request(partial) is not None or not looks_made(plan, partial):
-        return False
-    with writing(partial):
-        drop_receipts(partial)
-        if not verify_export(partial).ok:
-            return False
-        _check_content(plan, target)
-        publish(partial, target, overwrite=plan.overwrite, warn=lambda _: None)
-    return True
+    if not {*parts_at_work(target)} - {share.number} and publish_made(target, plan) is not None:
+        return True
+    return not plan.overwrite and not isinstance(target, Address) and looks_made(plan, target)
 
 
 def _is_published(work: Workplace) -> bool:
@@ -214,6 +197,8 @@ def finish_parts(
                 found=f"parts {some([*map(str, at_work)])}",
                 hint="Wait for them: the last one publishes it",
             )
+        if (done := publish_made(target, plan, progress)) is not None:
+            return done
         _check_content(plan, target)
         work = Workplace.of(plan, partial, verify, meter)
         begun = work.receipts.need_begun()
@@ -228,6 +213,18 @@ def finish_parts(
                 hint="Run them again with --part",
             )
         return _published(work, parts, target, began, 0)
+
+
+def finish_left(
+    out_dir: Path, progress: Callable[[Progress], None] | None = None
+) -> ExportReport | None:
+    """Publish a folder that lacks its name alone; ``None`` where something else is lacking."""
+    target = real_path(out_dir)
+    partial, _ = workplaces(target)
+    if not is_file(partial / MANIFEST_NAME) or read_request(partial) is not None:
+        return None
+    with parents(target.parent), _alone(target):
+        return None if isinstance(target, Address) else publish_made(target, None, progress)
 
 
 def requested(out_dir: Path) -> JsonObject:

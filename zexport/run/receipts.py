@@ -36,6 +36,7 @@ from zexport.store.folders import (
     make_folder,
     real,
     remove,
+    remove_all,
 )
 from zexport.store.json import JsonObject
 
@@ -80,13 +81,14 @@ class Compared(Struct, frozen=True):
 class Begun(Struct, frozen=True):
     """What a folder was begun with.
 
-    Its small files, how many workers fill it, and what the plan was made of, so that it can be made
-    again.
+    Its small files, how many workers fill it, what the plan was made of, so that it can be made
+    again, and the names of all files that it is to hold.
     """
 
     side_files: Mapping[str, FileEntry]
     parts: int = 1
     request: Mapping[str, Any] = {}
+    files: tuple[str, ...] = ()
 
 
 class Receipts:
@@ -97,6 +99,7 @@ class Receipts:
         self._paths = [source.path for source in plan.sources]
         self._digest = digest
         self._unproven = _unproven(plan)
+        self._side_names = {side.filename for side in plan.side_files}
         with writing(self._folder):
             make_folder(self._folder)
 
@@ -118,7 +121,8 @@ class Receipts:
         """What the folder was begun with, for this very plan; ``None`` where it is not begun."""
         if (table := _read(self._folder / _PLAN)) is None:
             return None
-        if (table["plan"], table["unproven"]) != (self._digest.whole, self._unproven):
+        is_same = (table["plan"], table["unproven"]) == (self._digest.whole, self._unproven)
+        if not (is_same and table["side_files"].keys() <= self._side_names):
             raise OutputError(
                 "was begun for another plan",
                 path=self._folder.parent,
@@ -245,6 +249,12 @@ def read_request(folder: Path) -> JsonObject | None:
     return None if table is None else table["request"] or None
 
 
+def begun_names(folder: Path) -> tuple[str, ...]:
+    """The names of the files that an unfinished folder was begun for, whatever plan that was."""
+    table = _read(folder / RECEIPTS_NAME / _PLAN) or {}
+    return tuple(table.get("files", ()))
+
+
 def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
     """The sources that no checksum stands for, each with where it is and when it last changed.
 
@@ -298,13 +308,11 @@ def _clear(folder: Path, is_kept: Callable[[str], bool]) -> None:
 
 
 def drop_receipts(folder: Path) -> None:
-    """Remove the receipts from a folder that is complete.
+    """Remove the receipts from a folder that is complete, as its manifest says.
 
-    What the folder was begun for goes first: without it, all that is left of others is of no use,
-    and a manifest says that nothing was lacking.
+    What the folder was begun for goes last: who was to give it its name can be told what it is.
     """
     receipts = folder / RECEIPTS_NAME
     if is_folder(receipts):
-        if is_file(receipts / _PLAN):
-            remove(receipts / _PLAN)
+        remove_all(path for path in children(receipts) if path.name != _PLAN)
         remove(receipts)

@@ -89,14 +89,19 @@ def whole(file: FilePlan) -> Stretch:
 def shares_of(plan: ExportPlan, count: int) -> list[tuple[Stretch, ...]]:
     """What each of ``count`` workers writes of a plan: everything once, the same on every machine.
 
-    Where nodes keep the sources, there are as many workers as nodes, in the order of the sources.
+    Where nodes keep the sources, the first workers are these, and any others have nothing to do.
     An object is written by one alone.
     """
-    paths = (source.path for source in plan.sources)
-    nodes = tuple(dict.fromkeys(node for path in paths if (node := _node_of(path))))
-    if nodes:
-        return _by_node(plan.shards, nodes)
+    if nodes := nodes_of(plan):
+        shares = _by_node(plan.shards, nodes)
+        return shares + [()] * (count - len(shares))
     return divide(plan.shards, count, within_files=not isinstance(plan.out_dir, Address))
+
+
+def nodes_of(plan: ExportPlan) -> tuple[str, ...]:
+    """The nodes of a cluster that keep what a plan reads, by their ids, in its sources' order."""
+    paths = (source.path for source in plan.sources)
+    return tuple(dict.fromkeys(node for path in paths if (node := _node_of(path))))
 
 
 def _node_of(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,7 +12,13 @@ from zexport.checkpoint.location import framework_of
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
-from zexport.run.receipts import RECEIPTS_NAME, drop_receipts, drop_unfinished, finished_files
+from zexport.run.receipts import (
+    RECEIPTS_NAME,
+    begun_names,
+    drop_receipts,
+    drop_unfinished,
+    finished_files,
+)
 from zexport.store.address import Address
 from zexport.store.contents import read_json_object
 from zexport.store.files import writing
@@ -105,7 +111,7 @@ def _filled_in_place(
         if is_file(manifest):  # a stopped export may have lacked this alone
             drop_receipts(target)
         if is_left := is_folder(target / RECEIPTS_NAME):
-            _check_left(target, own, (*_WEIGHTS, *_RANK_FILES * is_checkpoint))
+            _check_left(target, own)
         else:
             check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
         if is_file(manifest):
@@ -143,7 +149,6 @@ def clear_up(partial: Path, error: BaseException) -> None:
     error.add_note(f"Kept {count} in {partial}: the same command goes on from there.")
 
 
-_RANK_FILES = ("*.pt",)
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model.bin")
 
 
@@ -253,15 +258,14 @@ def _is_whole(target: Path) -> bool:
     return verify_export(target).ok
 
 
-def _check_left(target: Path, own: Set[str], patterns: Sequence[str]) -> None:
+def _check_left(target: Path, own: Set[str]) -> None:
     """Refuse what a stopped export has left where something else was put into it.
 
-    Its own are the names of this one, and whatever fits one of the patterns.
+    Its own are the names of this one, those that it was begun for, and what has receipts.
     """
     names = {path.relative_to(target).as_posix() for path in leaves(target)}
     receipts = f"{RECEIPTS_NAME}/"
-    alike = {name for name in names if any(Path(name).match(one) for one in patterns)}
-    others = names - own - alike
+    others = names - own - {*begun_names(target), *finished_files(target)}
     foreign = {name for name in others if not name.startswith(receipts)}
     if foreign:
         raise OutputError(

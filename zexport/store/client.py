@@ -67,7 +67,7 @@ _SENTENCES = (
     (r"169\.254\.|metadata\.google|CredentialProvider", errno.EACCES, "there are no credentials"),
     (r"^Object at location .* not found", errno.ENOENT, "there is no such object"),
     (r"^Object at location .* already exists", errno.EEXIST, "it is there already"),
-    (r"status code: 412", errno.EBADMSG, "it was replaced while it was read"),
+    (r"status code: 412", errno.EBADMSG, "it was replaced meanwhile"),
     (r"status code: 40[13]", errno.EACCES, "the store refuses access"),
     (r"status code", errno.EIO, "the store answers"),
     (r"error sending request", errno.EIO, "the store cannot be reached"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -223,9 +223,20 @@ def move(path: Path, name: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with all that is in it."""
     if isinstance(path, Address):
-        objects.delete([path] if is_file(path) else [*objects.below(path)])
+        remove_all([path])
         return
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def remove_all(paths: Iterable[Path]) -> None:
+    """Remove each of some files or folders; objects take one request together."""
+    far: list[Address] = []
+    for path in paths:
+        if isinstance(path, Address):
+            far += [path] if is_file(path) else objects.below(path)
+        else:
+            remove(path)
+    objects.delete(far)
