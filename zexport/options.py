@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 
@@ -76,6 +78,7 @@ class ResumeFormat(Enum):
     """DeepSpeed's universal checkpoint, for every world size."""
 
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -93,6 +96,25 @@ def _given_path(kind: type, value: Any) -> Path:
     if kind is not Path:
         raise TypeError(f"no {kind.__name__}")
     return place(value)
+
+
+_PLAIN: dict[str, Any] = {"bool": bool, "str | None": str | None, "CheckMode": CheckMode}
+
+
+def checks_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The same function; what a switch, a mode or a text given by name cannot be is refused.
+
+    To Python any text is true: ``delete="no"`` would delete.
+    """
+    kinds = {name: _PLAIN[one] for name, one in function.__annotations__.items() if one in _PLAIN}
+
+    @wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _T:
+        for name in kinds.keys() & named.keys():
+            named[name] = chosen(name, kinds[name], named[name])
+        return function(*args, **named)
+
+    return call
 
 
 def _kinds(options: type) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,24 @@ def test_enumerations_and_paths_may_be_text() -> None:
 def test_what_no_option_can_be_is_refused_by_its_name(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"^{name} cannot be"):
         ExportOptions(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("delete", lambda at: zexport.prune(at / "ckpt", at / "out", delete="no")),
+        ("dry_run", lambda at: zexport.prune(at / "ckpt", at / "out", dry_run="false")),
+        ("check", lambda at: zexport.verify_export(at / "out", check="none")),
+        ("follow_symlinks", lambda at: zexport.open_checkpoint(at, follow_symlinks="no")),
+        ("tag", lambda at: zexport.consolidate(at / "ckpt", at / "out", tag=4)),
+        ("follow_symlinks", lambda at: zexport.watch(at, at / "out", follow_symlinks=0)),
+    ],
+)
+def test_what_no_argument_can_be_is_refused_by_its_name(
+    name: str, call: Callable[[Path], object], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=f"^{name} cannot be"):
+        call(tmp_path)
 
 
 def test_what_a_text_may_be_is_told() -> None:

@@ -14,7 +14,7 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import UsageError
-from zexport.options import Engine, ExportOptions, ReshardOptions, chosen
+from zexport.options import Engine, ExportOptions, ReshardOptions, checks_arguments, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.begin import noted
@@ -125,6 +125,7 @@ def run_export(
         )
 
 
+@checks_arguments
 def consolidate(
     checkpoint: Checkpoint,
     out_dir: Path | str,
@@ -159,6 +160,7 @@ def consolidate(
     return replace(done, seconds=time.monotonic() - began)
 
 
+@checks_arguments
 def reshard(
     checkpoint: Checkpoint,
     out_dir: Path | str,

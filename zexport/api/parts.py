@@ -13,7 +13,7 @@ from zexport.api.export import OnProgress, plan_folder
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
-from zexport.options import ExportOptions, ReshardOptions, chosen
+from zexport.options import ExportOptions, ReshardOptions, checks_arguments, chosen
 from zexport.plan.plan import ExportPlan
 from zexport.run import parts
 from zexport.run.execute import ExportReport, PartReport, VerifyMode
@@ -93,6 +93,7 @@ def run_part(
     return parts.run_part(plan, part, request=values_of(request), verify=verify, progress=progress)
 
 
+@checks_arguments
 def consolidate_part(
     checkpoint: Checkpoint,
     out_dir: Path | str,
@@ -131,6 +132,7 @@ def consolidate_part(
     return replace(done, seconds=time.monotonic() - began)
 
 
+@checks_arguments
 def reshard_part(
     checkpoint: Checkpoint,
     out_dir: Path | str,

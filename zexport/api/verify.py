@@ -20,7 +20,7 @@ from zexport.errors import (
 )
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
-from zexport.options import CheckMode, ExportOptions
+from zexport.options import CheckMode, ExportOptions, checks_arguments
 from zexport.plan.plan import ExportPlan
 from zexport.printable import shell_word
 from zexport.run import verify
@@ -35,6 +35,7 @@ from zexport.store.publish import unfinished_work
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
 
 
+@checks_arguments
 def verify_export(
     out_dir: Path | str,
     *,

@@ -28,7 +28,7 @@ from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
 from zexport.errors import OutputError, VerificationError
-from zexport.options import CheckMode
+from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
 from zexport.resume.pruned import Rewriting, without_moments
 from zexport.run.execute import Progress
@@ -86,6 +86,7 @@ class PruneReport:
         return form_of(self)
 
 
+@checks_arguments
 def prune(
     checkpoint: Checkpoint,
     export: Path | str,

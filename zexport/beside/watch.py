@@ -22,7 +22,7 @@ from zexport.beside.shelf import Shelf
 from zexport.beside.sightings import look
 from zexport.beside.words import made_with, words_of
 from zexport.errors import CheckpointError, OutputError
-from zexport.options import ExportOptions, chosen
+from zexport.options import ExportOptions, checks_arguments, chosen
 from zexport.report.failure import Told
 from zexport.run.readback import VerifyMode
 from zexport.store.address import place
@@ -41,6 +41,7 @@ _REST_S = 65.0
 _ENDED = 130  # by a signal that it answers
 
 
+@checks_arguments
 def watch(
     run: Path | str,
     outs: Path | str,

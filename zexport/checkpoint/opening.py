@@ -24,6 +24,7 @@ from zexport.checkpoint.node_local import check_parts
 from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.reading import read_checkpoint
 from zexport.errors import AmbiguousTagError, NoSuchTagError, UsageError
+from zexport.options import checks_arguments
 from zexport.printable import some
 from zexport.store.address import place
 from zexport.store.files import reading
@@ -37,6 +38,7 @@ Checkpoint: TypeAlias = "Path | str | Sequence[Path | str]"
 """Where a checkpoint lies: one path, or those of its parts on several nodes."""
 
 
+@checks_arguments
 def open_checkpoint(
     path: Checkpoint, *, tag: str | None = None, follow_symlinks: bool = False
 ) -> ZeroCheckpoint:
