@@ -65,6 +65,7 @@ from zexport.weights.base import (
 from zexport.weights.hub_names import in_form, is_adapted
 from zexport.weights.model_class import identify, task_statements
 from zexport.weights.named import Weights
+from zexport.weights.rope_buffers import rope_buffer_statements
 from zexport.weights.same_base import BaseName, compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
@@ -320,7 +321,10 @@ def _with_model(found: Collected, learner: Learner, task: str) -> Collected:
     )
     if found.mode is None:
         found = _held_against_base(found, names, model.weights, _named_by_config(found))
-    stated = model_facts(found.sidecars, model.config, names)
+    stated = (
+        *model_facts(found.sidecars, model.config, names),
+        *rope_buffer_statements(model.weights, model.config),
+    )
     ties = _compared_ties(found)
     return structs.replace(
         found,

@@ -23,6 +23,7 @@ from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
 from zexport.model.fit import Fit
 from zexport.model.hub_cache import GivenBase
+from zexport.model.sidecars import states_model
 from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, Reference, SideFile, SourceFile
 from zexport.plan.summary import share_memory
@@ -125,18 +126,16 @@ def _judge(found: Collected, selection: Selection, name: str) -> Judgement:
 def _harmless(found: Collected, selection: Selection) -> Mapping[AnyFact, str]:
     """What a base may be another model in: a wrong weight is given by none that gives none.
 
-    Config and tokenizer of a stranger make a wrong model too, and weights alone tell a stranger.
+    Config and tokenizer of a stranger make a wrong model too: weights and sizes tell a stranger.
     """
     if found.mode is AdapterMode.MERGE or selection.from_base:
         return {}
     files = found.files_of_base
     kept = f", only {some(files)}" if files else ""
-    facts = (fact for fact in Fact if fact.value.kind is FindingKind.BASE_MISMATCH)
-    return {
-        fact: f"no weight of it is in the export{kept}"
-        for fact in facts
-        if not (files and fact is Fact.BASE_WEIGHTS)
-    }
+    facts = {fact for fact in Fact if fact.value.kind is FindingKind.BASE_MISMATCH}
+    if any(map(states_model, files)):
+        facts -= {Fact.BASE_WEIGHTS, Fact.BASE_CONFIG}
+    return dict.fromkeys(facts, f"no weight of it is in the export{kept}")
 
 
 def _of_name(name: str, checkpoint: ZeroCheckpoint) -> Iterator[Statement]:

@@ -214,6 +214,23 @@ def test_a_stranger_gives_neither_config_nor_tokenizer(tmp_path: Path) -> None:
         assert not any("another model" in one for one in report.warnings)
 
 
+def test_a_base_of_other_sizes_gives_no_file_that_says_something_of_a_model(
+    tmp_path: Path,
+) -> None:
+    model, began = peft_models.llama(), tmp_path / "began"
+    model.save_pretrained(began)
+    root = save(Model([dict(model.state_dict())]), Run(), tmp_path / "run")
+    (root / "config.json").write_text((began / "config.json").read_text())
+    (began / "model.safetensors").unlink()
+    (with_config(began, rms_norm_eps=0.1) / "LICENSE").write_text("as it is")
+    with pytest.raises(UsageError, match="rms_norm_eps") as caught:
+        consolidate(root, tmp_path / "out", ExportOptions(base=began))
+    assert caught.value.finding is FindingKind.BASE_MISMATCH
+    (began / "generation_config.json").unlink()
+    told = consolidate(root, tmp_path / "out", ExportOptions(base=began)).warnings
+    assert any("rms_norm_eps" in one and "only LICENSE" in one for one in told)
+
+
 def test_a_base_that_the_config_names_fills_in_what_was_frozen(tmp_path: Path) -> None:
     root, began = partly_trained(tmp_path, _name_or_path="acme/began")
     report = consolidate(root, tmp_path / "out", ExportOptions(base=began))

@@ -288,6 +288,11 @@ class Fact(AnyFact):
         "config.json tells twice how positions are rotated, and not every program goes by the "
         "same: leave what was trained with",
     )
+    BUFFER_ROPE = warned_of(
+        "rotary positions (RoPE), as a buffer of the checkpoint has them",
+        "config.json rotates positions otherwise than the checkpoint's own buffer: mend rope_theta "
+        "there, unless the buffer is a leftover",
+    )
     CONFIG_LEVELS = warned_of(
         "the language model, told of at two levels of one config",
         "config.json says one thing of the language model twice, and not every program goes by "

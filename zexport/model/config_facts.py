@@ -102,7 +102,7 @@ def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
     built = {key: value for key, value in table.items() if _fact_of(key) is Fact.BASE_CONFIG}
     built.pop("model_type", None)
     said = any(table.get(key) for key in ROPE)
-    return built | (_rope(table) if said else {})
+    return built | (rope_of(table) if said else {})
 
 
 def layers_of(config: ConfigFile | None) -> int:
@@ -125,7 +125,7 @@ def _both(one: ConfigFile, other: ConfigFile) -> Iterator[tuple[Fact, str, tuple
         for key in sorted(first.keys() & second.keys()):
             if (fact := _fact_of(key)) is not None:
                 yield fact, about + key, (first[key], second[key])
-        ropes = _rope(first), _rope(second)
+        ropes = rope_of(first), rope_of(second)
         for key in sorted(ropes[0].keys() & ropes[1].keys()):
             yield Fact.BASE_ROPE, about + key, (ropes[0][key], ropes[1][key])
 
@@ -256,7 +256,7 @@ def _without(content: Mapping[str, Json], inner: Mapping[str, JsonObject]) -> Ma
     return {key: value for key, value in content.items() if key not in inner}
 
 
-def _rope(content: Mapping[str, Json]) -> dict[str, Json]:
+def rope_of(content: Mapping[str, Json]) -> dict[str, Json]:
     """How positions are rotated, whichever version of transformers wrote it.
 
     Source: transformers 5.23, ``modeling_rope_utils.py``: ``rope_parameters`` holds what 4 wrote as

@@ -348,6 +348,11 @@ def _sentence_transformers_files(folder: Path) -> _Files:
     return _present(folder, names)
 
 
+def states_model(name: str) -> bool:
+    """Whether a file says something of how a model works, as cards and licences do not."""
+    return name != README and _LICENSE.fullmatch(name) is None
+
+
 def _license_files(folder: Path) -> _Files:
     """The licence, notices and terms of use that lie in a folder."""
     names = [path.name for path in children(folder) if _LICENSE.fullmatch(path.name)]
