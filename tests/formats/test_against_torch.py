@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from zexport.formats.inert import TensorRef
+from zexport.formats.inert import Opaque, TensorRef
 from zexport.formats.torch_file import TorchFile, read_torch_file
 from zexport.ranges.dtypes import DType
 
@@ -118,6 +118,23 @@ def test_values_that_are_not_exported_do_not_hide_the_tensors_beside_them(
     file = read_torch_file(path)
     assert isinstance(file.value, dict)
     assert_same_tensor(file, file.value["w"], torch.ones(2))
+
+
+@CONTAINERS
+def test_what_a_tensor_negates_is_not_taken_for_its_values(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "x.pt"
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    plain = turned.imag.resolve_neg()
+    other = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert other.is_neg()
+    saved = {"conj": turned, "neg": other, "plain": plain, "none": b""}
+    torch.save(saved, path, _use_new_zipfile_serialization=zipped)
+    file = read_torch_file(path)
+    assert isinstance(file.value, dict)
+    assert isinstance(file.value["conj"], Opaque)
+    assert isinstance(file.value["neg"], Opaque)
+    assert_same_tensor(file, file.value["plain"], plain)
+    assert file.value["none"] == b""
 
 
 def test_a_file_saved_to_a_stream_is_read(tmp_path: Path) -> None:

@@ -223,6 +223,10 @@ def test_client_state_that_code_makes_is_refused_by_name_or_left_out(tmp_path: P
     _edit(root, "*_model_states.pt", lambda value: value.update(sampler=_Foreign(), seen=[1]))
     with pytest.raises(UnsafeError, match=r"'sampler'.*--drop-client-state"):
         _plan(root)
+    negated = torch.tensor([1 + 2j]).conj().imag
+    _edit(root, "*_model_states.pt", lambda value: value.update(sampler=negated, none=b""))
+    with pytest.raises(UnsafeError, match=r"'sampler'.*of negated values"):
+        _plan(root)
     plan = _plan(root, drop_client_state=True)
     assert "client state sampler" in " ".join(plan.warnings)
     assert plan.provenance["dropped"] == ["sampler"]

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 from tests.support.moves import every_move
 from tests.support.pruning import trainers_run
-from tests.support.resharding import departures
+from tests.support.resharding import Move, departures
 from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.bucket_cases import every_case
 from tests.torture.bucket_kills import every_bucket_kill
@@ -31,7 +32,7 @@ from tests.torture.small_disk import every_size
 from tests.torture.trainings import trainings
 from zexport import consolidate
 
-_MOVES_AT_ONCE = 28
+_MOVES_AT_ONCE = 100
 """Of one group of processes for each number of ranks, which takes long to start."""
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -123,9 +124,16 @@ def _every_pruning(folder: Path) -> str:
 
 
 def _moves(folder: Path, seconds: int, seed: int) -> str:
-    """Real DeepSpeed saves, loads what was resharded, and trains on; by chance, while time is."""
-    moves = list(every_move())
-    random.Random(seed).shuffle(moves)  # noqa: S311 - which ones come first
+    """Real DeepSpeed saves, loads what was resharded, and trains on, while there is time.
+
+    All moves of a source follow each other, so that it is made once; which comes first is chance.
+    """
+    by_source: dict[str, list[Move]] = {}
+    for move in every_move():
+        by_source.setdefault(repr(move.source), []).append(move)
+    sources = [*by_source.values()]
+    random.Random(seed).shuffle(sources)  # noqa: S311 - which ones come first
+    moves = [*chain.from_iterable(sources)]
     began, done = time.monotonic(), 0
     while done < len(moves) and (done == 0 or time.monotonic() - began < seconds):
         own = folder / str(done)

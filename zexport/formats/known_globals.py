@@ -80,9 +80,28 @@ def _view(args: Args, dtype: DType | None = None) -> object:
     raise MalformedError("a tensor's place or shape is not made of whole numbers")
 
 
+def _tensor_v2(args: Args) -> object:
+    """A view of a typed storage; the seventh argument tells how its elements are meant."""
+    return Opaque(REBUILD_TENSOR, args) if _is_turned(args[6:]) else _view(args)
+
+
+def _is_turned(more: Args) -> bool:
+    """Whether a tensor has the conjugate or the negative of what its storage holds.
+
+    So ``torch.save`` writes ``x.conj()``, and ``x.conj().imag``, whose elements are real.
+    Source: torch 1.13 to 2.13, ``torch/_utils.py`` (``set_tensor_metadata``).
+    """
+    said = more[0] if more else None
+    if isinstance(said, dict):
+        return any(said[key] is not False for key in _TURNS & said.keys())
+    return isinstance(said, Opaque)
+
+
 def _tensor_v3(args: Args) -> object:
     """A view of an untyped storage; the element type is the seventh argument."""
     match args[6:]:
+        case (_, *more) if _is_turned(tuple(more)):
+            return Opaque(REBUILD_TENSOR, args)
         case (Global() as name, *_) if name in DTYPES:
             dtype = DTYPES[name]
             return _view(args, dtype) if dtype else Opaque(REBUILD_TENSOR, args)
@@ -147,6 +166,11 @@ def _complex(args: Args) -> object | None:
             return complex(real, imag)
         case _:
             return None
+
+
+def _no_bytes(args: Args) -> object | None:
+    """Bytes, of which protocol 2 writes none by this call, and others by another."""
+    return None if args else b""
 
 
 def _zero_stage(args: Args) -> object | None:
@@ -229,10 +253,11 @@ DTYPES: dict[Global, DType | None] = {
 )
 
 REBUILD_TENSOR = Global("torch._utils", "_rebuild_tensor_v2")
+_TURNS = {"conj", "neg"}
 REBUILD_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD: dict[Global, Call] = {
     Global("torch._utils", "_rebuild_tensor"): _view,
-    REBUILD_TENSOR: _view,
+    REBUILD_TENSOR: _tensor_v2,
     REBUILD_TENSOR_V3: _tensor_v3,
     Global("torch._utils", "_rebuild_parameter"): _parameter,
     Global("torch._utils", "_rebuild_parameter_with_state"): _parameter,
@@ -252,6 +277,7 @@ for _builtins in _BUILTINS:
         Global(_builtins, "set"): _collected(set),
         Global(_builtins, "frozenset"): _collected(frozenset),
         Global(_builtins, "complex"): _complex,
+        Global(_builtins, "bytes"): _no_bytes,
     }
 
 # What NEWOBJ of a listed global gives; None as above.

@@ -313,7 +313,7 @@ def _unsafe(found: Global | Opaque | str) -> UnsafeError:
     foreign = found in (REBUILD_TENSOR, REBUILD_TENSOR_V3)
     return UnsafeError(
         "holds what zexport does not write again",
-        found="a tensor of a foreign element type" if foreign else found,
+        found="a tensor of a foreign element type, or of negated values" if foreign else found,
         expected="plain values, tensors, and globals of a closed list",
     )
 
