@@ -135,6 +135,10 @@ def test_model_parallel_ranks_are_cut_again_out_of_a_universal_checkpoint(
     reshard(source, universal, ReshardOptions(format=ResumeFormat.UNIVERSAL))
     assert open_checkpoint(universal).problems == ()
     assert {one.outcome.value for one in diff_states(source, universal).tensors} == {"equal"}
+    reshard(universal, tmp_path / "again", ReshardOptions(format=ResumeFormat.UNIVERSAL))
+    assert {one.outcome.value for one in diff_states(source, tmp_path / "again").tensors} == {
+        "equal"
+    }
     found = []
     for root, out in ((source, tmp_path / "one"), (universal, tmp_path / "other")):
         reshard(root, out, options)

@@ -52,7 +52,9 @@ def join_cells(
             a way that no universal checkpoint of zexport's can tell.
     """
     _check_cells(state)
-    count = degrees.tensor_ranks * state.cells[0].expert_ranks
+    grid = models[state.cells[0].index].grid  # which a universal source's degrees do not tell
+    tensor = grid.tensor if grid is not None and len(models) > 1 else degrees.tensor_ranks
+    count = tensor * state.cells[0].expert_ranks
     columns = [state.cells[at : at + count] for at in range(0, len(state.cells), count)]
     parts = [_join_column(ranks, models) for ranks in columns]
     groups, copies = _merged([one.groups for one in parts])
