@@ -33,6 +33,7 @@ from zexport.beside import sightings
 from zexport.beside.events import EventKind
 from zexport.beside.pruning import words_of_prune
 from zexport.checkpoint.optimizer_states import PRUNED
+from zexport.compare.verdict import Cause
 from zexport.errors import (
     CheckpointError,
     IncompleteCheckpointError,
@@ -45,6 +46,7 @@ from zexport.errors import (
 from zexport.findings import FindingKind
 from zexport.inspect.inspect import Outcome, inspect_checkpoint
 from zexport.options import ExportDType, ExportOptions
+from zexport.run.manifest import read_manifest
 from zexport.store.address import place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -472,12 +474,17 @@ def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(tmp_path: Path) 
     assert isinstance(prune(old, tmp_path / "out", delete=True), PruneReport)
 
 
-def test_two_pruned_checkpoints_are_not_compared_as_trainings(tmp_path: Path) -> None:
+def test_of_a_pruned_checkpoint_the_weights_alone_are_compared(tmp_path: Path) -> None:
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out", AS_STORED)
     prune(old, tmp_path / "out")
-    with pytest.raises(IncompleteCheckpointError, match="zexport prune"):
-        diff_states(tmp_path / "run" / "pruned-checkpoint-2", tmp_path / "run" / "checkpoint-4")
+    pruned, other = tmp_path / "run" / "pruned-checkpoint-2", tmp_path / "run" / "checkpoint-4"
+    report = diff_states(pruned, other)
+    assert report.compared.endswith(
+        "rank files; zexport prune has removed the optimizer's states of A"
+    )
+    assert {one.a_name for one in report.tensors} == {*read_manifest(tmp_path / "out").tensors}
+    assert report.verdict.cause is Cause.NONE
 
 
 def test_what_is_no_one_checkpoint_or_no_export_is_refused(tmp_path: Path) -> None:

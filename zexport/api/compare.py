@@ -54,7 +54,8 @@ def diff_states(
 ) -> DiffReport:
     """How the trainings in two checkpoints differ: masters, every optimizer state, and the rest.
 
-    Stage, number of ranks and layout do not matter. Memory does not grow with the model.
+    Stage, number of ranks and layout do not matter. Memory does not grow with the model. Where one
+    was pruned, the weights of both are compared alone.
 
     Args:
         a: a checkpoint, at any level of its folders.

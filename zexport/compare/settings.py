@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from msgspec import Struct
 
 from zexport.adapters.stated import SCALING
 from zexport.checkpoint.untrusted import Value
+from zexport.facts.rows import AnyFact
 from zexport.facts.statements import disagreements
+from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
+from zexport.model.beside import file_statements
+from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import run_statements
+from zexport.model.config_facts import parts_of, run_statements
 from zexport.model.hub_cache import plain_name
+from zexport.model.sidecars import BASE, Sidecars, stating_files
+from zexport.model.vocabulary import vocabulary_statements
 from zexport.resume.state import CellState
 from zexport.store.contents import read_json_object
-from zexport.store.folders import exists, is_file
-from zexport.store.json import JsonObject
+from zexport.store.folders import exists, is_file, is_folder
+from zexport.store.json import Json, JsonObject
 
 _OF_BASE = ("base_model_name_or_path", "revision", "task_type")
 """What an adapter is loaded onto; paths count by their last name, wherever a base lies."""
+
+_OF_LOADING = ("architectures", "tie_word_embeddings", "vocab_size")
+_OF_FORM = ("quantization_config", "compression_config", "auto_map")
+"""Keys of a config that decide what is made of the weights, though they are not built otherwise: if
+both sides have them, and the latter if one alone has."""
+
+_NAMES: Mapping[AnyFact, str] = {Fact.BASE_FILE: "", Fact.VOCABULARY: "tokenizer"}
+"""What a setting is called in front, where that is not the chat template."""
 
 _OF_RUN = ("global_steps", "skipped_steps", "lr_scheduler", "loss_scaler")
 _APART = frozenset({"params", "step"})
@@ -42,7 +57,7 @@ class Setting(Struct, frozen=True):
 
 
 def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
-    """What the configs in two folders say otherwise of what is computed with their weights."""
+    """What the files in two folders say otherwise of what is computed with their weights."""
     for name in (ADAPTER_CONFIG,) if are_adapters else (CONFIG,):
         if is_file(a / name) and is_file(b / name):
             one, other = read_json_object(a / name), read_json_object(b / name)
@@ -53,9 +68,52 @@ def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
                 for found in disagreements(run_statements(*sides, "B")):
                     for about, (left, right, *_) in found.statements.items():
                         yield Setting(f"{CONFIG}: {about}", str(left.value), str(right.value))
+                yield from _of_loading(one, other)
+    if is_folder(a) and is_folder(b):
+        yield from _of_files(a, b)
     beside = [str(exists(side / ADAPTER_FILE)) for side in (a, b)]
     if not are_adapters and len({*beside}) > 1:
         yield Setting(f"{ADAPTER_FILE} beside the model", *beside)
+
+
+def _of_loading(a: JsonObject, b: JsonObject, part: str = "") -> Iterator[Setting]:
+    """Which class loads the weights, in which form, and how many rows and classes there are."""
+    for key in (*_OF_LOADING, *_OF_FORM):
+        is_of_both = None not in (a.get(key), b.get(key))
+        one, other = _in_brief(a.get(key)), _in_brief(b.get(key))
+        if is_of_both != (key in _OF_FORM) and one != other:
+            yield Setting(f"{CONFIG}: {part}{key}", one, other)
+    labels = [table for side in (a, b) if isinstance(table := side.get("id2label"), dict)]
+    if len({frozenset(table) for table in labels}) > 1:
+        yield Setting(f"{CONFIG}: {part}id2label", *(f"{len(one):,} classes" for one in labels))
+    for key in parts_of(a):
+        inner, its = a[key], b.get(key)
+        if key not in _OF_FORM and isinstance(inner, dict) and isinstance(its, dict):
+            yield from _of_loading(inner, its, f"{part}{key}.")
+
+
+def _in_brief(value: Json) -> str:
+    """A value in a word: of a table its method."""
+    if isinstance(value, dict):
+        return str(value.get("quant_method") or "there")
+    return "none" if value is None else str(value)
+
+
+def _of_files(a: Path, b: Path) -> Iterator[Setting]:
+    """What templates, tokenizers and small configs say otherwise; B's may be of an older version.
+
+    So B stands where a base does, whose rules of a tokenizer may be written in other words.
+    """
+    files = stating_files(a), stating_files(b)
+    sides = Sidecars(None, None, files[0], (), base=None, folders={BASE: files[1]})
+    stated = (template_statements, vocabulary_statements, file_statements)
+    for found in disagreements(chain.from_iterable(state(sides) for state in stated)):
+        for about, (left, *others) in found.statements.items():
+            said = f"{left.value}"
+            right = [s for s in others if str(s.by).startswith(BASE) and str(s.value) != said]
+            if right:
+                named = filter(None, (_NAMES.get(found.fact, "chat template"), about.rstrip(",:")))
+                yield Setting(": ".join(named), said, str(right[0].value))
 
 
 def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:

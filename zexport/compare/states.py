@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems, source_of
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
 from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
@@ -47,10 +47,14 @@ def diff_states(
     """How two trainings differ; see ``zexport.api.compare.diff_states``."""
     for checkpoint in opened:
         raise_problems(checkpoint)
-    read = [read_state(checkpoint) for checkpoint in opened]
-    a, b = (_sides(*side) for side in zip(opened, read, strict=True))
     steps = tuple(checkpoint.global_steps or 0 for checkpoint in opened)
     later = Side.B if steps[0] < steps[1] else Side.A
+    if any(checkpoint.pruned_files for checkpoint in opened):
+        a_alone, b_alone = map(_weights_alone, opened)
+        found = diff_tensors(paths, (a_alone, b_alone), jobs=jobs, progress=progress, later=later)
+        return replace(found, compared=_without_states(found, opened))
+    read = [read_state(checkpoint) for checkpoint in opened]
+    a, b = (_sides(*side) for side in zip(opened, read, strict=True))
     weights, states = (
         diff_tensors(paths, (one, other), jobs=jobs, progress=progress, later=later)
         for one, other in zip(a, b, strict=True)
@@ -70,6 +74,26 @@ def diff_states(
     if steps[0] != steps[1] and weights.verdict.cause is not Cause.NONE:
         return replace(report, settings=tuple(settings))  # as of any two steps
     return with_settings(report, tuple(settings))
+
+
+def _weights_alone(checkpoint: ZeroCheckpoint) -> ModelWeights:
+    """The weights by name, as an export has them in fp32; all that a pruned checkpoint has."""
+    found = {
+        one.name: PlacedTensor(one.name, one.dtype, one.shape, source_of(one))
+        for one in checkpoint.tensors
+    }
+    files = tuple(map(SourceFile.of, checkpoint.torch_files))
+    return ModelWeights(checkpoint.location.tag_dir, found, files)
+
+
+def _without_states(report: DiffReport, opened: tuple[ZeroCheckpoint, ZeroCheckpoint]) -> str:
+    """What was compared, and of which sides the optimizer's states were removed."""
+    pruned = [side for side, one in zip("AB", opened, strict=True) if one.pruned_files]
+    count = len(report.tensors)
+    return (
+        f"{count:,} weights in the rank files; zexport prune has removed the optimizer's states of "
+        f"{' and '.join(pruned)}"
+    )
 
 
 def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeights, ModelWeights]:

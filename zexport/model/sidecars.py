@@ -243,6 +243,11 @@ def _missing(
         yield "a processor"
 
 
+def stating_files(folder: Path) -> Files:
+    """The files that state facts in a model's folder."""
+    return _stating(folder, Boundary.of(folder), ())
+
+
 def _stating(folder: Path, within: Boundary, code: Iterable[str]) -> Files:
     """The files that state facts in a folder; links that lead elsewhere state nothing."""
     templates = (str(path.relative_to(folder)) for path in matching(folder, MORE_TEMPLATES))
