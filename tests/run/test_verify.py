@@ -198,19 +198,26 @@ def test_several_shards_need_an_index(plan: ExportPlan) -> None:
 def test_a_checkpoint_with_other_values_is_found(plan: ExportPlan, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = _plan(tmp_path / "other", torch.rand(1000), torch.rand(500))
-    assert verify_export(plan.out_dir, plan=other).problems == (
+    found = verify_export(plan.out_dir, plan=other)
+    assert found.problems == (
         Problem(SHARDS[0], "a", "has other values in the checkpoint"),
         Problem(SHARDS[1], "b", "has other values in the checkpoint"),
     )
+    assert found.conclusion.startswith("2 of 2 tensors differ, and so do the files")
+    assert "another checkpoint" in found.conclusion
     assert verify_export(plan.out_dir).ok
+    (plan.out_dir / SHARDS[0]).write_bytes(b"")
+    assert verify_export(plan.out_dir, plan=other).conclusion == ""  # whose fault it is is open
 
 
 def test_a_source_that_differs_in_what_no_tensor_uses_is_found(plan: ExportPlan) -> None:
     path = plan.out_dir / MANIFEST_NAME
     _edit_json(path, lambda table: table["sources"][0].update(blake3="00"))
-    assert verify_export(plan.out_dir, plan=plan).problems == (
+    found = verify_export(plan.out_dir, plan=plan)
+    assert found.problems == (
         Problem("", "", "source rank.pt is not what was read for the export"),
     )
+    assert found.conclusion.startswith("All 2 tensors are equal; only the files")
     _edit_json(path, lambda table: table["sources"][0].update(path="other.pt"))
     assert [one.problem for one in verify_export(plan.out_dir, plan=plan).problems] == [
         "source rank.pt was not read for the export",

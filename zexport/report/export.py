@@ -188,13 +188,14 @@ def print_warnings(
 
 
 def print_verify(console: Console, report: VerifyReport) -> None:
-    """The report for people: one line of verdict, and a line for each problem."""
-    count = plural(report.tensors, "piece" if report.is_checkpoint else "tensor")
-    looked_at = f"{plural(report.files, 'file')}, {count} compared"
-    against = " and made again from the checkpoint" if report.against_checkpoint else ""
-    found = "whole" if report.ok else plural(len(report.problems), "problem")
-    told = f"{near(report.out_dir)}: {found} ({looked_at}{against}){_of(report)}"
+    """The report for people: one line of verdict, what it comes to, and a line for each problem."""
+    found = f"whole ({_looked_at(report)})"
+    if not report.ok:
+        found = plural(len(report.problems), "problem")
+    told = f"{near(report.out_dir)}: {found}{_of(report)}"
     print_text(console, told, "green" if report.ok else "bold red", indent=2)
+    if report.conclusion:
+        print_text(console, f"{report.conclusion}.", "bold", indent=2)
     if report.ok:
         _print_compared(console, report)
         return
@@ -206,6 +207,13 @@ def print_verify(console: Console, report: VerifyReport) -> None:
     print_rest(console, len(report.problems) - _PROBLEMS_SHOWN, "--json")
     print_line(console)
     _print_compared(console, report)
+
+
+def _looked_at(report: VerifyReport) -> str:
+    """How much was read and compared."""
+    count = plural(report.tensors, "piece" if report.is_checkpoint else "tensor")
+    against = " and made again from the checkpoint" if report.against_checkpoint else ""
+    return f"{plural(report.files, 'file')}, {count} compared{against}"
 
 
 def _of(report: VerifyReport) -> str:
@@ -221,12 +229,13 @@ def _of(report: VerifyReport) -> str:
 def _print_compared(console: Console, report: VerifyReport) -> None:
     """What was held against what, and which files are none of the export's."""
     alone = f"{some(report.by_manifest_alone, 8)}: with the manifest alone"
+    looked_at = (("Looked at", "" if report.ok else _looked_at(report)),)
     compared = (
         (("Weights", "with the manifest and the checkpoint"), ("Not weights", alone))
         if report.against_checkpoint
         else (("Compared", "with the manifest alone; --against CKPT makes the weights again"),)
     )
     base = (("Base", str(report.base or "")),)
-    print_facts(console, (*compared, *base) if report.files else ())
+    print_facts(console, (*looked_at, *compared, *base) if report.files else ())
     print_list(console, "Warnings", report.warnings, "bold yellow")
     print_list(console, "Notes", report.notes)

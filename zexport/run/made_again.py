@@ -79,10 +79,20 @@ class Problem(Struct, frozen=True):
     problem: str
 
 
-def source_problems(
+class HeldAgainst(Struct, frozen=True):
+    """Where an export is not what the checkpoint gives, and what that comes to, in words.
+
+    Nothing is concluded where the checkpoint's files are those that were read for the export.
+    """
+
+    problems: Sequence[Problem]
+    conclusion: str = ""
+
+
+def hold_against(
     plan: ExportPlan, manifest: Manifest, on_bytes: Callable[[int], None]
-) -> list[Problem]:
-    """Where an export is not what the checkpoint gives, every tensor of which is made again."""
+) -> HeldAgainst:
+    """An export held against the checkpoint, every tensor of which is made again."""
     planned = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
     values = "has other values in the checkpoint"
     if manifest.provenance.get("from_base"):
@@ -111,7 +121,25 @@ def source_problems(
         reader.take(ledger.ranges())
         read = source_entries(plan, reader.finish())
     again = {name for path, name in plan.source_names.items() if path in plan.pruned}
-    return problems or [*_source_file_problems(read, manifest, again)]
+    others = [*_source_file_problems(read, manifest, again)]
+    unit = "pieces" if plan.form.is_checkpoint else "tensors"
+    conclusion = _conclusion(len(problems), len(planned), unit) if others else ""
+    return HeldAgainst(problems or others, conclusion)
+
+
+def _conclusion(differing: int, count: int, unit: str) -> str:
+    """What is the matter where the files are not those that the export was made from."""
+    if not differing:
+        return (
+            f"All {count:,} {unit} are equal; only the files that they lie in are others than "
+            "those that were read for the export, as those of a resharded checkpoint are"
+        )
+    if 2 * differing <= count:
+        return ""
+    return (
+        f"{differing:,} of {count:,} {unit} differ, and so do the files that they lie in: this is "
+        "another checkpoint than the one that the export was made from, of another run or step"
+    )
 
 
 def frame_problems(out_dir: Path, plan: ExportPlan) -> Iterator[Problem]:

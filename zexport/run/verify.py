@@ -16,7 +16,7 @@ from zexport.model.hub_cache import GivenBase
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
-from zexport.run.made_again import Problem, frame_problems, source_problems
+from zexport.run.made_again import Problem, frame_problems, hold_against
 from zexport.run.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -53,6 +53,8 @@ class VerifyReport:
         problems: everything that is wrong.
         base: the model that the export was given for what the checkpoint lacks; null without one.
         notes: what was warned of when it was made, and what of this command changed nothing.
+        conclusion: what the problems come to, where the export is whole and the checkpoint is not
+            the one that it was made from; empty else.
     """
 
     out_dir: Path
@@ -68,6 +70,7 @@ class VerifyReport:
     warnings: tuple[str, ...] = ()
     base: GivenBase | None = None
     notes: tuple[str, ...] = ()
+    conclusion: str = ""
 
     __repr__ = brief
 
@@ -141,9 +144,11 @@ def verify_export(
     for name in manifest.files:
         found = _byte_problems(out_dir, name, headers.get(name), manifest, told.add)
         problems += (one for one in found if one not in problems)
+    conclusion = ""
     if plan is not None:
-        problems += source_problems(plan, manifest, told.add)
-        problems += frame_problems(out_dir, plan)
+        held = hold_against(plan, manifest, told.add)
+        conclusion = "" if problems else held.conclusion
+        problems += (*held.problems, *frame_problems(out_dir, plan))
     return VerifyReport(
         out_dir=out_dir,
         files=len(manifest.files),
@@ -157,6 +162,7 @@ def verify_export(
         warnings=tuple(_added_files(out_dir, manifest.files)),
         base=GivenBase.recorded(manifest.provenance.get("base")),
         notes=tuple(_told_then(manifest)),
+        conclusion=conclusion,
     )
 
 
