@@ -14,6 +14,7 @@ from tests.support.checkpoints import Run, save, small_model
 from tests.support.error_goldens import Update, departures, normalised, noted, read_goldens
 from tests.support.published import check_all_printed
 from tests.support.warm_names import WarmSubprocess
+from zexport.api import export
 from zexport.checkpoint import reading
 from zexport.model import names_client
 
@@ -113,6 +114,12 @@ def _warm_names(warm_subprocess: WarmSubprocess, monkeypatch: pytest.MonkeyPatch
 def _an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a test makes is a checkpoint that may still be being written."""
     monkeypatch.setattr(reading, "now", lambda: time.time() + 3600)
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of a few kilobytes have several files, too."""
+    monkeypatch.setattr(export, "SHARD_NBYTES_MIN", 1)
 
 
 @pytest.fixture

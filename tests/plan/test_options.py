@@ -10,9 +10,18 @@ import pytest
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
+from zexport.api import export
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
-from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
+from zexport.options import (
+    SHARD_NBYTES_MIN,
+    AdapterMode,
+    CheckMode,
+    Engine,
+    ExportDType,
+    ExportOptions,
+    NameLayout,
+)
 
 
 def test_enumerations_and_paths_may_be_text() -> None:
@@ -84,6 +93,19 @@ def test_what_no_argument_can_be_is_refused_by_its_name(
 def test_what_a_text_may_be_is_told() -> None:
     with pytest.raises(UsageError, match="expected fp32, bf16, fp16, auto"):
         ExportOptions(dtype="b16")  # type: ignore[arg-type]
+
+
+def test_a_file_of_a_few_bytes_is_taken_for_a_slip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the command line; what was made so before is still verified."""
+    root = save(small_model(), Run(), tmp_path / "ckpt")
+    zexport.consolidate(root, tmp_path / "out", max_shard_nbytes=500)
+    monkeypatch.setattr(export, "SHARD_NBYTES_MIN", SHARD_NBYTES_MIN)
+    for few, meant in ((5, "5_000_000_000"), (5000, "5_000_000_000")):
+        with pytest.raises(UsageError, match=rf"found {few}, .* Did you mean {meant}\?"):
+            zexport.consolidate(root, tmp_path / "new", max_shard_nbytes=few)
+    assert zexport.verify_export(tmp_path / "out", against=root).ok
 
 
 def test_how_an_export_is_read_again_may_be_text(tmp_path: Path) -> None:

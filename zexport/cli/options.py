@@ -14,7 +14,15 @@ import click
 
 from zexport.errors import MissingExtraError, UsageError
 from zexport.findings import FindingKind
-from zexport.options import AdapterMode, CheckMode, Engine, ExportDType, ExportOptions, NameLayout
+from zexport.options import (
+    SHARD_NBYTES_MIN,
+    AdapterMode,
+    CheckMode,
+    Engine,
+    ExportDType,
+    ExportOptions,
+    NameLayout,
+)
 from zexport.report.text import plural, size
 from zexport.store.address import Address, place
 from zexport.store.client import use_storage_options
@@ -261,8 +269,6 @@ adapter_options = together(
 )
 
 
-_SHARD_NBYTES_MIN = 10**6
-
 export_options = together(
     click.option(
         "--dtype",
@@ -286,7 +292,7 @@ export_options = together(
     ),
     click.option(
         "--max-shard-size",
-        type=ByteSize(_SHARD_NBYTES_MIN),
+        type=ByteSize(SHARD_NBYTES_MIN),
         default="5GB",
         show_default=True,
         help="Largest safetensors file.",
