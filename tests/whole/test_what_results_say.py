@@ -228,3 +228,15 @@ def test_what_an_export_would_warn_of_and_what_changes_nothing_is_told(tmp_path:
     assert "--base changes nothing without --against" in told
     assert "--check changes nothing without --against" in told
     assert "the same files" in run("diff", tmp_path / "out", tmp_path / "out")[0]
+
+
+def test_an_export_says_whose_place_it_takes(tmp_path: Path) -> None:
+    older = trainers_run(tmp_path / "run")
+    out, over = tmp_path / "out", ExportOptions(overwrite=True)
+    consolidate(older, out)
+    told = "this replaces what was made from run/checkpoint-2 (step 2, ZeRO-3, 2 ranks)"
+    assert told not in consolidate(older, out, over).notes
+    assert told in consolidate(tmp_path / "run" / "checkpoint-4", out, over).notes
+    (out / "zexport_manifest.json").write_text("{}")
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    assert not [one for one in consolidate(older, out, over).notes if "replaces" in one]

@@ -1,17 +1,21 @@
-"""What a training takes an output folder for that is to lie among its checkpoints."""
+"""What lies where an output folder is to be: a training's checkpoints, or an older result."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from zexport.checkpoint.candidates import list_run_checkpoints
-from zexport.errors import OutputError
-from zexport.plan.plan import ExportPlan
+from zexport.errors import OutputError, VerificationError
+from zexport.plan.plan import ExportPlan, Origin
+from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import real_path
 from zexport.store.address import Address
 from zexport.store.files import reading
-from zexport.store.folders import is_folder
+from zexport.store.folders import is_file, is_folder
 
 _COUNTED = re.compile(r"checkpoint-(\d+)")
 """What a Trainer counts, and removes by ``save_total_limit``; it resumes from a whole name's.
@@ -21,7 +25,9 @@ Source: transformers 5.23, ``trainer_utils.py`` (``sort_checkpoints``, ``get_las
 
 
 def checked(plan: ExportPlan) -> ExportPlan:
-    """The plan, with a warning of what a training may do with the folder where it is to lie.
+    """The plan, with what is to be known of the place where the folder is to lie.
+
+    That is what a training may do with it there, and which other checkpoint's export it replaces.
 
     A checkpoint for other ranks may be meant to be resumed from there: that is told.
 
@@ -29,6 +35,7 @@ def checked(plan: ExportPlan) -> ExportPlan:
         OutputError: a training would resume from the folder, and it is an export.
     """
     target = real_path(plan.out_dir)
+    plan = replace(plan, notes=(*plan.notes, *_replaced(target, plan)))
     name = _COUNTED.match(target.name)
     if name is None or isinstance(target, Address) or not is_folder(target.parent):
         return plan
@@ -52,3 +59,13 @@ def checked(plan: ExportPlan) -> ExportPlan:
         "as one of them (save_total_limit); another name, or another folder, is safe"
     )
     return replace(plan, warnings=(told, *plan.warnings))
+
+
+def _replaced(target: Path, plan: ExportPlan) -> Iterator[str]:
+    """Tells which other checkpoint the folder was made from that is replaced."""
+    if plan.overwrite and is_file(target / MANIFEST_NAME):
+        with suppress(VerificationError):
+            older = Origin.recorded(read_manifest(target).provenance.get("checkpoint"))
+            own = Origin.recorded(plan.provenance.get("checkpoint"))
+            if older is not None and older != own:
+                yield f"this replaces what was made from {older}"
