@@ -197,11 +197,6 @@ class HubModel(Struct, frozen=True):
     def _warnings(self) -> Iterator[str]:
         """What is missing beside the weights, will not be read, or stands apart."""
         found = self.collected
-        if found.mode is AdapterMode.MERGE and found.options.exclude_frozen:
-            yield (
-                "--exclude-frozen leaves out what is the base model's alone, so this is no "
-                "whole model: leave that option out for one"
-            )
         if found.sidecars.missing:
             only = f"{WEIGHTS_ONLY}; " if found.sidecars.config is None else ""
             yield (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError
-from zexport.model.fit import ModelNames, NamesUnknown, absent, difference
+from zexport.model.fit import Difference, ModelNames, NamesUnknown, absent, difference
 from zexport.model.hub_layout import HubLayout
 from zexport.options import ExportOptions
 from zexport.printable import some
@@ -41,6 +41,7 @@ def select_tensors(
     merged_over = (tensor for tensor in own.values() if base.tensors.get(tensor.name) is tensor)
     check_plain((*filled.values(), *merged_over), base, settled.names)
     differences = _differences(own, wanted, aliases, settled)
+    excluded = _excluded(settled, checkpoint) if options.exclude_frozen else ()
     names, tied = settled.names, aliases
     if settled.layout is not None and isinstance(names, ModelNames):
         if not options.exclude_frozen:
@@ -55,26 +56,21 @@ def select_tensors(
         settled,
         weights=Weights(written, tied),
         from_base=tuple(filled),
-        loadable=not differences and (settled.layout is not None or _is_saved_so(settled, aliases)),
-        warnings=(*_obstacle(settled, differences), *settled.warnings),
+        loadable=not str(differences)
+        and (settled.layout is not None or _is_saved_so(settled, aliases)),
+        warnings=(*_obstacle(settled, differences, excluded), *settled.warnings),
         notes=(*from_base, *settled.notes),
     )
 
 
 def with_frozen_counted(settled: Selection, checkpoint: ZeroCheckpoint) -> Selection:
     """The same, saying what ``--exclude-frozen`` leaves out, and what the save did before it."""
-    stored, names = settled.weights, settled.names
-    frozen = {name for name, tensor in stored.tensors.items() if tensor.role is Role.FROZEN}
-    lacking = set(stored.left_out) - stored.buffers
-    is_known = isinstance(names, ModelNames)
-    if isinstance(names, ModelNames) and checkpoint.may_lack_weights:
-        nowhere = absent(names, stored.shapes)
-        lacking |= {n for n in nowhere if n not in names.buffers and n not in names.tied}
-    every = sorted(frozen | lacking)
+    every = _excluded(settled, checkpoint)
+    is_known = isinstance(settled.names, ModelNames)
     more = "; others may have been left out when it was saved"
     told = (
         f"--exclude-frozen left out {len(every):,} weight{'s' * (len(every) != 1)}"
-        + (f": {some(every)}" if every else "")
+        + (f", so this is no whole model and will not load as one: {some(every)}" if every else "")
         + ("" if is_known or not checkpoint.may_lack_weights else more)
     )
     if every or told.endswith(more):
@@ -82,14 +78,33 @@ def with_frozen_counted(settled: Selection, checkpoint: ZeroCheckpoint) -> Selec
     return structs.replace(settled, notes=(*settled.notes, told))
 
 
-def _obstacle(settled: Selection, differences: str) -> Iterator[str]:
-    """Why transformers may not load the output, unless that was not asked for."""
-    if not settled.is_for_hub or not differences:
+def _excluded(settled: Selection, checkpoint: ZeroCheckpoint) -> Sequence[str]:
+    """What ``--exclude-frozen`` leaves out, and the save before it, in the model's order."""
+    stored, names = settled.weights, settled.names
+    frozen = {name for name, tensor in stored.tensors.items() if tensor.role is Role.FROZEN}
+    every = frozen | (set(stored.left_out) - stored.buffers)
+    if not isinstance(names, ModelNames):
+        return sorted(every)
+    if checkpoint.may_lack_weights:
+        nowhere = absent(names, stored.shapes)
+        every |= {n for n in nowhere if n not in names.buffers and n not in names.tied}
+    return [name for name in names.shapes if name in every] + sorted(every - names.shapes.keys())
+
+
+def _obstacle(
+    settled: Selection, differences: Difference | str, excluded: Sequence[str]
+) -> Iterator[str]:
+    """Why transformers may not load the output, unless that was not asked for, or is told."""
+    names = settled.names
+    if not settled.is_for_hub or not str(differences):
         return
-    if isinstance(settled.names, NamesUnknown):
+    if isinstance(differences, str) or isinstance(names, NamesUnknown):
         yield f"names are those of the checkpoint, and were not checked: {differences}"
-    else:
-        yield f"the folder will not load as it is: {differences}"
+        return
+    known = {*excluded}
+    missing = (n for n in differences.missing if names.tied.get(n, n) not in known)
+    if rest := str(structs.replace(differences, missing=tuple(missing))):
+        yield f"the folder will not load as it is: {rest}"
 
 
 def _is_saved_so(settled: Selection, aliases: Mapping[str, str]) -> bool:
@@ -107,8 +122,8 @@ def _differences(
     wanted: Mapping[str, Shape],
     aliases: Mapping[str, str],
     settled: Selection,
-) -> str:
-    """How the tensors differ from the model's, or why that is not known; empty if they do not."""
+) -> Difference | str:
+    """How the tensors differ from the model's, or why that is not known."""
     if not isinstance(settled.names, ModelNames):
         return settled.names.reason
     shapes = {name: tensor.shape for name, tensor in own.items()} | dict(wanted)
@@ -118,7 +133,7 @@ def _differences(
         f"{n} {list(shapes[n])} for {list(settled.names.shapes[n])}" for n in found.reshaped
     )
     unexpected = (n for n in found.unexpected if not settled.names.ignores(n))
-    return str(structs.replace(found, unexpected=tuple(unexpected), reshaped=tuple(reshaped)))
+    return structs.replace(found, unexpected=tuple(unexpected), reshaped=tuple(reshaped))
 
 
 def _wanted(
