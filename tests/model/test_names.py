@@ -488,6 +488,26 @@ def test_a_user_without_a_folder_for_caches_has_none(
     assert "odd" in names.reason
 
 
+def test_what_cannot_be_remembered_is_told_once_and_no_home_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for home, cache, why in (
+        (tmp_path / "nobody", "", "there is no home folder"),
+        (tmp_path, str(tmp_path / "file" / "cache"), "Not a directory"),
+    ):
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        caplog.clear()
+        with NamesClient() as transformers:
+            for kind in ("odd", "odder"):
+                transformers.describe(json.dumps({"model_type": kind}).encode())
+        (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert why in told
+        assert "XDG_CACHE_HOME" in told
+        assert not home.exists() or home == tmp_path
+
+
 @pytest.mark.slow
 def test_every_question_has_the_whole_time_and_memory() -> None:
     code = (

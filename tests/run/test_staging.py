@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -283,10 +284,10 @@ def test_an_export_that_ends_as_another_begins_is_not_taken_for_the_users_own(
     lock.touch()
     whole = publish._is_made
 
-    def after_the_other(path: Path) -> bool:
+    def after_the_other(path: Path, target: Path) -> bool:
         partial.rename(tmp_path / "out")
         lock.unlink()
-        return whole(path)
+        return whole(path, target)
 
     monkeypatch.setattr(publish, "_is_made", after_the_other)
     with publish.locked(tmp_path / "out"):
@@ -306,9 +307,33 @@ def test_a_folder_without_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(OutputError, match=r"no permission\. Choose a folder you may write to"):
+    with pytest.raises(OutputError, match=r"Permission denied\. Choose a folder you may write to"):
         _make(tmp_path / "out")
     assert _names(tmp_path) == []
+
+
+def test_a_read_only_disk_is_called_so_by_what_the_user_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that is there may be the cause, and is named."""
+    told = r"cannot be written: Read-only file system\. Choose a disk that is not read-only"
+    fixed = os.statvfs_result((*(1 for _ in range(8)), os.ST_RDONLY, 255))
+    with monkeypatch.context() as within:
+        within.setattr(os, "access", lambda *_: False)
+        within.setattr(os, "statvfs", lambda _: fixed)
+        with pytest.raises(OutputError, match=told):
+            _make(tmp_path / "out")
+
+    def refused(path: Path, *_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for place in ("out", "out.partial.lock"):
+        with monkeypatch.context() as within:
+            within.setattr(os, "open", refused)
+            with pytest.raises(OutputError, match=told) as caught, publish.locked(tmp_path / "out"):
+                pass
+        assert caught.value.path == tmp_path / place
+        (tmp_path / "out.partial.lock").touch()
 
 
 @pytest.mark.parametrize("out", ["run/global_step3", "run/global_step3/out", "run", "."])

@@ -205,7 +205,7 @@ def test_a_read_only_folder_is_found_out_before_the_work(
     plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(OutputError, match="no permission"):
+    with pytest.raises(OutputError, match="Permission denied"):
         run_plan(plan)
 
 

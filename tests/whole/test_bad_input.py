@@ -213,7 +213,7 @@ def test_an_output_that_may_not_be_written_is_refused(
     (locked := tmp_path / "locked").mkdir()
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != locked and access(path, mode))
-    with pytest.raises(OutputError, match="no permission") as caught:
+    with pytest.raises(OutputError, match="Permission denied") as caught:
         zexport.consolidate(zero3, locked / "out")
     assert (caught.value.exit_code, caught.value.path) == (6, locked)
     assert list(locked.iterdir()) == []

@@ -47,9 +47,15 @@ def progress_printer(
 
 @contextmanager
 def _told_of_waiting(tell: Callable[[str], None]) -> Iterator[None]:
-    """What the library says it waits for is told as it begins."""
+    """What the library says it waits for is told as it begins, and what it warns of."""
     log, handler = logging.getLogger("zexport"), logging.Handler()
-    handler.emit = lambda record: tell(f"{record.getMessage()} ...")  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        said = record.getMessage()
+        tell(f"Warning: {said}" if is_warning else f"{said} ...")
+
+    handler.emit = emit  # type: ignore[method-assign]
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -18,7 +18,7 @@ from typing import IO, Self, cast
 from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import HUB_WANTED, installed, lack_for_names, to_have_names
 from zexport.store.contents import read_regular
-from zexport.store.folders import cache_folder, matching, replace_content
+from zexport.store.folders import cache_folder, exists, home, matching, replace_content
 from zexport.store.json import JsonObject
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class NamesClient:
         self._lack = lack_for_names()
         self._version = "" if self._lack else installed("transformers") or ""
         self._process: _NamesProcess | None = None
+        self._is_forgetful = False
 
     def __enter__(self) -> Self:
         return self
@@ -75,12 +76,29 @@ class NamesClient:
         if answer is None:
             answer = {"error": f"transformers failed: {self._process.last_words()}"}
             self._end()
-        elif (home := _cache_home()) is not None:
-            content = json.dumps(answer).encode()
-            with contextlib.suppress(OSError):  # without a cache the export goes on
-                path = home / _cache_name(config, self._version)
-                replace_content(path, b"%b\n%b" % (_digest(content).encode(), content))
+        else:
+            self._remember(config, answer)
         return self._version, answer
+
+    def _remember(self, config: bytes, answer: JsonObject) -> None:
+        """Keep an answer for the next time; without a cache the export goes on, and says so."""
+        content = json.dumps(answer).encode()
+        folder, why = _cache_home(), "there is no home folder"
+        if folder is not None:
+            try:
+                path = folder / _cache_name(config, self._version)
+                replace_content(path, b"%b\n%b" % (_digest(content).encode(), content))
+            except OSError as refusal:
+                why = f"{folder}: {refusal.strerror}"
+            else:
+                return
+        if not self._is_forgetful:
+            self._is_forgetful = True
+            _log.warning(
+                "The names cannot be kept (%s), and the next export asks for them again. Set "
+                "XDG_CACHE_HOME to a folder that you may write to.",
+                why,
+            )
 
     def _start(self) -> None:
         """See to it that there is a process, unless transformers cannot be imported."""
@@ -189,11 +207,16 @@ def _temporary_file() -> IO[bytes]:
 
 
 def _cache_home() -> Path | None:
-    """Where answers are kept; ``None`` for a user who has no folder for that."""
+    """Where answers are kept; ``None`` for a user who has no folder for that.
+
+    A home folder that is not there is not made, though root could.
+    """
     try:
-        return cache_folder() / "zexport"
+        cache, own = cache_folder(), home()
     except RuntimeError:
         return None
+    is_homeless = own is not None and cache.is_relative_to(own) and not exists(own)
+    return None if is_homeless else cache / "zexport"
 
 
 def _cache_name(config: bytes, version: str) -> str:
@@ -202,16 +225,16 @@ def _cache_name(config: bytes, version: str) -> str:
 
 def _remembered(config: bytes, version: str) -> Iterator[tuple[str, Path]]:
     """Where the answer of a version may lie; without one, that of any, the newest first."""
-    home = _cache_home()
-    if home is None:
+    folder = _cache_home()
+    if folder is None:
         return
     if version:
-        yield version, home / _cache_name(config, version)
+        yield version, folder / _cache_name(config, version)
         return
     before, after = _cache_name(config, "*").split("*")
     found = {
         path.name.removeprefix(before).removesuffix(after): path
-        for path in matching(home, f"{before}*{after}")
+        for path in matching(folder, f"{before}*{after}")
     }
     yield from sorted(found.items(), key=_age, reverse=True)
 
