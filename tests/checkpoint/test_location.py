@@ -302,11 +302,11 @@ def test_of_several_runs_in_a_folder_none_is_taken(tmp_path: Path) -> None:
 
 
 def test_inspection_of_a_folder_of_runs_names_them(tmp_path: Path) -> None:
-    for run in ("one", "two"):
+    for run in ("run_9", "one_10"):  # as names, which numbers in them do not order
         _tag(tmp_path / run / "checkpoint-4", "global_step4")
     with pytest.raises(AmbiguousTagError, match="whole runs") as caught:
         inspect_checkpoint(tmp_path)
-    assert caught.value.found == "one, two"
+    assert caught.value.found == "one_10, run_9"
 
 
 def test_unfinished_work_of_ours_is_no_finished_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import shutil
 import sys
@@ -88,6 +89,24 @@ def test_a_refused_line_is_told_the_next_one(
     assert told in capsys.readouterr().err
 
 
+def test_a_failure_has_the_form_of_a_result_and_its_hint_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    for words, hint in (
+        (["diff", "a"], "As in: zexport diff model base"),
+        (["diff", "a", "b", "--jobs", "x"], "See --help"),
+        (["consolidate", "a", "b", "--max-shard-size", "5"], "Did you mean 5GB?"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["zexport", *words, "--json"])
+        with pytest.raises(SystemExit, match="2"):
+            main.main()
+        (line,) = capsys.readouterr().out.splitlines()
+        assert json.loads(line)["error"]["hint"] == hint
+    done = CliRunner().invoke(cli, ["inspect", str(ZERO3), "--json"])
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:
     said, code = refusal("watch", tmp_path / "nope", tmp_path / "outs", "--once")
     assert (code, "does not exist" in said) == (3, True)
@@ -105,6 +124,10 @@ def test_a_verification_says_which_checkpoint_is_which(runs: Path) -> None:
     print_verify(Console(file=out, width=500), other)
     assert "; made from checkpoint-1/global_step2 (step 2, ZeRO-3" in out.getvalue()
     assert f", compared with {near(ZERO2 / 'global_step2')} (step 2, ZeRO-2" in out.getvalue()
+    first, conclusion, *_ = out.getvalue().splitlines()
+    assert "compared and made again" not in first
+    assert "this is another checkpoint than the one that the export was made from" in conclusion
+    assert "tensors compared and made again from the checkpoint" in out.getvalue()
 
 
 def test_tensors_of_a_damaged_file_do_not_count_as_compared(runs: Path, tmp_path: Path) -> None:
@@ -164,5 +187,6 @@ def test_a_report_fits_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_wait_for_transformers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_printer("auto"):
         logging.getLogger("zexport.model.names_client").info("Asking")
+        logging.getLogger("zexport.model.names_client").warning("Not kept")
     logging.getLogger("zexport.model.names_client").info("Asking again")
-    assert capsys.readouterr().err == "Asking ...\n"
+    assert capsys.readouterr().err == "Asking ...\nWarning: Not kept\n"

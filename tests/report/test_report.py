@@ -26,7 +26,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.plan.summary import side_nbytes, summarize
 from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
-from zexport.report.text import duration, plural, print_table, size
+from zexport.report.text import duration, folded, near_text, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
 from zexport.store.json import form_of
 
@@ -123,6 +123,45 @@ def test_columns_of_numbers_line_up_on_the_right_and_cells_are_never_cut() -> No
         f"  a     1,000  {'x' * 100}",
         "  漢字      2  y",
     ]
+
+
+def test_a_row_too_wide_for_a_terminal_stands_in_steps_and_is_never_cut() -> None:
+    out = io.StringIO()
+    terminal = Console(file=out, width=30, force_terminal=True, color_system=None)
+    rows = [("model.layers.0", "1,000", "x" * 20), ("model.layers.0", "2", ""), ("", "3", "y" * 40)]
+    print_table(terminal, ("Name", ">Count", "Rest"), rows)
+    assert out.getvalue().splitlines() == [
+        "",
+        "  Name",
+        "    Count",
+        "      Rest",
+        "  model.layers.0",
+        "    1,000",
+        f"      {'x' * 20}",
+        "    2",
+        "  -",
+        "    3",
+        f"      {'y' * 40}",
+    ]
+
+
+def test_a_line_that_is_folded_has_its_command_whole() -> None:
+    command = "zexport verify model --against run/checkpoint-100"
+    assert folded(f"is a checkpoint, and no export. As in: {command}", 40, 2) == [
+        "is a checkpoint, and no export. As in:",
+        f"  {command}",
+    ]
+    assert folded("is a checkpoint", 40) == ["is a checkpoint"]
+
+
+def test_paths_are_told_as_they_are_typed_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = f"{tmp_path}/run: is no folder. Give '{tmp_path}/a b', or /data{tmp_path}/run"
+    assert near_text(told) == f"run: is no folder. Give 'a b', or /data{tmp_path}/run"
+    monkeypatch.chdir("/")
+    assert near_text(told) == told
 
 
 def test_words_follow_their_number() -> None:

@@ -273,11 +273,12 @@ def _check_any(path: Path, tag: str | None = None) -> None:
     """Refuse a folder without tags that holds no folder with tags either, or whole runs."""
     checkpoints = list_run_checkpoints(path)
     if tag not in checkpoints and (runs := runs_in(path)):
+        names = [*sorted(runs), *sorted(checkpoints)]
         raise AmbiguousTagError(
             "holds the folders of whole runs, and is no run itself",
             path=path,
-            found=_listed([*runs, *checkpoints]),
-            hint=f"Give one of them, for example {path / runs[0]}",
+            found=_listed(names),
+            hint=f"Give one of them, for example {path / names[0]}",
         )
     if checkpoints:
         return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -18,7 +18,7 @@ import click
 
 from zexport import __version__
 from zexport.cli.environment import told_of_unknown
-from zexport.cli.streams import prepare_streams
+from zexport.cli.streams import prepare_streams, put_json
 from zexport.errors import OutputError, UsageError, ZexportError
 
 _INTERRUPTED = 130
@@ -169,21 +169,35 @@ def _tell_interrupt(error: BaseException) -> int:
 def _tell(error: ZexportError, *, as_json: bool) -> int:
     """Say what is wrong, once for people and once for programs; the exit code."""
     *lines, last = [error.sentence()] if as_json else error.lines()
-    told = "\n".join([*lines, " ".join([last, *getattr(error, "__notes__", [])])])
-    click.echo(f"Error: {told}", err=True)
+    first, *more = [*lines, " ".join([last, *getattr(error, "__notes__", [])])]
+    for line in _shown((f"Error: {first}", *more)):
+        click.echo(line, err=True)
     if as_json:
         from zexport.report.failure import Failure, Told
         from zexport.store.json import form_of
 
         with suppress(OutputError, BrokenPipeError):  # the first failure is the one to be told
-            click.echo(json.dumps(form_of(Failure(Told.of(error)))))
+            put_json(form_of(Failure(Told.of(error))))
     return error.exit_code
+
+
+def _shown(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of a message as people read them: paths as typed from here, folded on a terminal."""
+    from zexport.report.text import folded, near_text
+
+    for line in map(near_text, lines):
+        if not sys.stderr.isatty():
+            yield line
+            continue
+        indent = len(line) - len(line.lstrip()) + 2
+        yield from folded(line, shutil.get_terminal_size().columns, indent)
 
 
 def _tell_usage(error: click.UsageError, *, as_json: bool) -> int:
     error = _plainer(error)
     if as_json:
-        told = UsageError(error.format_message().rstrip("."), hint="See --help")
+        problem, _, hint = error.format_message().partition(". ")
+        told = UsageError(problem.rstrip("."), hint=hint.rstrip(".") or "See --help")
         return _tell(told, as_json=True)
     error.show()
     return error.exit_code

@@ -6,7 +6,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ def put_out(
     if as_json:
         environment = dict(options_set())
         told = form() | ({"environment": environment} if environment else {})
-        click.echo(json.dumps(told, indent=2, allow_nan=False))
+        put_json(told)
         return
     from zexport.report.text import print_list
 
@@ -54,6 +54,12 @@ def put_out(
     describe(console)
     told_of = (f"{option} from {variable}" for option, variable in options_set())
     print_list(console, "Options from the environment", told_of)
+
+
+def put_json(told: Mapping[str, object]) -> None:
+    """An object on standard output: one line, which is spread over several on a terminal."""
+    indent = 2 if sys.stdout.isatty() else None
+    click.echo(json.dumps(told, indent=indent, allow_nan=False))
 
 
 def _console() -> Console:

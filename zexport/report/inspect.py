@@ -13,6 +13,7 @@ from zexport.ranges.dtypes import DType
 from zexport.report.text import (
     Console,
     near,
+    near_text,
     plural,
     print_facts,
     print_line,
@@ -49,8 +50,8 @@ def print_inspection(
 ) -> None:
     """The inspection for people, with a line for each tensor or rank file; the verdict is last."""
     checkpoint = inspection.checkpoint
-    what = inspection.path if checkpoint is None else Origin.of(checkpoint)
-    print_line(console, str(what), "bold")
+    what = str(inspection.path if checkpoint is None else Origin.of(checkpoint))
+    print_text(console, near_text(what), "bold")
     if checkpoint is not None:
         print_facts(console, facts(inspection, checkpoint))
     if checkpoint is None or len(inspection.tags) > 1:
@@ -69,7 +70,18 @@ def print_inspection(
     print_text(
         console, f"Verdict: {inspection.verdict.sentence}.", _COLOR[inspection.verdict.outcome]
     )
-    print_line(console, f"Next: {inspection.verdict.next_step}")
+    _print_next(console, inspection.verdict.next_step)
+
+
+def _print_next(console: Console, step: str) -> None:
+    """What to do next: a command stays on one line, to be copied, with another way below it."""
+    if not step.startswith("zexport "):
+        print_text(console, f"Next: {step}", indent=6)
+        return
+    command, *others = step.split("  # ")
+    print_line(console, f"Next: {command}")
+    for other in others:
+        print_line(console, f"      # {other}")
 
 
 def facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _FINDINGS_SHOWN = 20
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
+_COMMAND = re.compile(r"(?:(?<=: )|(?<=type ))zexport [a-z]+ .*")
+"""What follows "as in:" or "type"."""
 
 
 class PlainConsole(Struct, frozen=True):
@@ -86,15 +89,34 @@ def print_text(console: Console, text: str, style: str = "", *, indent: int = 0)
     if isinstance(console, PlainConsole) or not console.is_terminal:
         print_line(console, text, style)
         return
+    for line in folded(printable(text), console.width, indent):
+        print_line(console, line, style)
+
+
+def folded(text: str, width: int, indent: int = 0) -> list[str]:
+    """A text as lines of a width, the first of which alone begins without blanks.
+
+    No word is broken, and a command at its end, which may be copied, stands on a line of its own.
+    """
+    blanks = " " * indent
+    command = _COMMAND.search(text) if len(text) > width else None
+    words, rest = (text, "") if command is None else (text[: command.start()], command[0])
     lines = textwrap.wrap(
-        printable(text),
-        console.width,
-        subsequent_indent=" " * indent,
+        words,
+        width,
+        subsequent_indent=blanks,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    for line in lines or [""]:
-        print_line(console, line, style)
+    return [*lines, f"{blanks}{rest}"] if rest else lines or [""]
+
+
+def near_text(text: str) -> str:
+    """A text whose paths below the working folder are as they are typed from here."""
+    here = working_folder()
+    if here is None or here == here.parent:
+        return text
+    return re.sub(rf"(?<![\w.~/-]){re.escape(str(here))}/(?=[^\s/])", "", text)
 
 
 def print_list(
@@ -142,32 +164,53 @@ def print_facts(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 def print_table(
     console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = ""
 ) -> None:
-    """A table after an empty line, as wide as it needs to be: a name is never cut.
+    """A table after an empty line, in which a name is never cut.
 
-    A heading that begins with ``>`` is that of a column of numbers, set to the right.
+    Where it is too wide for a terminal, the first cell of a row stands above the others. A heading
+    that begins with ``>`` is that of a column of numbers, set to the right.
     """
     print_line(console)
     if title:
         print_line(console, title, "bold")
     heads = [name.removeprefix(">") for name in columns]
     sides = "".join(">" if name.startswith(">") else "<" for name in columns)
-    _print_columns(console, sides, [heads, *rows], heads_style="dim")
-
-
-def _print_columns(
-    console: Console, sides: str, rows: Sequence[Sequence[str]], heads_style: str = ""
-) -> None:
-    """Rows with their columns under one another; rich's own table would fold or cut long cells."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    style = heads_style
-    for row in rows:
-        cells = []
-        for cell, side, width in zip(row, sides, widths, strict=True):
-            blanks = " " * (width - _width(cell))
-            cells.append(blanks + cell if side == ">" else cell + blanks)
-        print_line(console, f"  {'  '.join(cells)}".rstrip(), style)
+    width = None
+    if not isinstance(console, PlainConsole) and console.is_terminal:
+        width = console.width
+    shown = [[printable(cell) for cell in row] for row in (heads, *rows)]
+    style = "dim"
+    for lines in _laid_out(shown, sides, width):
+        for line in lines:
+            print_line(console, line, style)
         style = ""
+
+
+def _laid_out(
+    rows: Sequence[Sequence[str]], sides: str, width: int | None, indent: int = 2
+) -> list[list[str]]:
+    """The lines of each row, columns under one another; rich's own table would cut long cells.
+
+    It is one line where all of them fit into the width, if there is one.
+    """
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    blanks = " " * indent
+    if width is None or len(sides) == 1 or indent + sum(widths) + 2 * len(widths) - 2 <= width:
+        return [[blanks + _aligned(row, sides, widths)] for row in rows]
+    below = _laid_out([row[1:] for row in rows], sides[1:], width, indent + 2)
+    before = ["", *(row[0] for row in rows)]
+    return [
+        ([blanks + (row[0] or "-")] if row[0] != last else [])
+        + [line for line in rest if line.strip()]
+        for last, row, rest in zip(before, rows, below, strict=False)
+    ]
+
+
+def _aligned(row: Sequence[str], sides: str, widths: Sequence[int]) -> str:
+    cells = []
+    for cell, side, width in zip(row, sides, widths, strict=True):
+        blanks = " " * (width - _width(cell))
+        cells.append(blanks + cell if side == ">" else cell + blanks)
+    return "  ".join(cells).rstrip()
 
 
 def _width(cell: str) -> int:
