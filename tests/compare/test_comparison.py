@@ -597,6 +597,7 @@ def test_the_table_is_bounded(tmp_path: Path) -> None:
         ("rounded", {"none": 0, "different": 7, "not-cast-equal": 0}),
         ("trained", {"none": 0, "different": 7, "not-cast-equal": 7}),
         ("missing", {"none": 0, "different": 7, "not-cast-equal": 7}),
+        ("too large", {"none": 0, "different": 7, "not-cast-equal": 7}),
     ],
 )
 def test_the_exit_code_is_0_unless_it_is_asked_to_tell(
@@ -607,7 +608,9 @@ def test_the_exit_code_is_0_unless_it_is_asked_to_tell(
         "rounded": {name: tensor.bfloat16() for name, tensor in base.items()},
         "trained": moved(base, 0.1),
         "missing": {name: tensor for name, tensor in base.items() if name != "bias"},
+        "too large": {name: (tensor * 1e5).half() for name, tensor in base.items()},
     }[change]
+    base = {n: t * 1e5 for n, t in base.items()} if change == "too large" else base
     a, b = written(tmp_path / "a", changed), written(tmp_path / "b", base)
     assert {word: run(a, b, "--fail-on", word)[0] for word in codes} == codes
 

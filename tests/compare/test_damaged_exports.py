@@ -218,22 +218,46 @@ def test_what_no_one_explanation_covers_is_not_concluded(
     assert diff_models(model, pair / "base").verdict.sentence.startswith(words)
 
 
-def test_weights_of_few_different_numbers_were_quantized(pair: Path, tmp_path: Path) -> None:
-    """As of a base in four bits: sixteen levels for 64 weights."""
+@pytest.mark.parametrize(("group", "levels"), [(64, 7), (32, 7), (0, 127)])
+def test_weights_of_few_different_numbers_were_quantized(
+    group: int, levels: int, pair: Path, tmp_path: Path
+) -> None:
+    """As of a base in four bits, sixteen levels for 64 or 32 weights; and in eight, by row."""
 
-    def four_bits(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() % 64:
+    def quantized(tensor: torch.Tensor) -> torch.Tensor:
+        if group and tensor.numel() % group:
             return tensor
-        groups = tensor.reshape(-1, 64)
-        scale = groups.abs().amax(1, keepdim=True) / 7
+        groups = tensor.reshape(-1, group or tensor.shape[-1])
+        scale = groups.abs().amax(1, keepdim=True) / levels
         return (groups / scale).round().mul(scale).reshape(tensor.shape)
 
-    model = spoilt(pair, tmp_path / "model", each("proj", four_bits))
+    model = spoilt(pair, tmp_path / "model", each("proj", quantized))
     report = diff_models(model, pair / "base")
     assert Kind.COARSE in {tensor.kind for tensor in report.tensors}
     assert report.verdict.cause is Cause.UNKNOWN
     assert "as after quantization" in report.verdict.sentence
     assert diff_models(pair / "base", model).verdict.cause is not Cause.CONVERSION
+
+
+def test_a_cast_that_saturates_and_a_mixture_with_a_stranger_are_no_training(
+    pair: Path, tmp_path: Path
+) -> None:
+    """The one has many elements at its limit, the other is half of something else."""
+
+    def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+        limit = tensor.float().std().item()
+        return tensor.clamp(-limit, limit)
+
+    def mixed(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor + torch.randn_like(tensor) * tensor.std()) / 2
+
+    for name, damage, kind, words in (
+        ("cut", cut_off, Kind.LIMITED, "cut off at one number in A alone"),
+        ("mixed", mixed, Kind.MOVED, "only a part in common"),
+    ):
+        report = diff_models(spoilt(pair, tmp_path / name, each("proj", damage)), pair / "base")
+        assert kind in {tensor.kind for tensor in report.tensors}
+        assert report.verdict.sentence.startswith(f"Cannot tell: {words} (")
 
 
 def test_rows_that_a_vocabulary_was_padded_with_do_not_hide_the_others(

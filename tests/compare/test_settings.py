@@ -48,6 +48,20 @@ def test_configs_that_compute_something_else_are_a_difference(tmp_path: Path) ->
     assert _told(a, same) == [("adapter_model.safetensors beside the model", "False", "True")]
 
 
+def test_what_one_config_alone_says_is_held_against_what_the_class_takes(tmp_path: Path) -> None:
+    files = ("model.safetensors", "config.json")
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    a = _folder(tmp_path / "a", *files, known | {"rms_norm_eps": 0.1, "rope_theta": 7.0})
+    unsaid = _folder(tmp_path / "unsaid", *files, known)
+    usual = _folder(tmp_path / "usual", *files, known | {"rms_norm_eps": 1e-6, "rope_theta": 1e4})
+    assert _told(usual, unsaid) == _told(unsaid, usual) == []
+    assert _told(a, unsaid) == [
+        ("config.json: rms_norm_eps", "0.1", "1e-06 (unstated)"),
+        ("config.json: rope_theta", "7.0", "10000.0 (unstated)"),
+    ]
+    assert _told(unsaid, a)[0] == ("config.json: rms_norm_eps", "1e-06 (unstated)", "0.1")
+
+
 def test_what_decides_how_weights_are_loaded_is_a_difference(tmp_path: Path) -> None:
     files = ("model.safetensors", "config.json")
     own = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "vocab_size": 3}

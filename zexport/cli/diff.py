@@ -100,13 +100,15 @@ def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
 
 
 def _fails(report: DiffReport, fail_on: str) -> bool:
-    from zexport.compare.tensor import Outcome
+    from zexport.compare.tensor import Kind, Outcome
 
     accepted = {
-        "none": frozenset(Outcome),
         "different": frozenset({Outcome.EQUAL}),
         "not-cast-equal": frozenset({Outcome.EQUAL, Outcome.CAST_EQUAL}),
-    }[fail_on]
-    if fail_on != "none" and report.settings:
-        return True
-    return any(tensor.outcome not in accepted for tensor in report.tensors)
+    }.get(fail_on, frozenset())
+    if fail_on == "none":
+        return False
+    return bool(report.settings) or any(
+        tensor.outcome not in accepted or tensor.kind is Kind.NOT_FINITE
+        for tensor in report.tensors
+    )

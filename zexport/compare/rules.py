@@ -129,6 +129,12 @@ def _unrelated(models: Models, tensor: TensorDiff) -> Evidence:
     return Evidence.NOTHING if models.is_head(tensor) else Evidence.UNKNOWN
 
 
+def _moved(models: Models, tensor: TensorDiff) -> Evidence:
+    """Training goes far from where it began, but for heads and adapters, only if it is long."""
+    is_known = models.is_head(tensor) or "lora_" in tensor.name
+    return Evidence.UNKNOWN if tensor.is_far and not is_known else Evidence.NOTHING
+
+
 def _reshaped(models: Models, tensor: TensorDiff) -> Evidence:
     """Heads and vocabularies change their size; of the latter the rows are the same."""
     values = tensor.values
@@ -137,7 +143,7 @@ def _reshaped(models: Models, tensor: TensorDiff) -> Evidence:
 
 
 def _coarse(models: Models, tensor: TensorDiff) -> Evidence:
-    """What training began from may have been quantized."""
+    """What training began from may have been quantized, or cut off."""
     return Evidence.UNKNOWN if tensor.side is models.trained else Evidence.NOTHING
 
 
@@ -153,6 +159,7 @@ def _missing(models: Models, tensor: TensorDiff) -> Evidence:
 
 _RULES: Mapping[Kind, Evidence | Callable[[Models, TensorDiff], Evidence]] = {
     Kind.ROUNDED: _rounded,
+    Kind.MOVED: _moved,
     Kind.SCALED: _scaled,
     Kind.SHIFTED: Evidence.ERROR,
     Kind.ZEROED: _zeroed,
@@ -161,6 +168,7 @@ _RULES: Mapping[Kind, Evidence | Callable[[Models, TensorDiff], Evidence]] = {
     Kind.EXCHANGED: Evidence.ERROR,
     Kind.TRANSPOSED: Evidence.ERROR,
     Kind.COARSE: _coarse,
+    Kind.LIMITED: _coarse,
     Kind.NOT_FINITE: _not_finite,
     Kind.UNRELATED: _unrelated,
     Kind.UNTIED: Evidence.UNKNOWN,

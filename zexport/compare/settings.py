@@ -18,8 +18,11 @@ from zexport.formats.inert import Opaque
 from zexport.model.beside import file_statements
 from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import parts_of, run_statements
+from zexport.model.config_facts import parts_of, run_statements, unstated_statements
+from zexport.model.fit import ModelNames
 from zexport.model.hub_cache import plain_name
+from zexport.model.names import Learner
+from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import BASE, Sidecars, stating_files
 from zexport.model.vocabulary import vocabulary_statements
 from zexport.resume.state import CellState
@@ -37,6 +40,9 @@ both sides have them, and the latter if one alone has."""
 
 _NAMES: Mapping[AnyFact, str] = {Fact.BASE_FILE: "", Fact.VOCABULARY: "tokenizer"}
 """What a setting is called in front, where that is not the chat template."""
+
+_STATED = (CONFIG, "B")
+"""Who states what the other side leaves to the model's class."""
 
 _OF_RUN = ("global_steps", "skipped_steps", "lr_scheduler", "loss_scaler")
 _APART = frozenset({"params", "step"})
@@ -69,6 +75,7 @@ def of_models(a: Path, b: Path, *, are_adapters: bool) -> Iterator[Setting]:
                     for about, (left, right, *_) in found.statements.items():
                         yield Setting(f"{CONFIG}: {about}", str(left.value), str(right.value))
                 yield from _of_loading(one, other)
+                yield from _of_one_alone(*sides)
     if is_folder(a) and is_folder(b):
         yield from _of_files(a, b)
     beside = [str(exists(side / ADAPTER_FILE)) for side in (a, b)]
@@ -90,6 +97,22 @@ def _of_loading(a: JsonObject, b: JsonObject, part: str = "") -> Iterator[Settin
         inner, its = a[key], b.get(key)
         if key not in _OF_FORM and isinstance(inner, dict) and isinstance(its, dict):
             yield from _of_loading(inner, its, f"{part}{key}.")
+
+
+def _of_one_alone(a: ConfigFile, b: ConfigFile) -> Iterator[Setting]:
+    """What one config says of how the model is built, and the other leaves to its class.
+
+    What the class takes is asked of transformers where it may matter, and remembered from then on.
+    """
+    if not any(unstated_statements(a, b, "B", {})):
+        return
+    with NamesClient(are_needed=False) as transformers:
+        names = Learner(None, transformers).names(a, {})
+    defaults = names.defaults if isinstance(names, ModelNames) else {}
+    for found in disagreements(unstated_statements(a, b, "B", defaults)):
+        for about, said in found.statements.items():
+            one, other = (f"{s.value}{' (unstated)' * (s.by not in _STATED)}" for s in said)
+            yield Setting(f"{CONFIG}: {about}", one, other)
 
 
 def _in_brief(value: Json) -> str:

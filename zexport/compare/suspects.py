@@ -30,8 +30,17 @@ _WINDOW_NUMEL = 2048
 _SKETCH_NUMEL = 256
 _GROUP_NUMEL = 64
 """Weights that 4-bit formats scale together (bitsandbytes; others take 32 or 128)."""
-_LEVELS = ((_GROUP_NUMEL, 16), (_WINDOW_NUMEL, 256))
-"""Among so many elements that were quantized there are at most so many numbers."""
+_LEVELS = ((32, 16, 1.5), (_GROUP_NUMEL, 16, 2.0), (_WINDOW_NUMEL, 256, 2.0))
+"""Among so many elements that were quantized there are at most so many numbers, and among others so
+many times as many."""
+_INT8_MAX = 127
+_NEAR_STEP = 0.1
+_STEPS_KNOWN = 24
+"""Below so many steps, numbers of 16 bits are nearer than that to whole ones."""
+_AT_LIMIT_MIN = 0.01
+"""Of the elements; that so many are the largest is no chance."""
+_ROWS_LOOKED_AT = 8
+_WIDTH_MAX = 1 << 17
 _TOGETHER = 256
 _MISSES_MAX = 16
 """So many tensors without a row elsewhere, and the models are two, or trained far apart."""
@@ -63,9 +72,13 @@ class SecondLook(Struct):
             if self._is_reordered(pair):
                 return Kind.REORDERED, None
             self.misses += 1
-        if tensor.kind is Kind.MOVED and (side := self._coarse(pair)):
-            return Kind.COARSE, side
-        return tensor.kind, tensor.side
+        is_moved, is_zeroed = tensor.kind is Kind.MOVED, tensor.kind is Kind.ZEROED
+        looks = (
+            (Kind.COARSE, self._coarse, is_moved),
+            (Kind.LIMITED, self._limited, not is_zeroed),
+        )
+        found = ((kind, side) for kind, look, is_due in looks if is_due and (side := look(pair)))
+        return next(found, (tensor.kind, tensor.side))
 
     def exchanged(self, found: Found) -> Iterator[tuple[Pair, str]]:
         """Pairs of which A has the values of another tensor of B, and that one's name."""
@@ -135,14 +148,44 @@ class SecondLook(Struct):
         return numbers(placed, start, numel, self.reader)
 
     def _coarse(self, pair: Pair) -> Side | None:
-        """The side that alone has few different numbers."""
-        total = prod(pair.a.shape)
-        windows = [self._window(placed, min(total, _WINDOW_NUMEL)) for placed in (pair.a, pair.b)]
-        for numel, levels in _LEVELS:
+        """The side that alone has few different numbers, or whole steps of a row's largest."""
+        windows = self._windows(pair)
+        for numel, levels, times in _LEVELS:
             a, b = (np.unique(window[:numel]).size for window in windows)
-            if min(a, b) <= levels and max(a, b) >= 2 * levels:
+            if min(a, b) <= levels and max(a, b) >= times * levels:
                 return Side.A if a < b else Side.B
-        return None
+        a, b = (self._in_steps(placed) for placed in (pair.a, pair.b))
+        return None if a == b else Side.A if a else Side.B
+
+    def _windows(self, pair: Pair) -> list[Doubles]:
+        numel = min(prod(pair.a.shape), _WINDOW_NUMEL)
+        return [self._window(placed, numel) for placed in (pair.a, pair.b)]
+
+    def _in_steps(self, placed: PlacedTensor) -> bool:
+        """Whether the rows in the middle are whole steps of 127 to their largest, as int8 is."""
+        width, count = placed.shape[-1], prod(placed.shape[:-1])
+        if not ROW_NUMEL_MIN < width <= _WIDTH_MAX:
+            return False
+        found = known = 0
+        for row in range(count // 2, min(count, count // 2 + _ROWS_LOOKED_AT)):
+            values = numbers(placed, row * width, width, self.reader)
+            if largest := float(np.abs(values).max()):
+                steps = np.abs(values) * (_INT8_MAX / largest)
+                small = steps[(steps > _NEAR_STEP) & (steps < _STEPS_KNOWN)]
+                known += small.size
+                found += int(np.count_nonzero(np.abs(small - small.round()) <= _NEAR_STEP))
+        return known >= _STEPS_KNOWN and found >= 0.95 * known
+
+    def _limited(self, pair: Pair) -> Side | None:
+        """The side of which alone many elements are as large as its largest."""
+        a, b = (
+            np.count_nonzero(np.abs(window) == np.abs(window).max(initial=0)) / max(window.size, 1)
+            for window in self._windows(pair)
+        )
+        few, many = sorted((a, b))
+        if many < _AT_LIMIT_MIN or few > _AT_LIMIT_MIN / 2:
+            return None
+        return Side.A if a > b else Side.B
 
     def _is_transposed(self, pair: Pair) -> bool:
         """Whether B has at [j, i] what A has at [i, j]; told from a few places."""

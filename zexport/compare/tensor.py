@@ -29,6 +29,8 @@ _SHIFT = 1.0
 """What Gemma's norms are kept less, and the norms of others are not."""
 _EXACT = 1e-6
 _EPSILON = {DType.BF16: 2**-8, DType.F16: 2**-11, DType.F32: 2**-24, DType.F64: 2**-53}
+_COSINE_NEAR_MIN = 0.8
+"""Of a matrix and a stranger, half of each, it is 0.7; training stays nearer unless it is long."""
 _FACTOR_MIN = 0.01
 """A factor nearer to 1 is no factor."""
 _NEAR = {True: (0.02, 0.6), False: (0.02, 0.2)}
@@ -74,6 +76,8 @@ class Kind(Enum):
     TRANSPOSED = "transposed"
     COARSE = "coarse"
     """Few different numbers on one side alone, as after quantization."""
+    LIMITED = "limited"
+    """Many elements as large as the largest on one side alone, as after a cast that saturates."""
     NOT_FINITE = "not_finite"
     """NaN or infinities on one side alone."""
     UNRELATED = "unrelated"
@@ -198,6 +202,12 @@ class TensorDiff:
     def is_matrix(self) -> bool:
         """Whether it has more than one dimension worth the name."""
         return sum(dim > 1 for dim in self.shape) >= MATRIX_DIMS
+
+    @property
+    def is_far(self) -> bool:
+        """Whether much of a matrix is something else, whatever its factor."""
+        cosine = None if self.values is None else self.values.cosine
+        return self.is_matrix and cosine is not None and abs(cosine) < _COSINE_NEAR_MIN
 
 
 def kind_of(tensor: TensorDiff, sums: PairSums) -> tuple[Kind, Side | None]:

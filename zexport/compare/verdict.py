@@ -113,6 +113,7 @@ def words(tensor: TensorDiff) -> str:
     return _WORDS[tensor.kind].format(
         side="" if tensor.side is None else tensor.side.value.upper(),
         rounding=tensor.rounding,
+        moved="only a part in common" if tensor.is_far else "moved as in training",
         factor=(values and values.factor) or 0.0,
         shift=(values and values.shift) or 0.0,
         common="nothing in common"
@@ -124,7 +125,7 @@ def words(tensor: TensorDiff) -> str:
 _WORDS = {
     Kind.EQUAL: "equal",
     Kind.ROUNDED: "{rounding}",
-    Kind.MOVED: "moved as in training",
+    Kind.MOVED: "{moved}",
     Kind.SCALED: "A is {factor:.2g} times B",
     Kind.SHIFTED: "A is B {shift:+.2g}",
     Kind.ZEROED: "blocks of zeros in {side} alone",
@@ -133,6 +134,7 @@ _WORDS = {
     Kind.EXCHANGED: "A has the values of another tensor of B",
     Kind.TRANSPOSED: "transposed",
     Kind.COARSE: "few different numbers in {side} alone, as after quantization",
+    Kind.LIMITED: "cut off at one number in {side} alone",
     Kind.NOT_FINITE: "NaN or Inf on one side alone",
     Kind.UNRELATED: "{common}",
     Kind.UNTIED: "tied in {side}, a tensor of its own on the other side",
@@ -202,7 +204,7 @@ def _module(name: str) -> str:
 
 
 def _advice(models: Models) -> str:
-    moved = [tensor for tensor in models.moved if tensor.kind is Kind.MOVED]
+    moved = [one for one in models.moved if one.kind is Kind.MOVED and not one.is_far]
     beside = f"; {_count(moved)} besides moved as in training" if moved else ""
     more = "" if models.later else "; zexport verify --against the checkpoint tells more"
     return beside + more
