@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 from msgspec import Struct
 
+from zexport.cli.environment import tell_of_options_set
 from zexport.cli.options import (
     PATH,
     F,
@@ -157,6 +158,7 @@ class Making(Struct, frozen=True):
             form = partial(form_of, done, plan.provenance)
             tell(done, form, as_json=self.json, quiet=self.quiet, what=_what(plan))
         elif self.quiet and not self.json:
+            tell_of_options_set()
             print_warnings(PlainConsole(sys.stderr), done, alone=True)
         else:
             put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
@@ -192,6 +194,7 @@ def tell(
     from zexport.report.text import PlainConsole
 
     if quiet and not as_json:
+        tell_of_options_set()
         print_warnings(PlainConsole(sys.stderr), done, alone=True)
     else:
         put_out(form, lambda console: print_export(console, done, what=what), as_json=as_json)

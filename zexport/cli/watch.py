@@ -132,8 +132,7 @@ def watch(
 
 def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
     """Say what is watched, and that a run which is not there is waited for."""
-    if not quiet:
-        tell_of_options_set()
+    tell_of_options_set()
     if not (once or quiet):
         absent = "" if exists(run) else ", which is not there yet"
         click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
