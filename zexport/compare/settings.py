@@ -129,8 +129,12 @@ def _of_files(a: Path, b: Path) -> Iterator[Setting]:
     """
     files = stating_files(a), stating_files(b)
     sides = Sidecars(None, None, files[0], (), base=None, folders={BASE: files[1]})
-    stated = (template_statements, vocabulary_statements, file_statements)
-    for found in disagreements(chain.from_iterable(state(sides) for state in stated)):
+    stated = chain(
+        template_statements(sides),
+        vocabulary_statements(sides.copied, sides.folders),
+        file_statements(sides),
+    )
+    for found in disagreements(stated):
         for about, (left, *others) in found.statements.items():
             said = f"{left.value}"
             right = [s for s in others if str(s.by).startswith(BASE) and str(s.value) != said]
