@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import zexport
-from tests.support.pruning import trainers_run
 from zexport.cli import main
 from zexport.cli.main import cli
 from zexport.cli.options import allow_option
@@ -106,21 +105,6 @@ def test_a_failure_has_the_form_of_a_result_and_its_hint_apart(
         assert json.loads(line)["error"]["hint"] == hint
     done = CliRunner().invoke(cli, ["inspect", str(ZERO3), "--json"])
     assert len(done.stdout.splitlines()) == 1
-
-
-def test_a_checkpoint_without_its_rank_files_is_no_silent_reason_to_take_an_older_one(
-    tmp_path: Path,
-) -> None:
-    run = trainers_run(tmp_path / "run", steps=(2, 4, 6)).parent
-    shutil.rmtree(run / "checkpoint-6" / "global_step6")
-    told = "checkpoint-6 was passed over: the tag folder with its rank files is not there"
-    assert zexport.open_checkpoint(run, tag="newest").newer == (told,)
-    assert zexport.open_checkpoint(run, tag="checkpoint-4").newer == ()
-    assert zexport.open_checkpoint(run / "checkpoint-4").newer == ()
-    shutil.rmtree(run / "checkpoint-2")
-    assert zexport.open_checkpoint(run).newer == (told,)
-    shutil.rmtree(run / "checkpoint-6")
-    assert zexport.open_checkpoint(run).newer == ()
 
 
 def test_what_nobody_typed_is_told_though_all_is_to_be_quiet(

@@ -20,21 +20,12 @@ from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
-from zexport.store.folders import (
-    child_folders,
-    children,
-    is_file,
-    is_folder,
-    is_link,
-    matching,
-    real,
-)
+from zexport.store.folders import child_folders, children, is_folder, is_link, matching, real
 from zexport.store.publish import is_unfinished
 
 READ_MAX = 16
 """So many checkpoints are looked into for their step; among the others, names decide."""
 
-_MARKS = ("latest", "trainer_state.json")
 _DIGITS = re.compile(r"\d{1,18}", re.ASCII)
 _ACCELERATE = re.compile(r"pytorch_model(?:_\d{1,9})?", re.ASCII)
 _WORD = re.compile(r"[^\W\d_]+")
@@ -90,22 +81,6 @@ def list_ages(folder: Path) -> tuple[str, ...]:
 def list_run_checkpoints(folder: Path) -> tuple[str, ...]:
     """Names of the folders in a run's ``output_dir`` that hold tags, by the numbers in them."""
     return _list_children(folder, lambda child: is_folder(child) and bool(list_tags(child)))
-
-
-def list_emptied(run: Path, name: str) -> tuple[str, ...]:
-    """Names of later checkpoints than that of this name that hold no tag, and say what they are.
-
-    Their rank files were removed, or not fetched. Source: transformers 5.23, ``trainer.py``: a
-    checkpoint has ``latest`` of DeepSpeed's, and ``trainer_state.json``.
-    """
-    return tuple(
-        child.name
-        for child, _ in child_folders(run)
-        if any(is_file(child / mark) for mark in _MARKS)
-        and are_of_one_run((child.name, name))
-        and _by_number(child.name)[0] > _by_number(name)[0]
-        and not list_tags(child)
-    )
 
 
 def list_runs(folder: Path) -> tuple[str, ...]:

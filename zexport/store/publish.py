@@ -83,7 +83,10 @@ def parents(parent: Path) -> Iterator[None]:
 
 def _check_permission(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError("cannot be written: no permission", path=folder, hint=HINTS[errno.EACCES])
+        is_fixed = os.statvfs(folder).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_fixed else errno.EACCES
+        with writing(folder):
+            raise OSError(number, os.strerror(number))
 
 
 @contextmanager
@@ -98,7 +101,7 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
         yield
         return
     path = _beside(target, f"{_PARTIAL}.lock")
-    is_made = _is_made(path)
+    is_made = _is_made(path, target)
     with writing(path):  # looked at now: before, another export may have been at its end
         there = [place for place in workplaces(target) if place.exists()]
     foreign = there if is_made else []
@@ -200,9 +203,14 @@ def is_being_written(target: Path) -> bool:
     return False
 
 
-def _is_made(path: Path) -> bool:
+def _known(path: Path, target: Path) -> Path:
+    """What a refusal is about: a lock that is there, else the folder that it is for."""
+    return path if os.path.lexists(path) else target
+
+
+def _is_made(path: Path, target: Path) -> bool:
     """Whether the file was not there and is now; only one process is told so."""
-    with writing(path):
+    with writing(_known(path, target)):
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
@@ -221,7 +229,8 @@ def _taken(path: Path, target: Path, held: str, seconds: float = _LOCK_SECONDS) 
     except OSError as cause:
         act = "locked" if cause.filename is None else "written"
         hint = HINTS.get(cause.errno or 0, "")
-        raise OutputError(f"cannot be {act}: {cause.strerror}", path=path, hint=hint) from cause
+        place = _known(path, target)
+        raise OutputError(f"cannot be {act}: {cause.strerror}", path=place, hint=hint) from cause
     return descriptor
 
 
