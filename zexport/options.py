@@ -79,6 +79,9 @@ class ResumeFormat(Enum):
 
 
 _P = ParamSpec("_P")
+SHARD_NBYTES_MIN = 10**6
+"""A smaller bound on a file of weights is a slip, such as 5 for 5 GB."""
+
 _T = TypeVar("_T")
 
 

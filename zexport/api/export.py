@@ -14,13 +14,23 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import UsageError
-from zexport.options import Engine, ExportOptions, ReshardOptions, checks_arguments, chosen
+from zexport.options import (
+    SHARD_NBYTES_MIN,
+    Engine,
+    ExportOptions,
+    ReshardOptions,
+    checks_arguments,
+    chosen,
+)
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.begin import noted
 from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.neighbours import checked
 from zexport.store.address import Address, place
+
+_GB_MEANT = 1000
+"""Smaller numbers are of gigabytes, as the command line writes them."""
 
 OnProgress = Callable[[Progress], None]
 
@@ -36,6 +46,14 @@ def plan_export(
         UsageError: an option cannot be meant.
         OutputError: a training would resume from the folder, as it lies among checkpoints.
     """
+    if options is not None and options.max_shard_nbytes < SHARD_NBYTES_MIN:
+        few = options.max_shard_nbytes
+        raise UsageError(
+            "max_shard_nbytes is too few bytes for a file of weights",
+            found=few,
+            expected=f"{SHARD_NBYTES_MIN} or more",
+            hint=f"Give bytes, such as {few * 10 ** (9 if few < _GB_MEANT else 6):_}",
+        )
     return checked(plan_anywhere(checkpoint, out_dir, options))
 
 
