@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from zexport.errors import AmbiguousTagError, ZexportError
 if TYPE_CHECKING:
     from zexport.checkpoint.contents import ZeroCheckpoint
     from zexport.inspect.inspect import Inspection
-    from zexport.inspect.statistics import Measured
+    from zexport.inspect.statistics import Measured, TensorStatistics
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
@@ -73,22 +74,20 @@ def inspect(
     from zexport.report.inspect_json import inspection_json
 
     if html is not None:
-        from zexport.report.page.page import check_place, write_page
+        from zexport.report.page.page import check_place
 
         check_place(html)
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     if found.checkpoint is None:
-        asked = {"--tensors": tensors, "--files": files, "--stats": stats}
-        words = [option for option, is_asked in asked.items() if is_asked]
-        found = found.asked_with([*words, *(() if html is None else ("--html", str(html)))])
+        found = found.asked_with(
+            _words({"--tensors": tensors, "--files": files, "--stats": stats}, html)
+        )
     statistics = None
     if stats and found.checkpoint is not None:
         measured = _measure(found.checkpoint, progress, quiet=quiet)
         found, statistics = found.with_problems(measured.problems), measured.tensors
     if html is not None:
-        from zexport.report.page.inspection import inspection_page
-
-        write_page(html, inspection_page(found, statistics))
+        _write_page(html, found, statistics)
     put_out(
         lambda: inspection_json(found, tensors=tensors, statistics=statistics),
         lambda console: print_inspection(
@@ -98,6 +97,21 @@ def inspect(
     )
     if fail and (code := _exit_code(found)):
         click.get_current_context().exit(code)
+
+
+def _write_page(
+    html: Path, found: Inspection, statistics: Sequence[TensorStatistics] | None
+) -> None:
+    from zexport.report.page.inspection import inspection_page
+    from zexport.report.page.page import write_page
+
+    write_page(html, inspection_page(found, statistics))
+
+
+def _words(asked: Mapping[str, bool], html: Path | None) -> list[str]:
+    """The options that were given, as they are typed."""
+    words = [option for option, is_asked in asked.items() if is_asked]
+    return words if html is None else [*words, "--html", str(html)]
 
 
 def _exit_code(found: Inspection) -> int:

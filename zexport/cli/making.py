@@ -101,11 +101,7 @@ class Making(Struct, frozen=True):
 
         _check_order(ckpts, out)
         mode, follow = VerifyMode(self.verify), self.follow_symlinks
-        if options.overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
-            told = f"What {out} holds is removed before the new folder is written: "
-            click.echo(f"{told}this is not undone.", err=True)
-        if out.suffix in _FILES and not self.quiet:
-            click.echo(f"{out} will be a folder, as every model is.", err=True)
+        self._say_before(out, overwrite=options.overwrite)
         began = time.monotonic()
 
         def request(seen: Sequence[Path]) -> Request:
@@ -127,12 +123,20 @@ class Making(Struct, frozen=True):
             done: ExportReport | PartReport | None = None
             if not self.dry_run:
                 done = run(plan, lambda: request(seen), verify=mode, progress=on_progress)
-        if then is not None and done is not None:
-            then()
         if done is None:
             self._show(plan)
-        else:
-            self._tell(replace(done, seconds=time.monotonic() - began), plan)
+            return
+        if then is not None:
+            then()
+        self._tell(replace(done, seconds=time.monotonic() - began), plan)
+
+    def _say_before(self, out: Path, *, overwrite: bool) -> None:
+        """What of the output's place may surprise."""
+        if overwrite and isinstance(out, Address) and not (self.dry_run or self.quiet):
+            told = f"What {out} holds is removed before the new folder is written: "
+            click.echo(f"{told}this is not undone.", err=True)
+        if out.suffix in _FILES and not self.quiet:
+            click.echo(f"{out} will be a folder, as every model is.", err=True)
 
     def _show(self, plan: ExportPlan) -> None:
         from zexport.plan.summary import side_nbytes, summarize

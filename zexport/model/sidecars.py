@@ -156,16 +156,9 @@ def find_sidecars(
     """
     given = _given(base)
     folders = [root, root.parent, *given]
-    copied = _present(root, (README,))
-    copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
-    copied |= _first_of(_license_files(folder) for folder in (root, *given))
     config = _find_config(root, folders, boundary)
     tokenizer = tokenizer_files(folders)
-    copied |= _first_of(_sentence_transformers_files(folder) for folder in folders)
-    if config is not None:
-        around = [config.path.parent, *folders]
-        copied |= _first_of(code_files(folder, config.content) for folder in around)
-    copied |= _kind(_first_with(folders, PROCESSOR), PROCESSOR) | tokenizer
+    copied = _taken(root, given, config) | tokenizer
     _check(copied.values(), (root, *given, root.parent), boundary)
     code = [name for name in copied if name.endswith(".py")]
     run = {ABOVE: (root.parent, boundary.including(root.parent))}
@@ -193,6 +186,19 @@ def find_sidecars(
         },
         above=root.parent,
     )
+
+
+def _taken(root: Path, given: Sequence[Path], config: ConfigFile | None) -> _Files:
+    """What comes with a config and a tokenizer, each kind whole from one folder."""
+    folders = [root, root.parent, *given]
+    copied = _present(root, (README,))
+    copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
+    copied |= _first_of(_license_files(folder) for folder in (root, *given))
+    copied |= _first_of(_sentence_transformers_files(folder) for folder in folders)
+    if config is not None:
+        around = [config.path.parent, *folders]
+        copied |= _first_of(code_files(folder, config.content) for folder in around)
+    return copied | _kind(_first_with(folders, PROCESSOR), PROCESSOR)
 
 
 def _given(base: Path | None) -> list[Path]:
