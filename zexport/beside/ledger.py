@@ -25,6 +25,7 @@ from zexport.store.address import Address, place
 from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
 from zexport.store.files import version, writing
 from zexport.store.folders import (
+    child_folders,
     exists,
     is_file,
     look_anew,
@@ -35,6 +36,9 @@ from zexport.store.folders import (
 )
 from zexport.store.objects import Edition
 from zexport.store.publish import locked_file
+
+OWN_FOLDER = ".zexport-watch"
+"""Of a watch, in the folder of its exports."""
 
 _LEDGER = "ledger.json"
 
@@ -143,6 +147,10 @@ class Ledger:
         """The export of a checkpoint."""
         return self._outs / name
 
+    def standing(self) -> set[str]:
+        """Names of all folders beside it, which one request tells."""
+        return {folder.name for folder, _ in child_folders(self._outs)}
+
     def put(self, name: str, entry: Entry) -> None:
         """Keep an entry; what a full disk has no room for is written with the next one."""
         self._entries[name] = entry
@@ -230,6 +238,7 @@ class Ledger:
         check_content(out, overwrite=True)
         if not (self.is_ours(name) and _is_untouched(out)):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
+        self.put(name, replace(self._entries[name], is_removed=True))
         with writing(out):
             if isinstance(away, Address):
                 write_durably(away, b"")
@@ -239,7 +248,6 @@ class Ledger:
                     remove(away)
                 move(out, away)
             remove(away)
-        self.put(name, replace(self._entries[name], is_removed=True))
 
     def _digest(self, name: str) -> str:
         path = self.out(name) / MANIFEST_NAME
@@ -273,7 +281,7 @@ def held(outs: Path) -> Iterator[Path]:
     Raises:
         OutputError: another does, or it cannot be written.
     """
-    place = outs / ".zexport-watch"
+    place = outs / OWN_FOLDER
     with writing(place):
         make_folder(place)
     if isinstance(place, Address):

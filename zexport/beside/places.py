@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zexport.beside.ledger import OWN_FOLDER
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.store.folders import exists, is_folder, real
@@ -32,7 +33,8 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
             path=outs,
             hint="Give the exports a folder beside the run",
         )
-    if exists(outs) and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
+    is_known = exists(outs / OWN_FOLDER)  # to look into a thousand exports takes long
+    if not is_known and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
         raise UsageError(
             "holds checkpoints, and is to hold exports",
             path=outs,

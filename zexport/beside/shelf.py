@@ -39,7 +39,7 @@ class Shelf:
     def news(self, there: Mapping[str, Sighting]) -> Iterator[WatchEvent]:
         """What is not made again of a run's checkpoints, though somebody may expect it."""
         done = {n: one for n, one in self._ledger.entries.items() if one.is_done}
-        stands = {name for name in done if exists(self._ledger.out(name))}
+        stands = self._ledger.standing() & done.keys()
         gone = [n for n in done if n in there and n not in stands and not done[n].is_removed]
         if gone and not self._options.then:  # which may have moved them
             why = "its export was removed, which zexport consolidate makes again"
