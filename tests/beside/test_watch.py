@@ -541,6 +541,35 @@ def test_no_export_waits_for_a_command(tmp_path: Path) -> None:
     events.close()
 
 
+def test_no_export_is_replaced_while_a_command_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two exports, the second's command waits, and then its checkpoint is saved anew."""
+    run, outs, go, log = (tmp_path / name for name in ("run", "outs", "go", "log"))
+    monkeypatch.setattr(sightings, "_SETTLED_S", 0)
+    for step in (2, 4):
+        _save(run, step)
+    then = f"echo {{step}} >> {log}; until [ -e {go} ]; do sleep 0.1; done"
+    events = watch(run, outs, WatchOptions(interval_s=0.1, then=then))
+    assert {next(events).event, next(events).event} == {EventKind.EXPORTED}
+    for step in (4, 2):  # the first of which has its command now
+        shutil.rmtree(run / f"checkpoint-{step}")
+        _save(run, step)
+    again = next(events)
+    assert _told([again]) == [(EventKind.EXPORTED, "checkpoint-4")]
+    assert log.read_text() == "2\n"
+    go.touch()
+    told = _told([next(events) for _ in range(4)])
+    assert sorted(told, key=str) == [
+        (EventKind.EXPORTED, "checkpoint-2"),
+        (EventKind.RAN, "checkpoint-2"),
+        (EventKind.RAN, "checkpoint-2"),
+        (EventKind.RAN, "checkpoint-4"),
+    ]
+    assert log.read_text().splitlines() in (["2", "4", "2"], ["2", "2", "4"])
+    events.close()
+
+
 def test_what_could_not_be_kept_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

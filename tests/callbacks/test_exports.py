@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,8 +17,11 @@ from safetensors.torch import load_file
 
 from tests.support.pruning import trainers_run
 from zexport import verify_export
+from zexport.beside import jobs
+from zexport.beside.jobs import Job
 from zexport.callbacks.exports import Exports
 from zexport.errors import NotACheckpointError, UsageError
+from zexport.store.files import read_at
 
 
 def test_a_save_starts_an_export_and_the_end_of_the_training_waits_for_the_last(
@@ -95,7 +99,7 @@ def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
     assert exports._job is not None
     exports.end(2)
     assert exports._job.wait(0) is None
-    assert at_exit == [exports.collect]
+    assert at_exit == [exports._at_exit]
     assert not {line.split("=")[0] for line in env.read_text().splitlines()} & {*of_a_rank}
     exports.collect()
     assert exports._job is None
@@ -158,3 +162,39 @@ def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() 
         Exports("models", keep=True)
     with pytest.raises(TypeError, match="quickly"):
         Exports("models", quickly=True)
+
+
+def test_the_end_of_a_training_raises_nothing_where_the_run_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    callback = Exports(tmp_path / "out")
+    callback.begin(tmp_path / ("n" * 300))
+    callback.collect()
+
+
+def test_no_rank_waits_where_an_error_ends_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    callback = Exports(tmp_path / "out", collect_s=600)
+    callback.begin(tmp_path / "run")
+    callback.end(2)
+    waits: list[float] = []
+    job = callback._job
+    assert job is not None
+    with monkeypatch.context() as ending:
+        ending.setattr(Job, "wait", lambda _, seconds: waits.append(seconds))
+        ending.setattr(sys, "last_value", RuntimeError(), raising=False)
+        callback._at_exit()
+    job.end()
+    assert waits == [0, 0.0]
+
+
+def test_of_what_a_command_writes_the_end_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(("sh", "-c", "head -c 5000000 /dev/zero >&2; echo end >&2"), is_heard=False)
+    assert job.wait(60) == 0
+    read: list[int] = []
+    monkeypatch.setattr(jobs, "read_at", lambda *given: (read.append(given[1]), read_at(*given))[1])
+    assert job.complaint().endswith("\0end\n")
+    assert min(read) > 4_900_000
+    job.end()

@@ -114,7 +114,8 @@ class Job:
 
     def complaint(self) -> str:
         """The end of what it has written to stderr."""
-        return _read(self._err, 0)[-_TAIL:]
+        nbytes = os.fstat(self._err.fileno()).st_size  # a command may have written gigabytes
+        return _read(self._err, max(0, nbytes - 4 * _TAIL))[-_TAIL:]
 
     def lines(self) -> list[str]:
         """The lines that it has written to stdout since this was asked before."""

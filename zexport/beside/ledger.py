@@ -23,7 +23,7 @@ from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address, place
 from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
-from zexport.store.files import version, writing
+from zexport.store.files import reading, version, writing
 from zexport.store.folders import (
     child_folders,
     exists,
@@ -149,7 +149,8 @@ class Ledger:
 
     def standing(self) -> set[str]:
         """Names of all folders beside it, which one request tells."""
-        return {folder.name for folder, _ in child_folders(self._outs)}
+        with reading(self._outs):
+            return {folder.name for folder, _ in child_folders(self._outs)}
 
     def put(self, name: str, entry: Entry) -> None:
         """Keep an entry; what a full disk has no room for is written with the next one."""
@@ -238,20 +239,30 @@ class Ledger:
         check_content(out, overwrite=True)
         if not (self.is_ours(name) and _is_untouched(out)):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
-        self.put(name, replace(self._entries[name], is_removed=True))
-        with writing(out):
-            if isinstance(away, Address):
-                write_durably(away, b"")
-                _remove_object_folder(out)
-            else:
-                if exists(away):
-                    remove(away)
-                move(out, away)
-            remove(away)
+        before = self._entries[name]
+        self.put(name, replace(before, is_removed=True))
+        try:
+            with writing(out):
+                _remove_by(away, out)
+        except OutputError:
+            self.put(name, before)
+            raise
 
     def _digest(self, name: str) -> str:
         path = self.out(name) / MANIFEST_NAME
         return blake3(read_whole(path)).hexdigest() if is_file(path) else ""
+
+
+def _remove_by(away: Path, out: Path) -> None:
+    """Remove an export, which has another name meanwhile; an object beside a bucket's says so."""
+    if isinstance(away, Address):
+        write_durably(away, b"")
+        _remove_object_folder(out)
+    else:
+        if exists(away):
+            remove(away)
+        move(out, away)
+    remove(away)
 
 
 def _is_untouched(out: Path) -> bool:

@@ -131,9 +131,9 @@ class Lookout:
                 why = "a newer one is complete"
                 yield self._event(EventKind.SKIPPED, one.seen.name, one.step, why=why)
 
-    def take(self) -> Pin | None:
-        """What is next, which waits no more."""
-        ready = self._ready()
+    def take(self, but: str | None) -> Pin | None:
+        """What is next, which waits no more; ``but`` waits while a command is at its export."""
+        ready = [one for one in self._ready() if one.seen.name != but]
         return self._line.pop(ready[0].seen.name) if ready else None
 
     def _ready(self) -> list[Pin]:

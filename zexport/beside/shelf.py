@@ -41,6 +41,7 @@ class Shelf:
         done = {n: one for n, one in self._ledger.entries.items() if one.is_done}
         stands = self._ledger.standing() & done.keys()
         gone = [n for n in done if n in there and n not in stands and not done[n].is_removed]
+        gone = [n for n in gone if done[n].made_with is not None]  # else nothing says who did
         if gone and not self._options.then:  # which may have moved them
             why = "its export was removed, which zexport consolidate makes again"
             yield self._not_again(gone, why)
@@ -97,10 +98,11 @@ class Shelf:
         older = sorted((one for one in done if one.name not in kept), key=_written)
         try:
             best = _best(there, boundary) if older else set[str]()
+            links = {one.name: link_to(self._ledger.out(one.name)) for one in older}
         except (ZexportError, FileNotFoundError):
             return  # one of the run is just going: the next export brings us here again
         for one in older:
-            link = link_to(self._ledger.out(one.name))
+            link = links[one.name]
             why = "it is the best, says the training" if one.name in best else ""
             why = f"the link `{link.name}` leads to it" if link is not None else why
             if not why:

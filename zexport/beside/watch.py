@@ -244,13 +244,15 @@ class _Work:
             self._command(self.owed.pop(0))
         if not self._is_busy():
             yield from self.lookout.skip()
-            if (one := self.lookout.take()) is not None:
+            running = None if self.command is None else self.command.event.checkpoint
+            if (one := self.lookout.take(but=running)) is not None:
                 self._export(one)
         if self.pruner is not None and not self._is_busy():
             self._prune(self.pruner)
 
     def _export(self, one: Pin) -> None:
         name, step = one.seen.name, one.step
+        self.owed = [other for other in self.owed if other != name]  # that one is replaced
         again = ("--overwrite",) if self.ledger.is_ours(name) and self._is_there(name) else ()
         links = ("--follow-symlinks",) if self.lookout.boundary.follow or one.descriptors else ()
         seen = ("--as-seen", one.seen.mark)

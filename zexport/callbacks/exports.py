@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from zexport.beside.jobs import Job, start_watch
 from zexport.beside.pruning import words_of_prune
 from zexport.beside.words import words_of
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
-from zexport.errors import NotACheckpointError
+from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions
 from zexport.report.failure import Failure
@@ -92,7 +94,7 @@ class Exports:
             self.collect()
         elif not self._is_at_exit:
             self._is_at_exit = True
-            atexit.register(self.collect)
+            atexit.register(self._at_exit)
 
     def collect(self) -> None:
         """Wait for what is left, and tell of it."""
@@ -104,11 +106,17 @@ class Exports:
         self._note(self._collect_s)
         if self._job is not None:
             _LOG.warning("exports to %s go on by themselves", self._out)
-        elif self._run is not None and not (
-            list_tags(self._run) or list_run_checkpoints(self._run)
-        ):
-            _LOG.warning("nothing was exported: %s holds no ZeRO checkpoint", self._run)
+        elif self._run is not None:
+            _warn_of_none(self._run)
         self._run = None
+        atexit.unregister(self._at_exit)
+        self._is_at_exit = False
+
+    def _at_exit(self) -> None:
+        """Wait, unless an error ends the process, of which the other ranks are to hear at once."""
+        if getattr(sys, "last_value", None) is not None:
+            self._collect_s = 0.0
+        self.collect()
 
     def _start(self) -> None:
         try:
@@ -130,6 +138,12 @@ class Exports:
             why = job.complaint().strip()
             _LOG.warning("exports to %s ended with code %d: %s", self._out, code, why)
         job.end()
+
+
+def _warn_of_none(run: Path) -> None:
+    with suppress(ZexportError, OSError):  # storage that falters is no reason to warn, or to raise
+        if not (list_tags(run) or list_run_checkpoints(run)):
+            _LOG.warning("nothing was exported: %s holds no ZeRO checkpoint", run)
 
 
 _OF_WATCH = frozenset(("keep", "every", "prune", "keep_resumable"))
