@@ -77,7 +77,8 @@ def failure(done: subprocess.CompletedProcess[str]) -> Any:
     assert set(content) == {"schema", "error"}
     assert set(content["error"]) == {"code", "kind", "path", "message", "hint"}
     assert content["error"]["code"] == done.returncode
-    assert done.stderr == f"Error: {content['error']['message']}\n"
+    message = content["error"]["message"].replace(f"{Path.cwd()}/", "")  # people read it from here
+    assert done.stderr == f"Error: {message}\n"
     return content["error"]
 
 
@@ -241,7 +242,8 @@ def refused(code: int, kind: str, *words: object, **environment: str) -> Any:
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     error = failure(run(*words, "--json", **environment))
     assert error["kind"] == kind, error
-    assert done.stderr.startswith(f"Error: {error['path'] or ''}")
+    path = (error["path"] or "").removeprefix(f"{Path.cwd()}/")
+    assert done.stderr.startswith(f"Error: {path}")
     assert done.stderr.endswith(f"{error['hint']}{'.' * bool(error['hint'])}\n")
     assert "Traceback" not in done.stderr
     return error
