@@ -29,12 +29,12 @@ PLACES = {"a": SHARDS[0], "b": SHARDS[1]}
 INDEX = {"metadata": {"total_size": 1000 * 2 + 500 * 2}, "weight_map": PLACES}
 
 
-def _plan(folder: Path, a: torch.Tensor, b: torch.Tensor) -> ExportPlan:
+def _plan(folder: Path, a: torch.Tensor, b: torch.Tensor, names: str = "ab") -> ExportPlan:
     file, extents = save(folder / "run" / "rank.pt", [a, b])
     f32, bf16 = DType.F32, DType.BF16
     shards = {
-        SHARDS[0]: [Wanted("a", (10, 100), f32, bf16, extents[0])],
-        SHARDS[1]: [Wanted("b", (500,), f32, bf16, extents[1])],
+        SHARDS[0]: [Wanted(names[0], (10, 100), f32, bf16, extents[0])],
+        SHARDS[1]: [Wanted(names[1], (500,), f32, bf16, extents[1])],
     }
     sides = (SideFile(INDEX_NAME, content=json.dumps(INDEX).encode()),)
     return export_plan(folder / "out", shards, [file], side_files=sides, chunk_nbytes=400)
@@ -205,6 +205,8 @@ def test_a_checkpoint_with_other_values_is_found(plan: ExportPlan, tmp_path: Pat
     )
     assert found.conclusion.startswith("2 of 2 tensors differ, and so do the files")
     assert "another checkpoint" in found.conclusion
+    named = _plan(tmp_path / "named", torch.rand(1000), torch.rand(500), names="ac")
+    assert verify_export(plan.out_dir, plan=named).conclusion.startswith("3 of 3 tensors differ")
     assert verify_export(plan.out_dir).ok
     (plan.out_dir / SHARDS[0]).write_bytes(b"")
     assert verify_export(plan.out_dir, plan=other).conclusion == ""  # whose fault it is is open

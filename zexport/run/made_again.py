@@ -123,7 +123,8 @@ def hold_against(
     again = {name for path, name in plan.source_names.items() if path in plan.pruned}
     others = [*_source_file_problems(read, manifest, again)]
     unit = "pieces" if plan.form.is_checkpoint else "tensors"
-    conclusion = _conclusion(len(problems), len(planned), unit) if others else ""
+    known = planned.keys() | manifest.tensors.keys()
+    conclusion = _conclusion(len(problems), len(known), unit) if others else ""
     return HeldAgainst(problems or others, conclusion)
 
 
