@@ -53,7 +53,8 @@ def _add_node(root: Path, **changed: object) -> Path:
 
 
 def test_nodes_that_keep_their_own_files_are_told_nothing_of(root: Path) -> None:
-    times = [one | {"eval_runtime": 9.5, "train_samples_per_second": 3} for one in PAST]
+    own: dict[str, object] = {"eval_runtime": 9.5, "train_samples_per_second": 3, "ce_loss": 1.31}
+    times = [{"step": 0, "ce_loss": 1.3}, *(one | own for one in PAST)]  # as users log
     found = open_checkpoint([root, _add_node(root, log_history=times)])
     assert not found.warnings
     assert not found.notes

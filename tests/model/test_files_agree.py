@@ -664,6 +664,7 @@ def ended(root: Path, **config: object) -> list[str]:
 def test_the_end_that_a_language_model_within_has_counts(root: Path) -> None:
     tokenizer(root, WORDS)
     assert not ended(root, text_config={"eos_token_id": 4})
+    assert not ended(root, architectures=["CLIPModel"], text_config={"eos_token_id": 3})
     assert (
         "[3] in config.json, text_config but [4] in"
         in ended(root, text_config={"eos_token_id": 3})[0]

@@ -30,6 +30,7 @@ _ROPE: JsonObject = {"rope_type": "default", "rope_theta": 1e4}
         ("model.rotary_emb.inv_freq", 1e6, {"rope_parameters": {**_ROPE, "rope_type": "yarn"}}, ""),
         ("visual.rotary_emb.inv_freq", 1e6, {"rope_theta": 1e4}, ""),
         ("model.rotary_emb.inv_freq", 1e6, {}, ""),
+        ("model.rotary_emb.inv_freq", 1e6, {"rope_theta": 10**400}, ""),
     ],
 )
 def test_a_base_that_is_another_than_the_configs_is_told(

@@ -52,7 +52,7 @@ def plan_export(
             "max_shard_nbytes is too few bytes for a file of weights",
             found=few,
             expected=f"{SHARD_NBYTES_MIN} or more",
-            hint=f"Give bytes, such as {few * 10 ** (9 if few < _GB_MEANT else 6):_}",
+            hint=f"Give bytes, such as {max(few, 5) * 10 ** (9 if few < _GB_MEANT else 6):_}",
         )
     return checked(plan_anywhere(checkpoint, out_dir, options))
 

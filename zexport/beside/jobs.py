@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from zexport.report.failure import Failure, Told
 from zexport.store.client import options_in_use
-from zexport.store.files import read_at
+from zexport.store.files import read_at, size_now
 from zexport.store.json import Natural, decoded
 
 _NICENESS = 10
@@ -114,8 +114,8 @@ class Job:
 
     def complaint(self) -> str:
         """The end of what it has written to stderr."""
-        nbytes = os.fstat(self._err.fileno()).st_size  # a command may have written gigabytes
-        return _read(self._err, max(0, nbytes - 4 * _TAIL))[-_TAIL:]
+        begin = max(0, size_now(self._err) - 4 * _TAIL)  # a command may have written gigabytes
+        return _read(self._err, begin)[-_TAIL:]
 
     def lines(self) -> list[str]:
         """The lines that it has written to stdout since this was asked before."""

@@ -28,7 +28,7 @@ def client_statements(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
     known = {one.name: one.shape for one in checkpoint.tensors if one.role is not Role.BUFFER}
     root = Value(model.file.path, "model states", model.file.value).mapping_or_empty()
     others = {key: value for key, value in root.items() if key not in _OF_DEEPSPEED}
-    for path, table in _tables(others, _DEPTH):
+    for path, table in _tables(others, _DEPTH, set()):
         held = {n.removeprefix("module."): v for n, v in table.items() if isinstance(v, TensorRef)}
         count = sum(held[name].shape == known[name] for name in held.keys() & known.keys())
         if count * 2 > len(known):
@@ -36,10 +36,13 @@ def client_statements(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
             yield Statement(TrainingFact.MORE_WEIGHTS, f"{count:,} tensors of their names", path)
 
 
-def _tables(table: Mapping[str, object], depth: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """The tables in a table, with the keys that lead to them."""
+def _tables(
+    table: Mapping[str, object], depth: int, seen: set[int]
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """The tables in a table, each once, with the keys that lead to it."""
     for key, value in table.items() if depth else ():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and id(value) not in seen:
+            seen.add(id(value))
             inner = {name: one for name, one in value.items() if isinstance(name, str)}
             yield key, inner
-            yield from ((f"{key}.{path}", one) for path, one in _tables(inner, depth - 1))
+            yield from ((f"{key}.{path}", one) for path, one in _tables(inner, depth - 1, seen))

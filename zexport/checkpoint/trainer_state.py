@@ -31,9 +31,8 @@ _FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 """The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
 
 _RANDOM_STATE = re.compile(r"rng_state_(\d{1,9})\.pth", re.ASCII)
-_ANY_KEY = re.compile(r".*", re.DOTALL)
-_OF_ALL_RANKS = re.compile(r"step|(?:\w+_)?loss|learning_rate")
-"""What all ranks log alike; each has times of its own."""
+_OF_ALL_RANKS = re.compile(r"(?:eval_(?:\w+_)?)?loss|learning_rate")
+"""What the Trainer logs of all ranks together; times, and losses of a user's, are a rank's own."""
 
 _KEYS_SHOWN = 4
 
@@ -56,7 +55,7 @@ def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
         yield from _of_past(states[by], by, one)
         if by != _STATE:
             both = (states[_STATE], _STATE), (states[by], by)
-            yield from _apart(TrainingFact.RUN_PARTS, *both, _OF_ALL_RANKS)
+            yield from _parted(*both)
     yield from _of_random_states([one.root for one in folders.values()], checkpoint.ranks)
 
 
@@ -111,28 +110,48 @@ def _of_past(state: JsonObject, by: str, location: Location) -> Iterator[Stateme
         return
     other = _read(before, location.boundary.including(before.parent))
     both = (state, by), (other, f"that of {before.name}")
-    yield from _apart(TrainingFact.RUN_PAST, *both, _ANY_KEY)
+    yield from _apart(TrainingFact.RUN_PAST, *both)
 
 
 def _apart(
     fact: TrainingFact,
     one: tuple[JsonObject, str],
     other: tuple[JsonObject, str],
-    keys: re.Pattern[str],
 ) -> Iterator[Statement]:
-    """The first step of which two states have logged different things under some keys."""
-    both = zip(_logged(one[0], keys), _logged(other[0], keys), strict=False)
+    """The first step of which two states have logged different things."""
+    both = zip(_logged(one[0]), _logged(other[0]), strict=False)
     for a, b in islice(((a, b) for a, b in both if _text(a) != _text(b)), 1):
         about = f"step {a.get('step')}:"
         yield Statement(fact, _told(a, b), one[1], about)
         yield Statement(fact, _told(b, a), other[1], about)
 
 
-def _logged(state: JsonObject, keys: re.Pattern[str]) -> list[JsonObject]:
-    """What a state has logged under some keys, by step."""
+def _logged(state: JsonObject) -> list[JsonObject]:
+    """What a state has logged, in order."""
     found = state.get("log_history")
-    tables = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    return [{key: one[key] for key in one if keys.fullmatch(key)} for one in tables]
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _parted(one: tuple[JsonObject, str], other: tuple[JsonObject, str]) -> Iterator[Statement]:
+    """The first step at which two parts of one checkpoint have logged what all ranks have alike."""
+    ours, theirs = _by_step(one[0]), _by_step(other[0])
+    for step in sorted(ours.keys() & theirs.keys()):
+        both = ours[step].keys() & theirs[step].keys()
+        a, b = ({key: table[step][key] for key in sorted(both)} for table in (ours, theirs))
+        if _text(a) != _text(b):
+            yield Statement(TrainingFact.RUN_PARTS, _told(a, b), one[1], f"step {step}:")
+            yield Statement(TrainingFact.RUN_PARTS, _told(b, a), other[1], f"step {step}:")
+            return
+
+
+def _by_step(state: JsonObject) -> dict[int, dict[str, Json]]:
+    """What was logged of all ranks together, by step."""
+    found: dict[int, dict[str, Json]] = {}
+    for entry in _logged(state):
+        if isinstance(step := entry.get("step"), int):
+            told = {key: one for key, one in entry.items() if _OF_ALL_RANKS.fullmatch(key)}
+            found.setdefault(step, {}).update(told)
+    return found
 
 
 def _read(folder: Path, within: Boundary) -> JsonObject:

@@ -9,6 +9,7 @@ from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames
+from zexport.printable import some
 from zexport.store.json import Json, JsonObject
 
 _BUILT = re.compile(
@@ -176,7 +177,7 @@ def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
             Fact.LABELS, content.get("num_labels"), "num_labels", "the number of classes,"
         )
     if strange := sorted(labels.keys() - {str(number) for number in range(len(labels))}):
-        yield Statement(Fact.LABELS, ", ".join(strange), "id2label", "numbers of classes,")
+        yield Statement(Fact.LABELS, some(strange), "id2label", "numbers of classes,")
         yield Statement(Fact.LABELS, f"0 to {len(labels) - 1}", "the model", "numbers of classes,")
     for number, name in labels.items():
         yield Statement(Fact.LABELS, number, f"id2label, {number}", f"class {name!r}")
@@ -266,7 +267,7 @@ def rope_of(content: Mapping[str, Json]) -> dict[str, Json]:
     table = content.get("rope_scaling") or content.get("rope_parameters")
     found = dict(table) if isinstance(table, dict) else {}
     kinds = {kind: inner for kind, inner in found.items() if isinstance(inner, dict)}
-    if kinds:  # one for each kind of layer
+    if kinds and len(kinds) == len(found):  # one for each kind of layer
         return {f"{kind}.{key}": v for kind, inner in kinds.items() for key, v in inner.items()}
     found.setdefault("rope_type", found.pop("type", "default"))
     if "rope_theta" in content:

@@ -117,12 +117,13 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     """
     content = {} if config is None else config.content
     stated = {GENERATION_CONFIG: table_of(files, GENERATION_CONFIG), CONFIG: content}
-    if "eos_token_id" not in stated[GENERATION_CONFIG]:
+    is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
+    if is_generating and "eos_token_id" not in stated[GENERATION_CONFIG]:
         stated |= {f"{CONFIG}, {key}": table for key, table in _language_models(content)}
     ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
-    yield from _words_that_end(files, ends)
+    if is_generating:  # else nothing ends
+        yield from _words_that_end(files, ends)
     named = _text(table_of(files, TOKENIZER_CONFIG).get(_END))
-    is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
     if not any(ends.values()):
         if is_generating and named:
             yield Statement(Fact.END_TOKEN, "none", CONFIG)
@@ -138,9 +139,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     ends[f"{template} ({', '.join(turns)})"] = sorted(turns.values())
     generating = stated[GENERATION_CONFIG]
     is_whole = bool(generating) and generating.get("_from_model_config") is not True
-    if (
-        is_whole and not ends[GENERATION_CONFIG] and is_generating
-    ):  # nothing is taken from elsewhere
+    if is_whole and not ends[GENERATION_CONFIG] and is_generating:  # none is taken from elsewhere
         yield Statement(Fact.END_TOKEN, "none", GENERATION_CONFIG)
     for by, numbers in ends.items():
         yield Statement(Fact.END_TOKEN, numbers or None, by)

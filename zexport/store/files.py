@@ -158,6 +158,11 @@ def read_at(file: OpenFile, offset: int, nbytes: int) -> bytes:
     return os.pread(file.fileno(), nbytes, offset)
 
 
+def size_now(file: FileIO) -> int:
+    """Bytes of an open file, which another process may be writing."""
+    return os.fstat(file.fileno()).st_size
+
+
 def open_regular(path: Path) -> OpenFile:
     """The file, open for reading, without a buffer.
 

@@ -19,6 +19,10 @@ _NEAR = 1.1
 """By so much two bases of one model may differ, as half precision has them."""
 
 
+_BASE_MAX = 1e30
+"""No model has a larger one; the powers of what is no base at all have no number."""
+
+
 def rope_buffer_statements(stored: Weights, config: ConfigFile | None) -> Iterator[Statement]:
     """The base of the frequencies of a buffer, and the config's, where that changes none of them.
 
@@ -29,7 +33,7 @@ def rope_buffer_statements(stored: Weights, config: ConfigFile | None) -> Iterat
     inner = content.get("text_config")
     ropes = [rope_of(table) for table in (content, inner) if isinstance(table, dict)]
     told = [one.get("rope_theta") for one in ropes if one.get("rope_type") == "default"]
-    stated = [float(one) for one in told if isinstance(one, int | float)]
+    stated = [float(one) for one in told if isinstance(one, int | float) and 1 < one < _BASE_MAX]
     buffers = (t for n, t in stored.tensors.items() if _FREQUENCIES.fullmatch(n))
     held = next((base for one in buffers if (base := _base_of(one)) is not None), None)
     if stated and held is not None and not any(_are_near(held, one) for one in stated):
@@ -51,7 +55,7 @@ def _base_of(buffer: StoredTensor) -> float | None:
     extents = buffer.source.extents(middle * size, (middle + 1) * size)
     raw = b"".join(read_range(one.path, one.offset, one.nbytes) for one in extents)
     value = float(np.frombuffer(raw, NUMPY[buffer.dtype])[0])
-    return value ** (-buffer.numel / middle) if 0 < value < 1 else None
+    return value ** (-buffer.numel / middle) if 1 / _BASE_MAX < value < 1 else None
 
 
 def _are_near(one: float, other: float) -> bool:
