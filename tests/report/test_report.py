@@ -160,6 +160,8 @@ def test_paths_are_told_as_they_are_typed_from_here(
     monkeypatch.chdir(tmp_path)
     told = f"{tmp_path}/run: is no folder. Give '{tmp_path}/a b', or /data{tmp_path}/run"
     assert near_text(told) == f"run: is no folder. Give 'a b', or /data{tmp_path}/run"
+    for name in ("-model", "~x", "s3:/x"):  # which mean something else without their folder
+        assert near_text(f"{tmp_path}/{name}") == f"{tmp_path}/{name}"
     monkeypatch.chdir("/")
     assert near_text(told) == told
 

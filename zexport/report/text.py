@@ -116,7 +116,7 @@ def near_text(text: str) -> str:
     here = working_folder()
     if here is None or here == here.parent:
         return text
-    return re.sub(rf"(?<![\w.~/-]){re.escape(str(here))}/(?=[^\s/~-])(?!\w+:)", "", text)
+    return re.sub(rf"(?<![\w.~/-]){re.escape(str(here))}/(?=[^\s/~-])(?!\w+:/)", "", text)
 
 
 def print_list(
