@@ -72,10 +72,6 @@ def diff(
     from zexport.compare.states import are_checkpoints
     from zexport.report.diff import diff_json, print_diff
 
-    if html is not None:
-        from zexport.report.page.page import check_place
-
-        check_place(html)
     are_trainings = states or are_checkpoints(a, b)
     with progress_printer(progress, quiet=quiet) as on_progress:
         compare = diff_states if are_trainings else diff_models

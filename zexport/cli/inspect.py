@@ -73,10 +73,6 @@ def inspect(
     from zexport.report.inspect import print_inspection
     from zexport.report.inspect_json import inspection_json
 
-    if html is not None:
-        from zexport.report.page.page import check_place
-
-        check_place(html)
     found = inspect_checkpoint(ckpts, tag=tag, follow_symlinks=follow_symlinks)
     if found.checkpoint is None:
         found = found.asked_with(

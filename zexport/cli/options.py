@@ -172,6 +172,15 @@ class StorageOption(click.ParamType[tuple[str, str]]):
         return rv.splitlines() if "\n" in rv else rv.split()
 
 
+def _checked_page(_: click.Context, __: click.Parameter, page: Path | None) -> Path | None:
+    """``page``, where one can be written, before anything is read for it."""
+    if page is not None:
+        from zexport.report.page.page import check_place
+
+        check_place(page)
+    return page
+
+
 def _use_options(
     _ctx: click.Context, _param: click.Parameter, given: tuple[tuple[str, str], ...]
 ) -> None:
@@ -202,6 +211,7 @@ html_option = click.option(
     "--html",
     type=PATH,
     metavar="FILE",
+    callback=_checked_page,
     help="Also write a page to look at: one HTML file that needs no network.",
 )
 json_option = click.option("--json", is_flag=True, help="Print one JSON object on stdout.")
