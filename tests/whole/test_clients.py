@@ -149,7 +149,7 @@ def exported(
 
 
 def _converts_to_gguf(model: Path, target: Path) -> bool:
-    """The converter that llama.cpp ships, run as its users do; in a fork, which has torch already."""
+    """The converter that llama.cpp ships, run as users do; a fork has torch already."""
     converter = get_context("fork").Process(target=_convert_to_gguf, args=(model, target))
     converter.start()
     converter.join(300)
