@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pty
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,68 @@ def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
     assert not {line.split("=")[0] for line in env.read_text().splitlines()} & {*of_a_rank}
     exports.collect()
     assert exports._job is None
+
+
+def test_low_priority_counts_against_the_training_itself(tmp_path: Path) -> None:
+    """Linux weighs niceness within a session alone; a group of its own is spared by Ctrl-C."""
+    run, told = tmp_path / "run", tmp_path / "told"
+    trainers_run(run)
+    then = f"cat /proc/$$/stat > {told}"
+    exports = Exports(tmp_path / "out", then=then, interval_s=0.05, collect_s=120)
+    exports.begin(run)
+    assert exports._job is not None
+    watch = exports._job._process.pid
+    exports.collect()
+    found = told.read_text().rpartition(")")[2].split()
+    group, session, niceness = (int(found[at]) for at in (2, 3, 16))
+    assert (session, niceness) == (os.getsid(0), 10)
+    assert group not in (os.getpgrp(), watch)
+
+
+def test_ctrl_c_ends_the_training_and_what_was_saved_is_exported(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    trainers_run(run)
+    script = (
+        "import pathlib, time\n"
+        "from zexport.callbacks.exports import Exports\n"
+        f"Exports({str(out)!r}, interval_s=0.05).begin(pathlib.Path({str(run)!r}))\n"
+        "print(flush=True)\n"
+        "time.sleep(60)"
+    )
+    training = subprocess.Popen(
+        (sys.executable, "-c", script), stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert training.stdout is not None
+    training.stdout.readline()
+    time.sleep(0.5)
+    os.killpg(training.pid, signal.SIGINT)
+    assert training.wait(20) != 0
+    deadline = time.monotonic() + 60
+    while _of_session(training.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert verify_export(out / "checkpoint-4").ok
+
+
+def test_a_command_that_asks_the_terminal_fails_and_hangs_not(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        job = jobs.start_command("cat /dev/tty", tmp_path, 2)
+        code = job.wait(20)
+        job.end()
+        os._exit(0 if code else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(terminal)
+
+
+def _of_session(session: int) -> list[str]:
+    """The processes of a session that are at work."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended since
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+            found += [path.parent.name] * (of == str(session) and state != "Z")
+    return found
 
 
 def test_the_end_of_a_training_is_seen_though_its_workers_live_on(

@@ -51,9 +51,12 @@ _TAIL = 2000
 
 _READ_NBYTES = 1 << 20
 
+_UNASKED = "trap '' TTIN TTOU; "
+"""What asks the terminal from the background fails at once, and is not stopped for ever."""
+
 
 class Job:
-    """A process at low priority, in a session of its own; it ends with ``end`` at the latest."""
+    """A process at low priority, which no Ctrl-C reaches; it ends with ``end`` at the latest."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Job:
             stdout=2 if is_heard else self._out,
             stderr=2 if is_heard else self._err,
             env=environment,
-            start_new_session=True,
+            process_group=0,  # of this session: niceness counts within one alone (autogroup)
         )
         self._heard = 0
         with suppress(OSError):  # it has ended already
@@ -208,4 +211,4 @@ def start_command(command: str, out_dir: Path, step: int | None) -> Job:
     number = "" if step is None else str(step)
     values = {"{}": shlex.quote(str(out_dir)), "{step}": shlex.quote(number)}
     words = _PLACE.sub(lambda found: values[found["name"]], command)
-    return Job(("sh", "-c", words), is_heard=True, has_gpus=True)
+    return Job(("sh", "-c", _UNASKED + words), is_heard=True, has_gpus=True)
