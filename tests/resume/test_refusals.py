@@ -143,6 +143,19 @@ def _steps_apart(value: Any) -> None:
         state["step"] = number
 
 
+def _later_in_one_sub_group(value: Any) -> None:
+    _inner(value)["state"][1]["step"] += 1
+
+
+def _decayed(value: Any) -> None:
+    for state in _inner(value)["state"].values():
+        state["mu_product"] = torch.tensor(0.5, dtype=torch.bfloat16)
+
+
+def _decayed_less(value: Any) -> None:
+    _inner(value)["state"][0]["mu_product"] = 0.25
+
+
 def _nothing_kept(value: Any) -> None:
     value["optimizer"]["state"] = {}
 
@@ -155,6 +168,11 @@ _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
     [
         ("z3_w2_bf16_sub1000", _OPTIMIZER, _less_in_one_sub_group, 4, "keeps other states"),
         ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several element types"),
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _later_in_one_sub_group, 4, "'step' of flat group 1"),
+        ("z3_w2_bf16_sub1000", "*rank_1_*optim*", _later_in_one_sub_group, 4, "flat group 1"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _later_in_one_sub_group, 4, "'step' of flat group 1"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _decayed_less, 4, "'mu_product' of flat group 0"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _decayed, 4, "'mu_product' of flat group 0"),
         ("z2_w2_bf16_groups", _OPTIMIZER, _momentum_of_others, 3, "is not of the parameters"),
         ("z2_w2_bf16_groups", "*rank_1_*", _no_moments, 3, "other optimizer states"),
         ("moe_z2_w4_ep2", "*rank_3_*", _less_in_one_sub_group, 3, "flat group 1 than rank 1"),
@@ -181,6 +199,17 @@ def test_files_that_do_not_hold_the_whole_state_are_refused(  # noqa: PLR0917 - 
     with pytest.raises(ZexportError, match=words) as refused:
         _plan(root, stage=2, world_size=2)
     assert refused.value.exit_code == code
+
+
+def test_what_is_measured_of_each_partition_may_differ_and_is_told_of(tmp_path: Path) -> None:
+    """Adafactor's norm, which every step measures anew before anything is made of it."""
+    root = copied("z2_w2_bf16_groups", tmp_path)
+    for rank in range(2):
+        norm = {"RMS": torch.tensor(0.5 + rank)}
+        _edit(
+            root, f"*rank_{rank}_*", lambda value, own=norm: _inner(value)["state"][0].update(own)
+        )
+    assert any("keeps RMS of each rank's partition" in text for text in _plan(root).warnings)
 
 
 def test_a_universal_checkpoint_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from zexport.facts import statements as facts
 from zexport.facts.statements import Statement
 from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
-from zexport.formats.inert import Opaque
+from zexport.formats.inert import Opaque, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.ranges.dtypes import DType
 from zexport.store.contents import read_range
@@ -193,13 +193,18 @@ def _other_shapes(tag_dir: Path, model: Mapping[int, ModelStates]) -> Iterator[Z
 
 def step_of(states: OptimizerStates) -> float | None:
     """The optimizer's step, read from its scalar tensor where it is one (4 or 8 bytes)."""
-    if isinstance(states.step, int):
-        return float(states.step) if states.step.bit_length() < _STEP_BITS else None
-    if states.step is None:
-        return None
-    if states.step.numel != 1 or states.step.dtype not in _SCALAR_FORMATS:
-        return None
-    source = states.file.source(states.step)
+    step = states.step
+    if isinstance(step, TensorRef):
+        found = scalar_in(states.file, step) if step.numel == 1 else None
+        return found if isinstance(found, float) else None
+    return None if step is None or step.bit_length() >= _STEP_BITS else float(step)
+
+
+def scalar_in(file: TorchFile, scalar: TensorRef) -> float | str:
+    """The number in a tensor of one element; its bytes where it is not one of 4 or 8 bytes."""
+    source = file.source(scalar)
     (extent,) = source.extents(0, source.nbytes)
     raw = read_range(extent.path, extent.offset, extent.nbytes)
-    return float(struct.unpack(_SCALAR_FORMATS[states.step.dtype], raw)[0])
+    if scalar.dtype not in _SCALAR_FORMATS:
+        return f"{scalar.dtype.torch_name} {raw.hex()}"
+    return float(struct.unpack(_SCALAR_FORMATS[scalar.dtype], raw)[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from zexport.checkpoint.agreement import scalar_in
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, FlatRun, bind
@@ -32,6 +33,11 @@ from zexport.weights.named import PEFT_PREFIX
 
 _NO_WAY_ON = "without which the training cannot go on as it was"
 MOMENTUM = "momentum_buffer"
+MEASURED = frozenset({"RMS"})
+"""Scalars that are measured of each partition, at every step anew, and so are each one's own.
+
+Source: transformers 5.23, ``optimization.py`` (``Adafactor.step``).
+"""
 
 
 def is_by_parameter(settings: Recorded | None, state: str) -> bool:
@@ -186,16 +192,36 @@ class GroupReader:
                 expected="a group of their own, as DeepSpeed needs it",
                 hint="Resume the run with as many ranks as wrote it",
             )
-        scalars = own[0].group_states[numbers[0]].scalars if numbers else {}
         self._check_moments(group)
         return Group(
             parameters=tuple(
                 one for number in numbers for one in self._parameters(number, settings)
             ),
             settings=settings,
-            scalars=Recorded(own[0].file, scalars),
+            scalars=self._scalars(own[0], numbers),
             of_experts=any(number in self.sharing for number in numbers),
         )
+
+    def _scalars(self, first: OptimizerStates, numbers: Sequence[int]) -> Recorded:
+        """What the optimizer keeps of the group as a whole, which each partition of it states."""
+        kept = first.group_states[numbers[0]].scalars if numbers else {}
+        for number in numbers:
+            for owner in self._owners_of(number):
+                own = owner.group_states[number].scalars
+                for name in sorted({**kept, **own}.keys() - MEASURED):
+                    expected = _told(first, kept.get(name))
+                    if (found := _told(owner, own.get(name))) != expected:
+                        raise UnsupportedError(
+                            f"the optimizer keeps another {name!r} of flat group {number} than "
+                            "of the rest of its parameter group",
+                            path=owner.file.path,
+                            found=found,
+                            expected=f"{expected}, as in {first.file.path.name} of flat group "
+                            f"{numbers[0]}",
+                            hint="Copy all rank files of one save again, or resume with as many "
+                            "ranks",
+                        )
+        return Recorded(first.file, kept)
 
     def _owners_of(self, number: int) -> Sequence[OptimizerStates]:
         """Who shares a flat group, in the order of their partitions."""
@@ -300,6 +326,17 @@ class GroupReader:
         for place in places:
             none = StoredTensor(place.name, place.shape, part.dtype, Role.TRAINABLE, Zeros(0))
             yield found.get(place.name, none)
+
+
+def _told(states: OptimizerStates, scalar: object) -> object:
+    """A scalar to be compared and shown: of a number and of a tensor of it, the number."""
+    if isinstance(scalar, TensorRef):
+        scalar = scalar_in(states.file, scalar)
+    if isinstance(scalar, float):
+        return int(scalar) if scalar.is_integer() else f"{scalar!r}"  # one NaN is as another
+    if scalar is None or isinstance(scalar, int | str):
+        return scalar
+    return Value(states.file.path, "", {type(scalar).__name__: scalar}).plain_values()
 
 
 def no_states(path: Path, why: str) -> IncompleteCheckpointError:

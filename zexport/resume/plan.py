@@ -18,6 +18,7 @@ from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import ByteSource, paths_of
+from zexport.resume.cells import MEASURED
 from zexport.resume.changes import batch_of, told_of_batch, told_of_given
 from zexport.resume.folders import Beside, Ranks, beside, told_of_resuming
 from zexport.resume.loaders import check_loadable, lost_in_loading, told_of_loading
@@ -270,8 +271,8 @@ def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) ->
         yield from lost_in_loading(state, settings)
         return
     names = {name for cell in state.cells for group in cell.groups for name in group.scalars.values}
-    if per_partition := sorted(names - {"step"}):
+    if measured := sorted(names & MEASURED):
         yield (
-            f"the optimizer keeps {', '.join(per_partition)} of each rank's partition by itself: "
+            f"the optimizer keeps {', '.join(measured)} of each rank's partition by itself: "
             "rank 0's are taken, and later updates depend on the number of ranks"
         )
