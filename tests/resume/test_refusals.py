@@ -201,15 +201,20 @@ def test_files_that_do_not_hold_the_whole_state_are_refused(  # noqa: PLR0917 - 
     assert refused.value.exit_code == code
 
 
-def test_what_is_measured_of_each_partition_may_differ_and_is_told_of(tmp_path: Path) -> None:
-    """Adafactor's norm, which every step measures anew before anything is made of it."""
+@pytest.mark.parametrize("name", ["RMS", "variance"])
+def test_an_optimizer_that_steps_by_norms_of_a_partition_is_told_of(
+    name: str, tmp_path: Path
+) -> None:
+    """Adafactor's; its norm may differ, as every step measures it before anything is made of it."""
     root = copied("z2_w2_bf16_groups", tmp_path)
     for rank in range(2):
-        norm = {"RMS": torch.tensor(0.5 + rank)}
-        _edit(
-            root, f"*rank_{rank}_*", lambda value, own=norm: _inner(value)["state"][0].update(own)
-        )
-    assert any("keeps RMS of each rank's partition" in text for text in _plan(root).warnings)
+
+        def add(value: Any, own: int = rank) -> None:
+            for state in _inner(value)["state"].values():
+                state[name] = torch.tensor(0.5 + own) if name == "RMS" else state["exp_avg"]
+
+        _edit(root, f"*rank_{rank}_*", add)
+    assert any(f"keeps {name}, as one that steps by norms" in text for text in _plan(root).warnings)
 
 
 def test_a_universal_checkpoint_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ from zexport.store.json import JsonObject, values_of
 from zexport.weights.proof import Accounting, account
 
 
+_BY_NORMS = frozenset({*MEASURED, "variance"})
+"""What those optimizers keep whose steps go by norms of a partition (torch's Adafactor, too)."""
+
+
 class ReshardProvenance(Struct, frozen=True):
     """What a resharding was made of.
 
@@ -270,9 +274,11 @@ def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) ->
     if isinstance(settings, UniversalSettings):
         yield from lost_in_loading(state, settings)
         return
-    names = {name for cell in state.cells for group in cell.groups for name in group.scalars.values}
-    if measured := sorted(names & MEASURED):
+    groups = [group for cell in state.cells for group in cell.groups]
+    kept = {name for group in groups for name in group.scalars.values}
+    kept |= {name for group in groups for one in group.parameters[:1] for name in one.tensors}
+    if of_partition := sorted(kept & _BY_NORMS):
         yield (
-            f"the optimizer keeps {', '.join(measured)} of each rank's partition by itself: "
-            "rank 0's are taken, and later updates depend on the number of ranks"
+            f"the optimizer keeps {', '.join(of_partition)}, as one that steps by norms of each "
+            "rank's partition: later updates depend on the number of ranks"
         )
