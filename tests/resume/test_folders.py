@@ -99,23 +99,26 @@ def test_a_link_that_leads_out_of_the_folder_is_not_copied_from(tmp_path: Path) 
         beside(location, Ranks(2, 3), 2, 4)
 
 
-@pytest.mark.parametrize("epoch", [6, 3])
+@pytest.mark.parametrize("epochs", [(6, 3, 6), (3, 3, 6), (3, 3, 3)])
 def test_accelerates_counts_of_one_number_of_ranks_are_left_out_or_warned_of(
-    tmp_path: Path, epoch: int
+    tmp_path: Path, epochs: tuple[int, ...]
 ) -> None:
     names = ("random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl")
     location = _location(tmp_path, "pytorch_model", "latest", *names)
-    torch.save({"last_epoch": epoch, "_step_count": epoch + 1}, tmp_path / "scheduler.bin")
+    schedulers = ("scheduler.bin", "scheduler_1.bin", "scheduler_2.bin")
+    for name, epoch in zip(schedulers, epochs, strict=True):
+        torch.save({"last_epoch": epoch, "_step_count": epoch + 1}, tmp_path / name)
     same, other = (beside(location, Ranks(2, ranks), 3, 3) for ranks in (2, 3))
-    assert set(_origins(same)) == {*names, "scheduler.bin"}
+    assert set(_origins(same)) == {*names, *schedulers}
     assert same.warnings == ()
-    assert set(_origins(other)) == {"custom_checkpoint_0.pkl", "scheduler.bin"}
+    assert set(_origins(other)) == {"custom_checkpoint_0.pkl", *schedulers}
     assert other.notes[0].startswith("random_states_0.pkl, random_states_1.pkl: not copied")
-    expected = (
-        "scheduler.bin counts ranks x updates (6 = 2 x 3) and is copied as it is: a schedule made "
-        "for all ranks' steps stands at 9 on 3 ranks",
+    assert other.warnings == tuple(
+        f"{name} counts ranks x updates (6 = 2 x 3) and is copied as it is: a schedule made for "
+        "all ranks' steps stands at 9 on 3 ranks"
+        for name, epoch in zip(schedulers, epochs, strict=True)
+        if epoch == 6
     )
-    assert other.warnings == (expected if epoch == 6 else ())
 
 
 def test_the_options_of_a_run_of_zexport_train_are_put_right_for_the_new_ranks(

@@ -43,7 +43,9 @@ def test_a_framework_goes_on_with_other_ranks(  # noqa: PLR0917 - a case each
     resharded = tmp_path / source.name
     is_universal = form == "universal"
     options = zexport.ReshardOptions(world_size=to_world, stage=to_stage, format=form)
-    zexport.reshard(source, resharded, options)
+    done = zexport.reshard(source, resharded, options)
+    counting = [text.split()[0] for text in done.warnings if "counts ranks x updates" in text]
+    assert counting == ["scheduler.bin", "scheduler_1.bin"] * (framework == "accelerate")
     then = Going(framework, to_world, to_stage, tmp_path / "then", resharded, is_universal)
     _run(then)
     assert differences(_states(then.out / "again"), _states(source)) == []

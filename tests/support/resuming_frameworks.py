@@ -147,9 +147,12 @@ def _accelerate(going: Going) -> list[float]:
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    schedule, second = (
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)) for _ in range(2)
+    )
     data = DataLoader(_rows(), batch_size=1, collate_fn=_collated)  # type: ignore[arg-type]
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    second = accelerator.prepare_scheduler(second)
     updates = 0
     if going.source is not None:
         accelerator.load_state(str(going.source))
@@ -163,6 +166,7 @@ def _accelerate(going: Going) -> list[float]:
             accelerator.backward(loss)
             optimizer.step()
             schedule.step()
+            second.step()
             optimizer.zero_grad()
         sums.append(_mean(loss))
         if len(sums) == ROWS // going.world:

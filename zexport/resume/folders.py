@@ -44,7 +44,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)[^/]*\.(safetensors|bin)(\.index\.j
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
-_SCHEDULER = "scheduler.bin"
+_SCHEDULER = re.compile(r"scheduler(_\d+)?\.bin")
 _MANIFEST = "zexport_manifest.json"
 
 
@@ -58,7 +58,7 @@ def beside(
     """The files that lie around a tag folder, for ``ranks`` that go on from it.
 
     ``stage`` is the new one, where it is one, and ``ds_config`` the configuration that was given
-    for it; ``step`` counts updates.
+    for it; ``step`` counts updates that the optimizer took.
     """
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
         return Beside((), (), ())
@@ -78,7 +78,7 @@ def beside(
     if location.framework is Framework.ACCELERATE:
         kept, told = _without_accelerates_rng(kept, ranks)
         notes += told
-        warnings += _scheduler_counts(location.root, ranks, step)
+        warnings += _scheduler_counts(kept, ranks, step)
     files = [SideFile(name, origin=path) for name, path in sorted(kept.items())]
     if location.framework is Framework.ZEXPORT:
         files = [_for_train(file, ranks.after, stage, ds_config) for file in files]
@@ -138,24 +138,30 @@ def _without_accelerates_rng(
     ]
 
 
-def _scheduler_counts(root: Path, ranks: Ranks, step: int | None) -> Iterator[str]:
-    """That Accelerate's scheduler counts ranks times updates, where this one does."""
-    path = root / _SCHEDULER
-    if ranks.before == ranks.after or step is None or not is_file(path):
+def _scheduler_counts(kept: Mapping[str, Path], ranks: Ranks, step: int | None) -> Iterator[str]:
+    """That Accelerate's schedulers count ranks times updates, those that do."""
+    if ranks.before == ranks.after or not step:
         return
-    try:
-        value = read_torch_file(path).value
-    except CheckpointError:
-        return  # it is copied, and told of as not looked into
-    epoch = value.get("last_epoch") if isinstance(value, dict) else None
     there = f"{step:,} times their number on others"
     if ranks.after is not None:
         there = f"{step * ranks.after:,} on {ranks.after:,} ranks"
-    if type(epoch) is int and epoch == step * ranks.before:
-        yield (
-            f"{_SCHEDULER} counts ranks x updates ({epoch:,} = {ranks.before:,} x {step:,}) and is "
-            f"copied as it is: a schedule made for all ranks' steps stands at {there}"
-        )
+    for name in sorted(kept):
+        if _SCHEDULER.fullmatch(name) and _last_epoch(kept[name]) == step * ranks.before:
+            yield (
+                f"{name} counts ranks x updates ({step * ranks.before:,} = {ranks.before:,} x "
+                f"{step:,}) and is copied as it is: a schedule made for all ranks' steps stands at "
+                f"{there}"
+            )
+
+
+def _last_epoch(path: Path) -> int | None:
+    """How far a scheduler says that it is; it is copied, and told of as not looked into."""
+    try:
+        value = read_torch_file(path).value
+    except CheckpointError:
+        return None
+    epoch = value.get("last_epoch") if isinstance(value, dict) else None
+    return epoch if type(epoch) is int else None
 
 
 def _for_train(

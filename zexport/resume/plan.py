@@ -42,7 +42,6 @@ from zexport.store.contents import read_json_object
 from zexport.store.json import JsonObject, values_of
 from zexport.weights.proof import Accounting, account
 
-
 _BY_NORMS = frozenset({*MEASURED, "variance"})
 """What those optimizers keep whose steps go by norms of a partition (torch's Adafactor, too)."""
 
@@ -200,7 +199,9 @@ def _around(
             same = f"ZeRO-{settings.stage} on {before:,} rank{'s' * (before != 1)}"
             told += ((False, f"the checkpoint is of {same} already: this is a copy of it"),)
         told += tuple(told_of_batch(source, settings.world_size, target))
-    found = beside(location, ranks, stage, checkpoint.global_steps, typed)
+    steps = checkpoint.global_steps
+    taken = None if steps is None else steps - checkpoint.skipped_steps
+    found = beside(location, ranks, stage, taken, typed)
     return Beside(
         files=(*found.files, SideFile(latest, location.tag.encode())),
         warnings=(*found.warnings, *(text for warns, text in told if warns)),
