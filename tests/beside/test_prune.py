@@ -135,6 +135,50 @@ def test_all_of_a_checkpoint_goes_if_a_complete_fp32_export_stands_for_it(tmp_pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-4"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("notes.md", "eval/results.json", "hf/model.safetensors", "global_step2/notes.txt"),
+        *("tokenizer.json", "model-ema.safetensors", "custom_checkpoint_0.pkl"),
+        *("global_step2/zero/notes.md", "copy/deep/weights.pt"),
+    ],
+)
+def test_what_no_training_wrote_and_no_export_has_is_named_and_stays(
+    tmp_path: Path, name: str
+) -> None:
+    """A file of the user's, and a tokenizer that an export of the weights alone lacks."""
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    (old / name).parent.mkdir(exist_ok=True, parents=True)
+    (old / name).write_text("{}")
+    os.utime(old / name, (1000, 1000))
+    before = state_of(old)
+    for dry_run in (True, False):
+        with pytest.raises(OutputError, match=f"no part of.*{name.split('/', maxsplit=1)[0]}"):
+            prune(old, tmp_path / "out", delete=True, dry_run=dry_run)
+    assert state_of(old) == before
+    pruned = prune(old, tmp_path / "out").pruned
+    assert pruned is not None
+    assert (pruned / name).read_text() == "{}"
+    with pytest.raises(OutputError, match="no part of"):
+        prune(pruned, tmp_path / "out", delete=True)
+    (pruned / name).unlink()
+    assert prune(pruned, tmp_path / "out", delete=True).is_deleted
+
+
+def test_what_frameworks_write_goes_with_the_checkpoint(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
+    for name in (
+        *("training_args.bin", "scheduler.pt", "zero_to_fp32.py", "sampler_1.bin", "scaler.pt"),
+        *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        *("adapter_model.bin", "random_states_0.pkl"),
+    ):
+        (old / name).write_text("{}")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+    assert not old.exists()
+
+
 def test_a_removal_that_was_stopped_is_ended_by_the_next_call(tmp_path: Path) -> None:
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out")
@@ -466,8 +510,9 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_to_it(
     assert old.exists()
 
 
-def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run", FIXTURES / "z0_w2_bf16" / "ckpt")
+@pytest.mark.parametrize("case", ["z0_w2_bf16", "uni_z2_w2_bf16_odd"])
+def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(case: str, tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt")
     consolidate(old, tmp_path / "out", AS_STORED)
     with pytest.raises(UnsupportedError, match="--delete"):
         prune(old, tmp_path / "out")
@@ -536,6 +581,10 @@ def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
         prune(old, tmp_path / "out", delete=True)
     assert done.pruned.exists()
     shutil.move(tmp_path / "gone", tmp_path / "out")
+    (done.pruned / "notes.md").write_text("written since")
+    with pytest.raises(OutputError, match=r"no part of.*notes"):
+        prune(old, tmp_path / "out", delete=True)
+    (done.pruned / "notes.md").unlink()
     other = done.pruned.with_name("pruned-checkpoint-3")
     shutil.copytree(done.pruned, other)
     own = other / "global_step2" / "zexport_pruned.json"

@@ -26,7 +26,8 @@ def trainers_run(
             save(small_model(), made, folder, f"global_step{step}")
         else:
             shutil.copytree(checkpoint, folder)
-            (folder / "zexport_source.json").unlink(missing_ok=True)
+            for name in ("zexport_source.json", "zexport_train.json", "training_log.jsonl"):
+                (folder / name).unlink(missing_ok=True)
             for path in folder.rglob("*.pt"):
                 os.utime(path)
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))

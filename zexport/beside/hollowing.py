@@ -8,14 +8,13 @@ exports as before at every moment, unless its note says that all of it is to go.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
-from zexport.beside.prunable import Place
+from zexport.beside.prunable import OF_A_RESUME, Place
 from zexport.checkpoint.contents import ZeroCheckpoint, source_of
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.pruned import NOTE, Note
@@ -46,20 +45,10 @@ from zexport.store.publish import workplaces
 from zexport.store.versions import Version
 from zexport.weights.proof import WeightReader
 
-_OF_A_RESUME = re.compile(
-    r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl|(scheduler|sampler|optimizer)(_\d+)?\.(pt|bin)"
-    r"|scaler\.pt"
-)
-"""What frameworks keep for a resume alone, beside the rank files.
-
-Source: transformers 5.23, ``trainer.py`` (``_save_rng_state``, ``_save_optimizer_and_scheduler``),
-accelerate 1.15, ``checkpointing.py``.
-"""
-
 
 def of_a_resume(place: Place) -> list[Path]:
     """The files around the rank files that only a resume needs."""
-    return [path for path in children(place.folder) if _OF_A_RESUME.fullmatch(path.name)]
+    return [path for path in children(place.folder) if OF_A_RESUME.fullmatch(path.name)]
 
 
 def stage(

@@ -14,8 +14,10 @@ from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
-from zexport.checkpoint.pruned import original_name, pruned_name
+from zexport.checkpoint.pruned import NOTE, original_name, pruned_name
+from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import OutputError, UnsupportedError, VerificationError
+from zexport.filenames import SOURCE_SIDECAR
 from zexport.options import AdapterMode, ExportDType, ExportOptions
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, Manifest
@@ -25,6 +27,7 @@ from zexport.store.folders import (
     child_folders,
     exists,
     is_file,
+    is_folder,
     is_link,
     is_mount,
     leaves,
@@ -36,6 +39,26 @@ from zexport.store.versions import Version
 _OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
 """Names of folders made for one checkpoint; a number alone, or a date, may be a run's."""
 
+OF_A_RESUME = re.compile(
+    r"rng_state(_\d+)?\.pth|random_states_\d+\.pkl|(scheduler|sampler|optimizer)(_\d+)?\.(pt|bin)"
+    r"|scaler\.pt"
+)
+"""What frameworks keep for a resume alone, beside the rank files.
+
+Source: transformers 5.23, ``trainer.py`` (``_save_rng_state``, ``_save_optimizer_and_scheduler``),
+accelerate 1.15, ``checkpointing.py``.
+"""
+
+_OF_THE_STATE = re.compile(
+    r"(adapter_|pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|trainer_state\.json|training_args\.bin|zero_to_fp32\.py|latest(_universal)?"
+)
+"""What frameworks write with every save: weights that the rank files hold, and words on the state.
+
+What a program has a framework save for it (``custom_checkpoint_0.pkl``) may be found nowhere else.
+"""
+
+_OWN_FILES = (NOTE, MANIFEST_NAME, SOURCE_SIDECAR)
 _WRAPPING = (Framework.HF_TRAINER, Framework.ACCELERATE, Framework.LIGHTNING)
 _OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
 
@@ -166,6 +189,41 @@ def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
     if link := link_to(folder):
         hint = "Remove the link, or have it lead elsewhere first"
         raise _refused(folder, f"is what the link `{link.name}` of its run leads to", hint)
+
+
+def check_nothing_else(place: Place, out: Path, manifest: Manifest) -> None:
+    """Refuse to remove a folder with files that are no training's, and that no export has.
+
+    Raises:
+        OutputError: with their names.
+    """
+    tag = place.tag_dir.relative_to(place.folder)
+    files = [path for path in leaves(place.folder) if not (is_folder(path) or is_link(path))]
+    more = [path for path in files if not _is_accounted_for(path, place, manifest)]
+    if more:
+        named = (path.relative_to(place.folder) for path in more)
+        tops = (one if one.parent in (tag, Path()) else f"{one.parts[0]}/" for one in named)
+        raise OutputError(
+            f"is not removed: it holds what is no part of a training's state, and not in {out}",
+            path=place.folder,
+            found=some([*dict.fromkeys(map(str, tops))], 5),
+            hint="Move it elsewhere first; what belongs to the model: export the checkpoint again",
+        )
+
+
+def _is_accounted_for(path: Path, place: Place, manifest: Manifest) -> bool:
+    """Whether a file is of the training's state, or lies in the export as well."""
+    if path.parent == place.tag_dir and parse_rank_file(path) is not None:
+        return True
+    if path.is_relative_to(place.tag_dir / "zero"):
+        return path.suffix == ".pt"  # of a universal checkpoint
+    above = (place.tag_dir, place.folder)
+    names = (path.relative_to(one).as_posix() for one in above if path.is_relative_to(one))
+    if any(name in manifest.files for name in names):
+        return True
+    own = (OF_A_RESUME, _OF_THE_STATE)
+    is_own = any(one.fullmatch(path.name) for one in own) or path.name in _OWN_FILES
+    return is_own and path.parent in above
 
 
 def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:

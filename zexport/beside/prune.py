@@ -22,7 +22,13 @@ from zexport.beside.hollowing import (
     rename,
     stage,
 )
-from zexport.beside.prunable import Place, check_prunable, check_stands_for, place_of
+from zexport.beside.prunable import (
+    Place,
+    check_nothing_else,
+    check_prunable,
+    check_stands_for,
+    place_of,
+)
 from zexport.beside.stopped import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
@@ -204,7 +210,10 @@ class _Job:
             _check_all(places, opened)
             check_apart(places, out)
             _check_told(places, out)
-            check_stands_for(out, read_manifest(out), delete=is_deletion)
+            manifest = read_manifest(out)
+            check_stands_for(out, manifest, delete=is_deletion)
+            for one in places if is_deletion else ():
+                check_nothing_else(one, out, manifest)
             rewritings = () if is_deletion else without_moments(opened)
             return cls(opened, places, out, rewritings, noted, is_deletion=is_deletion)
 

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import delete, doom
-from zexport.beside.prunable import Place, place_of
+from zexport.beside.prunable import Place, check_nothing_else, place_of
 from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, read_note
 from zexport.errors import CheckpointError, OutputError, VerificationError
-from zexport.run.manifest import MANIFEST_NAME
+from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.store.address import place
 from zexport.store.contents import read_whole
 from zexport.store.folders import absolute, is_file, matching, real
@@ -69,6 +69,8 @@ class Stopped(Struct, frozen=True):
                 path=out,
                 hint=f"What is left lies in {left}; take it as it is, or remove it yourself",
             )
+        for one in self.places:
+            check_nothing_else(one, out, read_manifest(out))
 
     def end(self) -> None:
         """Remove what is left."""
