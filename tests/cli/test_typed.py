@@ -85,7 +85,8 @@ def test_a_folder_to_make_that_is_given_twice_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("size", "meant"), [("5", "5GB"), ("2.5", "2.5GB"), ("10kB", "10MB"), ("5000", "5000MB")]
+    ("size", "meant"),
+    [("5", "5GB"), ("2.5", "2.5GB"), ("10kB", "10MB"), ("5000", "5000MB"), ("0.5MB", "0.5GB")],
 )
 def test_a_shard_size_that_cannot_be_meant_is_refused(
     size: str, meant: str, tmp_path: Path

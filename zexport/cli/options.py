@@ -80,7 +80,9 @@ class ByteSize(click.ParamType[int]):
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes", param, ctx)
         if match and nbytes < self._least_nbytes:
-            meant = f"{match[1]}{'MB' if match[2] or nbytes >= _UNITS['k'] else 'GB'}"
+            is_enough = Decimal(match[1]) * _UNITS["m"] >= self._least_nbytes
+            is_of_mb = is_enough and (match[2] or nbytes >= _UNITS["k"])
+            meant = f"{match[1]}{'MB' if is_of_mb else 'GB'}"
             self.fail(
                 f"{value!r} is {plural(nbytes, 'byte')}, too few for a file of weights (at least "
                 f"{size(self._least_nbytes)}). Did you mean {meant}?",
