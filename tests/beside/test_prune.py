@@ -66,6 +66,7 @@ def test_a_pruned_checkpoint_gives_the_same_weights_and_no_training_takes_it(
     consolidate(old, tmp_path / "out", AS_STORED)
     told = prune(old, tmp_path / "out", dry_run=True)
     assert (told.is_dry_run, told.pruned, old.exists()) == (True, None, True)
+    assert told.tensors == len(before)
     done = prune(old, tmp_path / "out")
     pruned = tmp_path / "run" / "pruned-checkpoint-2"
     assert (done.pruned, done.nbytes_freed) == (pruned, told.nbytes_freed)
@@ -313,9 +314,9 @@ def test_what_changes_after_it_was_proved_stays(
         return found
 
     monkeypatch.setattr(pruning, "verify_export", verify)
-    for delete in (False, True):
+    for delete, dry_run in ((False, False), (False, True), (True, False), (True, True)):
         with pytest.raises(CheckpointError, match="by its run meanwhile"):
-            prune(old, tmp_path / "out", delete=delete)
+            prune(old, tmp_path / "out", delete=delete, dry_run=dry_run)
         (old / "notes.txt").unlink()
     assert old.exists()
 
@@ -482,9 +483,10 @@ def test_an_export_that_is_not_the_checkpoints_ends_with_7(tmp_path: Path, damag
     elif damage == "no manifest":
         (tmp_path / "out" / "zexport_manifest.json").unlink()
     before = state_of(tmp_path / "run")
-    with pytest.raises(ZexportError) as caught:
-        prune(old, tmp_path / "out")
-    assert isinstance(caught.value, VerificationError | CheckpointError)
+    for dry_run in (True, False):
+        with pytest.raises(ZexportError) as caught:
+            prune(old, tmp_path / "out", dry_run=dry_run)
+        assert isinstance(caught.value, VerificationError | CheckpointError)
     assert state_of(tmp_path / "run") == before
 
 

@@ -151,11 +151,11 @@ def rename(places: Sequence[Place], noted: Sequence[Mapping[Path, Version]]) -> 
     """
     with ExitStack() as undo:
         for one, known in zip(places, noted, strict=True):
-            _check_as_noted(one, one, known)
+            check_as_noted(one, one, known)
             if not one.is_renamed:
                 _move(one.folder, one.target)
                 undo.callback(_move, one.target, one.folder)
-                _check_as_noted(one.renamed, one, known)
+                check_as_noted(one.renamed, one, known)
         undo.pop_all()
     return [one.renamed for one in places]
 
@@ -166,7 +166,7 @@ def _move(folder: Path, name: Path) -> None:
         sync_path(name.parent)
 
 
-def _check_as_noted(there: Place, place: Place, known: Mapping[Path, Version]) -> None:
+def check_as_noted(there: Place, place: Place, known: Mapping[Path, Version]) -> None:
     """Refuse a folder, wherever it is ``there`` now, that is not as it was."""
     with reading(place.folder):
         now = there.versions()

@@ -14,6 +14,7 @@ from blake3 import blake3
 from zexport import __version__
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import (
+    check_as_noted,
     delete,
     doom,
     hollow_out,
@@ -62,7 +63,7 @@ class PruneReport:
         export: the folder that was held against it.
         tensors: tensors that were held against the export, and against the files written again.
         is_deleted: whether all of it went, or would go.
-        is_dry_run: whether nothing was done, and nothing was held against anything.
+        is_dry_run: whether nothing was done, though all was held against the export.
         rewritten: optimizer files that are written again without the optimizer's states.
         removed: files that go whole.
         left_out: keys of optimizer files that cannot be written again, and are left out.
@@ -115,7 +116,7 @@ def prune(
         checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
         export: a folder that ``consolidate`` made of it.
         delete: remove all of it, which needs a complete fp32 export.
-        dry_run: say how much it is, and do nothing.
+        dry_run: prove the export, say how much it is, and do nothing.
         tag: which checkpoint, where there are several.
         base: the base model, where the export was given one.
         adapter_config: the adapter's configuration, where the export was given one.
@@ -135,9 +136,10 @@ def prune(
     if delete and (stopped := stopped_removal(paths, tag)) is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
     job = _Job.of(paths, out, tag, is_deletion=delete)
-    if dry_run:
-        return job.report(0, began, is_dry_run=True)
     tensors = job.verify(base, adapter_config, check, progress)
+    if dry_run:
+        job.check()
+        return job.report(tensors, began, is_dry_run=True)
     with ExitStack() as stack:
         for one in job.places:
             stack.enter_context(locked(one.target))
@@ -242,6 +244,12 @@ class _Job:
                 hint="Export the checkpoint again",
             )
         return found.tensors
+
+    def check(self) -> None:
+        """Refuse what has changed since: the proof may have taken an hour."""
+        _check_all(self.places, self._opened)
+        for one, known in zip(self.places, self._noted, strict=True):
+            check_as_noted(one, one, known)
 
     def run(self, tensors: int, progress: OnProgress | None) -> None:
         """Do it: first what takes nothing away, then the rest.

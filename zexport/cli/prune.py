@@ -30,7 +30,7 @@ from zexport.printable import shell_word
     callback=typed_alone,
     help="Remove all of it; OUT must be complete, and fp32.",
 )
-@click.option("--dry-run", is_flag=True, help="Say how much it is, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Prove OUT, say how much it is, and do nothing.")
 @tag_option
 @click.option("--base", type=PATH, help="The base model, where the export was given one.")
 @adapter_config_option

@@ -52,7 +52,6 @@ def print_prune(console: Console, done: PruneReport) -> None:
     elif done.is_dry_run:
         what = "would be removed" if done.is_deleted else "would be freed"
         print_line(console, f"{checkpoint}: {freed} of {before} {what}")
-        return
     else:
         print_line(console, f"{checkpoint}: {freed} of {before} freed", "bold green")
     if done.pruned is not None and done.pruned != done.checkpoint:
