@@ -188,6 +188,19 @@ def test_a_removal_that_was_stopped_is_ended_by_the_next_call(tmp_path: Path) ->
         killed_at(old, tmp_path / "out", at, delete=True)
 
 
+@pytest.mark.parametrize("delete", [False, True])
+def test_a_pruning_that_was_stopped_at_its_note_is_ended_by_the_next_call(
+    delete: bool, tmp_path: Path
+) -> None:
+    """The note that is not finished is newer than any file of the run."""
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    pruned = old.rename(old.with_name("pruned-checkpoint-2"))
+    (pruned / "global_step2" / ".zexport_pruned.json.new").write_text("{")
+    assert prune(old, tmp_path / "out", delete=delete).nbytes_freed > 0
+    assert not [*pruned.rglob("*.new")]
+
+
 def test_what_a_kill_leaves_gives_the_same_weights_and_the_next_call_goes_on(
     tmp_path: Path,
 ) -> None:

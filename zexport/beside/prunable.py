@@ -14,7 +14,7 @@ from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
-from zexport.checkpoint.pruned import NOTE, original_name, pruned_name
+from zexport.checkpoint.pruned import NOTES, original_name, pruned_name
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import OutputError, UnsupportedError, VerificationError
 from zexport.filenames import SOURCE_SIDECAR
@@ -58,7 +58,7 @@ _OF_THE_STATE = re.compile(
 What a program has a framework save for it (``custom_checkpoint_0.pkl``) may be found nowhere else.
 """
 
-_OWN_FILES = (NOTE, MANIFEST_NAME, SOURCE_SIDECAR)
+_OWN_FILES = (*NOTES, MANIFEST_NAME, SOURCE_SIDECAR)
 _WRAPPING = (Framework.HF_TRAINER, Framework.ACCELERATE, Framework.LIGHTNING)
 _OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import NOTE, PREFIX, original_name
+from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
@@ -185,7 +185,7 @@ def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
 def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
     """The checkpoint of that name in a run, as its framework saved it."""
     located = locate(run / name, follow_symlinks=boundary.follow)
-    saved = (path for path in leaves(located.tag_dir) if path.name != NOTE)
+    saved = (path for path in leaves(located.tag_dir) if path.name not in NOTES)
     files = [path for path in saved if boundary.holds(path) and not is_folder(path)]
     versions = {str(path.relative_to(located.tag_dir)): listed_version(path) for path in files}
     changed = max((changed_ns(path) or 0 for path in files), default=0)

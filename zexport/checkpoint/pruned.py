@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from zexport.errors import DamagedCheckpointError
-from zexport.store.contents import read_regular
+from zexport.store.contents import fresh_name, read_regular
 from zexport.store.files import reading
 from zexport.store.folders import is_file
 from zexport.store.json import SCHEMA, Natural
@@ -19,6 +19,9 @@ PREFIX = "pruned-"
 
 NOTE = "zexport_pruned.json"
 """Beside the rank files."""
+
+NOTES = (NOTE, fresh_name(NOTE))
+"""No files of the checkpoint's, the second one where its writing was stopped."""
 
 _NBYTES_MAX = 64 << 20
 

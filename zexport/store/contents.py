@@ -98,6 +98,11 @@ def rewrite(path: Path, content: bytes, known: Edition | None) -> Edition | None
     return None
 
 
+def fresh_name(name: str) -> str:
+    """What a small file is called while it is written."""
+    return f".{name}.new"
+
+
 def write_durably(path: Path, content: bytes, *, is_new: bool = False) -> None:
     """``path`` holds ``content``, on the disk; or, after an ``OSError``, what it held before.
 
@@ -106,7 +111,7 @@ def write_durably(path: Path, content: bytes, *, is_new: bool = False) -> None:
     if isinstance(path, Address):
         objects.put(path, content, is_new=is_new)
         return
-    fresh = path.with_name(f".{path.name}.new")
+    fresh = path.with_name(fresh_name(path.name))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         fresh.write_bytes(content)
