@@ -60,10 +60,12 @@ class Environment:
     def python(self, code: str, status: int = 0, **environment: str) -> str:
         return ran(self._folder / "bin" / "python", "-c", code, status=status, **environment)
 
-    def zexport(self, *words: object, status: int = 0, cache: Path | None = None) -> str:
+    def zexport(
+        self, *words: object, status: int = 0, cache: Path | None = None, **environment: str
+    ) -> str:
         cache = cache or self._folder / "cache"
         command = self._folder / "bin" / "zexport"
-        return ran(command, *words, status=status, XDG_CACHE_HOME=str(cache))
+        return ran(command, *words, status=status, XDG_CACHE_HOME=str(cache), **environment)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,26 @@ def test_reading_checking_and_writing_need_the_base_alone(
     assert "whole" in bare.zexport("verify", model)
     assert "made again" in bare.zexport("verify", model, "--against", TRAINED)
     assert "There is no difference" in bare.zexport("diff", model, model)
+
+
+def test_the_oldest_releases_that_pip_may_keep_are_new_enough(
+    bare: Environment, tmp_path: Path
+) -> None:
+    """Those of the lower bounds, laid over the newest ones of the bare environment."""
+    code = "from importlib.metadata import requires; print(*requires('zexport'), sep='\\n')"
+    needed = [line for line in bare.python(code).splitlines() if "extra ==" not in line]
+    oldest = [line.replace(">=", "==") for line in needed]
+    assert all("==" in line for line in oldest)
+    bare.install("--target", tmp_path / "oldest", *oldest)
+    model = tmp_path / "model"
+    for words in (
+        ["--help"],
+        ["inspect", TRAINED],
+        ["consolidate", TRAINED, model, "--layout", "memory"],
+        ["verify", model, "--against", TRAINED],
+        ["diff", model, model],
+    ):
+        bare.zexport(*words, PYTHONPATH=str(tmp_path / "oldest"))
 
 
 def test_names_that_are_not_known_end_the_export_with_the_line_to_type(

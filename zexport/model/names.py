@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -157,7 +156,11 @@ class _DescribedBefore(Struct, frozen=True):
     tensors: dict[str, _Shaped]
     tied: dict[str, str]
     buffers: frozenset[str]
-    names_match_memory: Literal[True]
+    names_match_memory: bool
+
+    def __post_init__(self) -> None:
+        if not self.names_match_memory:
+            raise ValueError("names in memory are not told")
 
     def now(self) -> _Described:
         """The same as it is described now."""
