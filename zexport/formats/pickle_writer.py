@@ -11,7 +11,7 @@ Source of the forms: CPython 3.11, ``Lib/pickle.py``; torch 2.13, ``torch/_tenso
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from operator import mul
 from typing import TypeAlias
@@ -43,14 +43,14 @@ _TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _Task: TypeAlias = tuple[Callable[..., None], object]
 
 
-def dump(value: object, keys: Mapping[int, str]) -> bytes:
+def dump(value: object, number_of: Callable[[TensorLeaf], int]) -> bytes:
     """The pickle of ``value``, the same bytes for the same value.
 
     ``value`` is of plain Python values and the classes of ``zexport.formats.inert``, with a
-    ``TensorLeaf`` where a tensor is to be; ``keys`` are the names of their records by the leaves'
-    ids. What is one object in ``value`` is one when the pickle is loaded.
+    ``TensorLeaf`` where a tensor is to be; ``number_of`` gives the number of its record. What is
+    one object in ``value`` is one when the pickle is loaded.
     """
-    writer = _Writer(keys)
+    writer = _Writer(number_of)
     writer.run(value)
     return bytes(writer.out)
 
@@ -58,9 +58,9 @@ def dump(value: object, keys: Mapping[int, str]) -> bytes:
 class _Writer:
     """A pickle in the making: its bytes, what is left to be done (last first), and the memo."""
 
-    def __init__(self, keys: Mapping[int, str]) -> None:
+    def __init__(self, number_of: Callable[[TensorLeaf], int]) -> None:
         self.out = bytearray(b"\x80\x02")
-        self._keys = keys
+        self._number_of = number_of
         self._tasks: list[_Task] = []
         self._kept: list[object] = []
         self._memo: dict[object, int] = {}
@@ -269,7 +269,7 @@ class _Writer:
         self._put(b"((")
         self._text("storage")
         self._global(storage or _UNTYPED)
-        self._text(self._keys[id(leaf)])
+        self._text(str(self._number_of(leaf)))
         self._text("cpu")
         self._int(leaf.numel if storage else leaf.nbytes)
         self._put(b"tQK\x00")

@@ -25,6 +25,7 @@ from msgspec import Struct
 from zexport.formats.inert import Opaque, OpaqueKey, Ordered, TensorLeaf
 from zexport.formats.pickle_writer import dump
 from zexport.printable import printable
+from zexport.ranges.dtypes import DType
 
 _ALIGNMENT = 64
 
@@ -130,17 +131,19 @@ class _Layout:
     """The records of a file, and what goes between its tensors."""
 
     def __init__(self, value: object, root: str) -> None:
-        leaves = list(tensors_in(value, TensorLeaf))
-        stored = [(name, leaf) for name, leaf in leaves if leaf.nbytes]
-        empty = dict.fromkeys(leaf.dtype for _, leaf in leaves if not leaf.nbytes)
+        stored: list[tuple[str, TensorLeaf]] = []
+        empty: dict[DType, None] = {}
+        for name, leaf in tensors_in(value, TensorLeaf):
+            if leaf.nbytes:
+                stored.append((name, leaf))
+            else:
+                empty[leaf.dtype] = None
         places: dict[object, int] = {id(leaf): at for at, (_, leaf) in enumerate(stored)}
         places |= {dtype: len(stored) + at for at, dtype in enumerate(empty)}
-        keys = {
-            id(leaf): str(places[id(leaf) if leaf.nbytes else leaf.dtype]) for _, leaf in leaves
-        }
         self._root = root
         self._position = 0
-        first = [("data.pkl", dump(value, keys)), ("byteorder", b"little")]
+        pickle = dump(value, lambda leaf: places[id(leaf) if leaf.nbytes else leaf.dtype])
+        first = [("data.pkl", pickle), ("byteorder", b"little")]
         last = [*((f"data/{places[dtype]}", b"") for dtype in empty), ("version", b"3\n")]
         self._records = [self._known(name, content) for name, content in first]
         tensors = [self._place(f"data/{i}", leaf.nbytes) for i, (_, leaf) in enumerate(stored)]

@@ -43,18 +43,19 @@ class ModelFiles:
             name: _stripes(tensor, settings.world_size)
             for name, tensor in (cell.frozen or {}).items()
         }
+        self._leaves: dict[tuple[str, DType], TensorLeaf] = {}
+        self._module = self._made_module()  # the same in the files of all ranks
 
     def value(self, place: Place) -> dict[object, object]:
         """All of one rank's model file."""
-        leaves: dict[tuple[str, DType], TensorLeaf] = {}
         rank = place.rank
         made: dict[object, object] = {
             **dict(_autoep_layers(self._carried, self._cell, place, self._settings.stage)),
-            "module": self._module(leaves),
+            "module": self._module,
             "optimizer": None,
             "param_shapes": self._shapes,
             "frozen_param_shapes": self._frozen_shapes(),
-            "frozen_param_fragments": self._fragments(rank, leaves),
+            "frozen_param_fragments": self._fragments(rank),
             "shared_params": self._ties() if rank == 0 else Ordered(),
             "dp_world_size": self._settings.world_size,
             "ds_config": self._config,
@@ -63,7 +64,7 @@ class ModelFiles:
         known = {**self._carried, **made}
         return {key: known[key] for key in order if key in known}
 
-    def _module(self, leaves: dict[tuple[str, DType], TensorLeaf]) -> object:
+    def _made_module(self) -> object:
         """The module's state dict; what is one tensor under several names is one here."""
         said = self._cell.model
         module = said.values.get("module")
@@ -71,7 +72,7 @@ class ModelFiles:
             return module
         entries = {entry.name: entry for entry in self._cell.module}
         made = Ordered(
-            (name, self._entry(entries[name], leaves))
+            (name, self._entry(entries[name]))
             if isinstance(one, TensorRef)
             else (name, with_leaves(one, said.file))
             for name, one in module.items()
@@ -80,7 +81,7 @@ class ModelFiles:
             made.attributes = with_leaves(module.attributes, said.file)
         return made
 
-    def _entry(self, entry: ModuleEntry, leaves: dict[tuple[str, DType], TensorLeaf]) -> TensorLeaf:
+    def _entry(self, entry: ModuleEntry) -> TensorLeaf:
         if entry.value is None:
             raise FrozenLeftOutError(
                 f"has no value of {entry.name!r}, which the module names",
@@ -88,16 +89,16 @@ class ModelFiles:
                 hint="Save again with all weights, and reshard that",
             )
         if self._settings.stage == ZERO3 and entry.is_parameter:
-            return TensorLeaf((0,), entry.dtype, Zeros(0), entry.dtype)
+            return TensorLeaf((0,), entry.dtype, _NOTHING, entry.dtype)
         key = entry.owner, entry.dtype
-        return leaves.setdefault(key, _whole(entry.value, entry.dtype))
+        return self._leaves.setdefault(key, _whole(entry.value, entry.dtype))
 
     def _frozen_shapes(self) -> object:
         if self._cell.frozen is None or self._settings.stage == 1:
             return None
         return Ordered((name, Size(one.shape)) for name, one in self._cell.frozen.items())
 
-    def _fragments(self, rank: int, leaves: Mapping[tuple[str, DType], TensorLeaf]) -> object:
+    def _fragments(self, rank: int) -> object:
         """The frozen weights: this rank's stripes, or whole, and then the module's own."""
         if self._cell.frozen is None or self._settings.stage == 1:
             return None
@@ -107,7 +108,7 @@ class ModelFiles:
                 for name, one in self._cell.frozen.items()
             )
         return Ordered(
-            (name, leaves.get((name, one.dtype)) or _whole(one, one.dtype))
+            (name, self._leaves.get((name, one.dtype)) or _whole(one, one.dtype))
             for name, one in self._cell.frozen.items()
         )
 
@@ -116,6 +117,8 @@ class ModelFiles:
         recorded = self._cell.model.values.get("shared_params")
         return Ordered({**(recorded if isinstance(recorded, dict) else {}), **self._cell.aliases})
 
+
+_NOTHING = Zeros(0)
 
 _MADE = frozenset(
     {
