@@ -594,6 +594,19 @@ def test_what_could_not_be_kept_is_tried_again(
     timer.join()
 
 
+def test_a_watch_goes_on_when_its_folder_was_removed(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    events = watch(run, outs, OFTEN)
+    next(events)
+    shutil.rmtree(outs)
+    _save(run, 4)
+    assert _told([next(events)]) == [(EventKind.EXPORTED, "checkpoint-4")]
+    assert (outs / "checkpoint-4" / "zexport_manifest.json").exists()
+    events.close()
+    assert _told([*watch(run, outs, ONCE)]) != []
+
+
 def test_a_run_that_was_given_another_name_is_the_same(tmp_path: Path) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     _save(run, 2)
@@ -733,6 +746,10 @@ def test_the_call_refuses_what_cannot_be_meant_though_no_event_is_asked_for(
         watch(run, outs, ONCE, verify="no")
     with pytest.raises(UsageError, match="lies in the run"):
         watch(run, run / "outs")
+    with pytest.raises(UsageError, match="no command 'no-such'"):
+        watch(run, outs, WatchOptions(then="no-such {}"))
+    for then in ("FEW=1 no-such", "if true; then no-such; fi", "(no-such)", ": {}", "'a b' {}"):
+        watch(run, outs, WatchOptions(then=then)).close()
     assert [*tmp_path.iterdir()] == [run]
 
 
@@ -755,11 +772,16 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     assert [one.name for one in run.iterdir()] == ["checkpoint-2"]
     with pytest.raises(UsageError, match="is a checkpoint itself, and no run"):
         next(watch(run / "checkpoint-2" / "global_step2", tmp_path / "more", ONCE))
+    with pytest.raises(UsageError, match=r"one checkpoint of a run.*zexport consolidate"):
+        watch(run / "checkpoint-2", tmp_path / "more", ONCE)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
         next(watch(tmp_path / "file", outs, ONCE))
     with pytest.raises(UsageError, match="keep is too small"):
         WatchOptions(keep=0)
+    for seconds in (float("nan"), float("inf"), 1e300):
+        with pytest.raises(UsageError, match="interval_s cannot be"):
+            WatchOptions(interval_s=seconds)
     (outs / ".zexport-watch" / "ledger.json").write_text("{")
     with pytest.raises(OutputError, match="is not what a watch writes"):
         next(watch(run, outs, ONCE))

@@ -8,6 +8,8 @@ from typing import get_type_hints
 from zexport.errors import UsageError
 from zexport.options import chosen
 
+_INTERVAL_MAX_S = 86_400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
@@ -45,3 +47,7 @@ class WatchOptions:
         ):
             if value is not None and value < least:
                 raise UsageError(f"{name} is too small", found=value, expected=f"{least} or more")
+        if not self.interval_s <= _INTERVAL_MAX_S:  # nor what is no number
+            raise UsageError(
+                f"interval_s cannot be {self.interval_s}", expected=f"at most {_INTERVAL_MAX_S:,}"
+            )

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from zexport.errors import UsageError
 from zexport.report.failure import Failure, Told
 from zexport.store.client import options_in_use
 from zexport.store.files import read_at, size_now
@@ -45,6 +46,9 @@ Source: torch 2.13, ``distributed/elastic/agent/server/local_elastic_agent.py``;
 """
 
 _PLACE = re.compile(r"""(?P<quote>["']?)(?P<name>\{(?:step)?\})(?P=quote)""")
+
+_PLAIN = re.compile(r"[\w./][\w./+-]*")
+"""A word that a shell takes as it is."""
 
 _TAIL = 2000
 """So many characters of a complaint are told."""
@@ -201,6 +205,24 @@ def told_by(job: Job, code: int) -> Exported:
     last = err.strip().rpartition("\n")[2]
     said = f"its process ended with code {code}" + (f": {last}" if last else "")
     return Exported(error=Told(max(code, 1), UNTOLD, None, said, ""))
+
+
+def check_command(command: str) -> None:
+    """Refuse a command of which the shell finds no first word.
+
+    Raises:
+        UsageError: with that word. One that the shell would make something of is not looked for.
+    """
+    word = next(iter(command.split()), "")
+    if not _PLAIN.fullmatch(word):
+        return
+    looked = ("sh", "-c", 'command -v "$1"', "sh", word)
+    found = subprocess.run(looked, capture_output=True, stdin=subprocess.DEVNULL, check=False)  # noqa: S603 - it is not run
+    if found.returncode:
+        raise UsageError(
+            f"then: the shell finds no command {word!r}",
+            hint="Give one that can be run, by its path where PATH does not lead to it",
+        )
 
 
 def start_command(command: str, out_dir: Path, step: int | None) -> Job:

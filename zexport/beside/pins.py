@@ -117,6 +117,7 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
     try:
         _fill(unfinished, seen, boundary, descriptors)
         with writing(place):
+            make_folder(place)  # anew, where somebody has removed all exports
             move(unfinished, folder)
     except FileNotFoundError:
         _undo(unfinished, descriptors)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from zexport.beside.ledger import OWN_FOLDER
+from zexport.beside.prunable import is_one_checkpoint
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, UsageError
+from zexport.printable import shell_word
 from zexport.store.folders import exists, is_folder, real
 
 
@@ -26,6 +28,13 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
             "is a checkpoint itself, and no run",
             path=run,
             hint="Give the folder above it, or export this one by zexport consolidate",
+        )
+    if exists(run) and is_one_checkpoint(run):
+        raise UsageError(
+            "is one checkpoint of a run",
+            path=run,
+            hint=f"Watch the run: zexport watch {shell_word(run.parent)} {shell_word(outs)}; or "
+            f"export this one: zexport consolidate {shell_word(run)} {shell_word(outs)}",
         )
     if real(outs).is_relative_to(real(run)):
         raise UsageError(

@@ -11,7 +11,7 @@ from msgspec import Struct
 from zexport.beside.best import best_names
 from zexport.beside.newest import Age, newest
 from zexport.beside.sightings import Sighting, look, sighting
-from zexport.checkpoint.candidates import list_run_checkpoints
+from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
 from zexport.checkpoint.pruned import NOTES, original_name, pruned_name
@@ -128,6 +128,15 @@ def _is_wrapped(location: Location) -> bool:
     is_named = _OF_ONE.fullmatch(original_name(location.root.name)) is not None
     is_alone = location.framework not in _OWN_TAGS and len(location.tags) == 1
     return is_named and (is_alone or location.framework in _WRAPPING)
+
+
+def is_one_checkpoint(folder: Path) -> bool:
+    """Whether a framework has made a folder for one checkpoint: it is no run's."""
+    tags = list_tags(folder)
+    if len(tags) != 1:
+        return False
+    location = locate(folder, tags[0])
+    return location.framework in _WRAPPING and _is_wrapped(location)
 
 
 def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:

@@ -11,7 +11,15 @@ from msgspec import Struct
 
 from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import UNTOLD, Job, start_command, start_export, start_prune, told_by
+from zexport.beside.jobs import (
+    UNTOLD,
+    Job,
+    check_command,
+    start_command,
+    start_export,
+    start_prune,
+    told_by,
+)
 from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.lookout import Lookout
 from zexport.beside.past import Past
@@ -72,11 +80,13 @@ def watch(
         NotACheckpointError: ``run`` is not there, and it is to be looked at once.
         OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
             be written; raised by the first event that is asked for.
-        UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints.
+        UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints; ``run`` is one
+            checkpoint; the shell finds no such command.
     """
     run, outs = absolute(place(run)), absolute(place(outs))
     options, export = options or WatchOptions(), export or ExportOptions()
     check_places(run, outs, once=options.once)
+    check_command(options.then)
     asked = _Asked(
         options=options,
         boundary=Boundary.of(run, follow=follow_symlinks),

@@ -13,7 +13,7 @@ import msgspec
 
 from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import Job, start_watch
+from zexport.beside.jobs import Job, check_command, start_watch
 from zexport.beside.pruning import words_of_prune
 from zexport.beside.words import words_of
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
@@ -64,6 +64,7 @@ class Exports:
         of_watch = {key: more.pop(key) for key in [*more] if key in _OF_WATCH}
         watch = WatchOptions(then=then, newest_only=newest_only, interval_s=interval_s, **of_watch)
         export = ExportOptions(**{"dtype": dtype, **more})
+        check_command(then)
         if watch.prune:
             words_of_prune(Path(), export)
         if export.base is not None and not is_folder(model_folder(export.base)):
