@@ -105,7 +105,7 @@ def test_the_plan_of_a_real_checkpoint_is_decided_without_reading(
 ) -> None:
     checkpoint, options = open_checkpoint(FIXTURES / name / "ckpt"), ExportOptions(layout=layout)
     decided = _decided(checkpoint, options, monkeypatch)
-    assert noted(decided) == plan_export(checkpoint, OUT, options)
+    assert noted(decided, {}) == plan_export(checkpoint, OUT, options)
     assert decided.nbytes_compared == 0
 
 
@@ -118,7 +118,7 @@ def test_what_becomes_of_an_adapter_is_decided_without_reading(
     checkpoint = open_checkpoint(save(_ADAPTED, Run(stage=3), tmp_path / "run"))
     options = ExportOptions(adapter=mode, adapter_config=tmp_path / "adapter_config.json")
     decided = _decided(checkpoint, options, monkeypatch)
-    assert noted(decided) == plan_export(checkpoint, OUT, options)
+    assert noted(decided, {}) == plan_export(checkpoint, OUT, options)
     recorded = decided.provenance["options"]
     assert isinstance(recorded, dict)
     assert recorded["adapter"] == mode.value

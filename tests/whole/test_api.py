@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,28 @@ def test_small_files_that_change_under_the_plan_leave_nothing(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match="was changed since the export was planned"):
             zexport.run_export(plan)
         assert not (tmp_path / "out").exists()
+
+
+def test_small_files_that_change_once_they_were_judged_are_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would pass unseen, had their versions been noted at the end of planning."""
+    from zexport.api import export
+
+    root = tmp_path / "ckpt"
+    shutil.copytree(_FIXTURES / "z3_w2_bf16" / "ckpt", root)
+    judged = export.decide
+
+    def decide_late(*given: Any) -> Any:
+        path = root / "tokenizer_config.json"
+        path.write_text(path.read_text() + "\n")
+        return judged(*given)
+
+    monkeypatch.setattr(export, "decide", decide_late)
+    plan = zexport.plan_export(zexport.open_checkpoint(root), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="was changed since the export was planned"):
+        zexport.run_export(plan)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import UsageError
+from zexport.model.hub_cache import model_folder
 from zexport.options import (
     SHARD_NBYTES_MIN,
     Engine,
@@ -24,7 +25,7 @@ from zexport.options import (
 )
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
-from zexport.run.begin import noted
+from zexport.run.begin import noted, versions_in
 from zexport.run.execute import ExportReport, Progress, VerifyMode
 from zexport.run.neighbours import checked
 from zexport.store.address import Address, place
@@ -63,7 +64,8 @@ def plan_anywhere(
     """The plan of an export wherever its folder may lie, which is there already."""
     if options is not None and options.engine is Engine.DEEPSPEED:
         _check_on_disks(checkpoint, place(out_dir), options)
-    return noted(decide(collect(checkpoint, options), out_dir))
+    known = versions_in(_beside(checkpoint, options))
+    return noted(decide(collect(checkpoint, options), out_dir), known)
 
 
 def plan_reshard(
@@ -79,7 +81,15 @@ def plan_reshard(
     """
     from zexport.resume import plan  # noqa: PLC0415 - no export needs it
 
-    return checked(noted(plan.plan_reshard(checkpoint, out_dir, options)))
+    known = versions_in(_beside(checkpoint))
+    return checked(noted(plan.plan_reshard(checkpoint, out_dir, options), known))
+
+
+def _beside(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> list[Path]:
+    """The folders whose files may be copied: one that changes once it was judged is refused."""
+    base = None if options is None else options.base
+    root = checkpoint.location.root
+    return [root, root.parent, *([model_folder(base)] if base is not None else [])]
 
 
 def plan_folder(

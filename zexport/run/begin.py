@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,10 @@ from zexport.store.files import (
     version,
     writing,
 )
-from zexport.store.folders import is_file
+from zexport.store.folders import children, is_file
 from zexport.store.json import JsonObject
 from zexport.store.retries import steadily
+from zexport.store.versions import Version
 
 
 class Workplace(Struct, frozen=True):
@@ -235,16 +237,26 @@ def _notes_nbytes(plan: ExportPlan) -> int:
     return 2 * (tensors + provenance + _SOURCE_NBYTES * len(plan.sources) + _FIXED_NBYTES)
 
 
-def noted(plan: ExportPlan) -> ExportPlan:
-    """The plan with the versions of the files that it copies, as they are now."""
-    return replace(plan, side_files=tuple(map(_noted, plan.side_files)))
+def versions_in(folders: Iterable[Path]) -> dict[Path, Version]:
+    """The versions of the files in folders of this machine, to be noted before any is read."""
+    found: dict[Path, Version] = {}
+    for folder in folders:
+        with suppress(OSError):  # what is not there, or refuses, is told of by who needs it
+            local = [] if isinstance(folder, Address) else children(folder)
+            found |= {path: version(path) for path in local if is_file(path)}
+    return found
 
 
-def _noted(side: SideFile) -> SideFile:
+def noted(plan: ExportPlan, known: Mapping[Path, Version]) -> ExportPlan:
+    """The plan with the versions of the files that it copies, as ``known``, or else as now."""
+    return replace(plan, side_files=tuple(_noted(side, known) for side in plan.side_files))
+
+
+def _noted(side: SideFile, known: Mapping[Path, Version]) -> SideFile:
     if side.origin is None:
         return side
     with reading(side.origin):
-        return structs.replace(side, version=version(side.origin))
+        return structs.replace(side, version=known.get(side.origin) or version(side.origin))
 
 
 def side_content(side: SideFile) -> Iterator[bytes]:
