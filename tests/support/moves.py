@@ -16,6 +16,7 @@ OPTIMIZERS = ("amsgrad", "sgd", "momentum", "rmsprop", "adafactor", "lion")
 _MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 _DEALT_OUT = {"round_robin_gradients": True}
 _IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+_STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 _PLAIN: frozenset[str] = frozenset()
 
 KINDS = {
@@ -24,6 +25,9 @@ KINDS = {
         2, optimizer="muon", parts=_PLAIN, zero={"reduce_scatter": False}, ds_config=_MUON
     ),
     "tied": Spec(2, parts=frozenset({"tied", "groups"})),
+    "tied and frozen": Spec(1, parts=frozenset({"tied", "frozen", "groups"})),
+    "two schedules": Spec(2, parts=frozenset({"schedules", "groups"})),
+    "static loss scale": Spec(2, dtype="fp16", ds_config=_STATIC),
     "frozen alone": Spec(2, dtype="fp32", parts=frozenset({"frozen"})),
     "buffers alone": Spec(2, parts=frozenset({"buffers"})),
     "sub-groups": Spec(3, zero={"sub_group_size": 30}),

@@ -34,7 +34,7 @@ CLIENT_STATE = {"seen": [1, 2], "best": 0.25, "place": {"epoch": 1}}
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is made with; ``parts`` of the model are frozen, tied, buffers, groups."""
+    """What a run is made with; ``parts`` of it are frozen, tied, buffers, groups, schedules."""
 
     stage: int
     world: int = 2
@@ -191,10 +191,21 @@ def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
         model=model,
         optimizer=None if own else make_optimizer(spec, groups),
         model_parameters=list(trained.values()) if own else None,
-        lr_scheduler=lambda it: torch.optim.lr_scheduler.LambdaLR(it, lambda n: 1 / (1 + n)),
+        lr_scheduler=partial(make_schedule, parts=spec.parts),
         config=config,
     )
     return engine, order
+
+
+def make_schedule(optimizer: Any, parts: frozenset[str]) -> Any:
+    """A schedule by a formula; or two in turn, each with a state of its own."""
+    from torch.optim import lr_scheduler as schedules
+
+    if "schedules" not in parts:
+        return schedules.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    warming = schedules.LinearLR(optimizer, 0.25, total_iters=2)
+    falling = schedules.CosineAnnealingLR(optimizer, T_max=6)
+    return schedules.SequentialLR(optimizer, [warming, falling], milestones=[2])
 
 
 def make_model(parts: frozenset[str]) -> Any:
