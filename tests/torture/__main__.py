@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.support.moves import every_move
 from tests.support.pruning import trainers_run
+from tests.support.real_cases import FIXTURES
 from tests.support.resharding import Move, departures
 from tests.support.stopping import SHARDS, files_of, four_shards
 from tests.torture.bucket_cases import every_case
@@ -30,7 +31,8 @@ from tests.torture.prunings import killed_at as pruning_killed_at
 from tests.torture.refusals import FAULTS, every_fault
 from tests.torture.small_disk import every_size
 from tests.torture.trainings import trainings
-from zexport import consolidate
+from zexport import ReshardOptions, consolidate, open_checkpoint, plan_reshard
+from zexport.plan.plan import ExportPlan
 
 _MOVES_AT_ONCE = 100
 """Of one group of processes for each number of ranks, which takes long to start."""
@@ -53,6 +55,10 @@ def main() -> None:
         _told(
             "workers of one folder killed anywhere",
             lambda: _worker_kills(folder / "parts", options.kills, options.seed),
+        )
+        _told(
+            "workers of one resharding killed anywhere",
+            lambda: _resharding_kills(folder / "resharding", options.kills, options.seed),
         )
         _told("every call refused, by every fault", lambda: _every_fault(folder / "faults"))
         _told("disks of every size", lambda: every_size(folder / "disk"))
@@ -94,6 +100,16 @@ def _every_kill(folder: Path) -> str:
 
 def _worker_kills(folder: Path, times: int, seed: int) -> str:
     plan = four_shards(folder / "ckpt", folder / "out")
+    return _kills_of_workers(plan, times, seed)
+
+
+def _resharding_kills(folder: Path, times: int, seed: int) -> str:
+    source = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
+    plan = plan_reshard(open_checkpoint(source), folder / "out", ReshardOptions(world_size=3))
+    return _kills_of_workers(plan, times, seed)
+
+
+def _kills_of_workers(plan: ExportPlan, times: int, seed: int) -> str:
     found = killed_workers(plan, 3, times, seed, files_of(plan))
     return f"{found['kills']} kills of 3 workers; {found['folders']} folders, all whole"
 
