@@ -770,7 +770,7 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds checkpoints, and is to hold exports"):
         next(watch(outs, run, ONCE))
     assert [one.name for one in run.iterdir()] == ["checkpoint-2"]
-    with pytest.raises(UsageError, match="is a checkpoint itself, and no run"):
+    with pytest.raises(UsageError, match="is one checkpoint of a run"):
         next(watch(run / "checkpoint-2" / "global_step2", tmp_path / "more", ONCE))
     with pytest.raises(UsageError, match=r"one checkpoint of a run.*zexport consolidate"):
         watch(run / "checkpoint-2", tmp_path / "more", ONCE)

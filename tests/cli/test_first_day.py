@@ -131,6 +131,24 @@ def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, f"No ZeRO checkpoint in {tmp_path}/empty.\n")
 
 
+def test_one_checkpoint_of_a_run_is_not_watched_for_more(tmp_path: Path) -> None:
+    run, outs = tmp_path / "my run", tmp_path / "outs"
+    one = shutil.copytree(ZERO3, run / "checkpoint-2")
+    (one / "zexport_source.json").unlink()
+    (one / "trainer_state.json").write_text("{}")
+    for given in (one, one / "global_step2"):
+        said, code = refusal("watch", given, outs, "--once")
+        assert (code, f"{given}: is one checkpoint of a run" in said) == (2, True)
+        assert f"Watch the run: zexport watch '{run}' {outs} --once;" in said
+        assert f"zexport consolidate '{given}' OUT." in said
+    assert not outs.exists()
+    plain = shutil.copytree(ZERO3, tmp_path / "run-1")
+    said, _ = refusal("watch", plain / "global_step2", outs, "--once")
+    assert f"zexport watch {plain} {outs} --once;" in said
+    done = CliRunner().invoke(cli, ["watch", str(plain), str(outs), "--once"])
+    assert done.exit_code == 0, done.output
+
+
 def test_a_verification_says_which_checkpoint_is_which(runs: Path) -> None:
     other = zexport.verify_export(runs / "model", against=ZERO2)
     assert (other.origin and other.origin.layout) == "ZeRO-3"

@@ -23,18 +23,18 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
     """
     if exists(run) and not is_folder(run):
         raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
-    if exists(run) and is_tag_dir(run):
-        raise UsageError(
-            "is a checkpoint itself, and no run",
-            path=run,
-            hint="Give the folder above it, or export this one by zexport consolidate",
-        )
-    if exists(run) and is_one_checkpoint(run):
+    is_tag = exists(run) and is_tag_dir(run)
+    folder = run.parent if is_tag else run
+    is_wrapped = exists(run) and is_one_checkpoint(folder)
+    if is_tag or is_wrapped:
+        above = folder.parent if is_wrapped else folder
+        watched, one, all_outs = map(shell_word, (above, run, outs))
         raise UsageError(
             "is one checkpoint of a run",
             path=run,
-            hint=f"Watch the run: zexport watch {shell_word(run.parent)} {shell_word(outs)}; or "
-            f"export this one: zexport consolidate {shell_word(run)} {shell_word(outs)}",
+            expected="the run's folder",
+            hint=f"Watch the run: zexport watch {watched} {all_outs}{' --once' * once}; or export "
+            f"this one: zexport consolidate {one} OUT. Other options stay as they are",
         )
     if real(outs).is_relative_to(real(run)):
         raise UsageError(
