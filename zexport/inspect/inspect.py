@@ -157,10 +157,11 @@ def inspect_checkpoint(
                 hint="Give one run alone; several folders are parts of one checkpoint, which "
                 "--tag names",
             ) from cause
-        tags = summarize_choice(paths[0], follow_symlinks=follow_symlinks)
-        if tag == NEWEST or not tags or runs_in(cause.path or paths[0]):  # it names the runs
+        holder = cause.path or paths[0]  # may lie below the one given, if that holds nothing else
+        tags = summarize_choice(holder, follow_symlinks=follow_symlinks)
+        if tag == NEWEST or not tags or runs_in(holder):  # it names the runs
             raise
-        return _choice(paths[0], tags)
+        return _choice(holder, tags)
     with reading(paths[0], hint="Check its permissions"):
         return _inspect(paths, checkpoint, tag)
 
