@@ -37,6 +37,7 @@ from zexport.compare.verdict import Cause
 from zexport.errors import (
     CheckpointError,
     IncompleteCheckpointError,
+    NotACheckpointError,
     OutputError,
     UnsupportedError,
     UsageError,
@@ -199,6 +200,16 @@ def test_a_pruning_that_was_stopped_at_its_note_is_ended_by_the_next_call(
     (pruned / "global_step2" / ".zexport_pruned.json.new").write_text("{")
     assert prune(old, tmp_path / "out", delete=delete).nbytes_freed > 0
     assert not [*pruned.rglob("*.new")]
+
+
+def test_a_removal_that_was_stopped_at_its_empty_folders_is_ended(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    shutil.rmtree(old)
+    (old.with_name("pruned-checkpoint-2") / "global_step2").mkdir(parents=True)
+    with pytest.raises(NotACheckpointError, match="checkpoint-2: does not exist"):
+        prune(old, tmp_path / "out", delete=True)
+    assert [path.name for path in old.parent.iterdir()] == ["checkpoint-4"]
 
 
 def test_what_a_kill_leaves_gives_the_same_weights_and_the_next_call_goes_on(

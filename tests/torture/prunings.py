@@ -6,14 +6,17 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.pruning import tensors_of
 from tests.torture.faults import Calls, killing, watched
 from zexport import prune
+from zexport.errors import NotACheckpointError
 
 
 def count_calls(old: Path, out: Path, *, delete: bool = False) -> int:
     """How many of the system's calls a pruning makes; the run is as before."""
-    kept = shutil.copytree(old.parent, old.parent.with_name("kept"))
+    kept = shutil.copytree(old.parent, old.parent.with_name("kept"), dirs_exist_ok=True)
     with watched(Calls()) as calls:
         prune(old, out, delete=delete)
     _put_back(kept, old.parent)
@@ -46,10 +49,14 @@ def killed_at(old: Path, out: Path, at: int, *, delete: bool = False) -> None:
     there = [path for path in (old, pruned) if path.exists()]
     assert len(there) == (0 if delete and status == 0 else min(len(there), 1)), there
     is_going = any(there) and '"is_deleted": true' in _note(there[0])
-    if there and not is_going:
+    files = [path for folder in there for path in folder.rglob("*") if path.is_file()]
+    if files and not is_going:
         assert tensors_of(there[0], scratch) == before
-    if there:
+    if files:
         prune(old, out, delete=delete)
+    elif there:  # all went but the folders
+        with pytest.raises(NotACheckpointError, match="does not exist"):
+            prune(old, out, delete=delete)
     assert not old.exists()
     assert pruned.exists() is not delete
     left = {path.name for path in run.iterdir()} - {pruned.name, f"{pruned.name}.partial.lock"}

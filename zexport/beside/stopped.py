@@ -17,7 +17,17 @@ from zexport.errors import CheckpointError, OutputError, VerificationError
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
 from zexport.store.address import place
 from zexport.store.contents import read_whole
-from zexport.store.folders import absolute, is_file, matching, real
+from zexport.store.files import writing
+from zexport.store.folders import (
+    absolute,
+    is_file,
+    is_folder,
+    is_link,
+    leaves,
+    matching,
+    real,
+    remove,
+)
 from zexport.store.publish import locked
 
 
@@ -107,6 +117,8 @@ def stopped_removal(paths: Sequence[Path], tag: str | None) -> Stopped | None:
     Raises:
         CheckpointError: a folder is of another checkpoint than the one that was being removed.
     """
+    for path in paths:
+        _clear_empty(path if tag is None else path / tag)
     found = [(path, next(_noted(path, tag), None)) for path in paths]
     left = [one for _, one in found if one is not None]
     for path in [path for path, one in found if left and one is None]:
@@ -117,6 +129,14 @@ def stopped_removal(paths: Sequence[Path], tag: str | None) -> Stopped | None:
         _check_of(one, left[0][1])
         left.append((one, left[0][1]))
     return Stopped(tuple(left)) if left else None
+
+
+def _clear_empty(path: Path) -> None:
+    """Remove the empty folders of a removal that was stopped when the last file was gone."""
+    target = pruned_name(path)
+    with writing(target):
+        if is_folder(target) and not is_link(target) and all(map(is_folder, leaves(target))):
+            remove(target)
 
 
 def _check_of(one: Place, note: Note) -> None:
