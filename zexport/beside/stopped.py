@@ -20,6 +20,7 @@ from zexport.store.contents import read_whole
 from zexport.store.files import writing
 from zexport.store.folders import (
     absolute,
+    exists,
     is_file,
     is_folder,
     is_link,
@@ -134,6 +135,8 @@ def stopped_removal(paths: Sequence[Path], tag: str | None) -> Stopped | None:
 def _clear_empty(path: Path) -> None:
     """Remove the empty folders of a removal that was stopped when the last file was gone."""
     target = pruned_name(path)
+    if path != target and exists(path):
+        return  # no removal has begun: that folder is of something else
     with writing(target):
         if is_folder(target) and not is_link(target) and all(map(is_folder, leaves(target))):
             remove(target)
