@@ -217,13 +217,18 @@ def test_several_tags_without_latest_are_shown_and_nothing_is_chosen(tmp_path: P
     assert "global_step10" in run(root).stdout
 
 
-def test_the_folder_above_a_choice_shows_the_choice(tmp_path: Path) -> None:
+def test_the_folder_above_a_choice_shows_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (two_tags(tmp_path / "ckpt") / "latest").unlink()
     found = as_json(tmp_path)
     assert [tag["name"] for tag in found["tags"]] == ["global_step9", "global_step10"]
     line = f"zexport inspect {tmp_path}/ckpt --tag global_step10"
     assert found["verdict"]["next_step"] == line
     assert "2 checkpoints, and nothing says which one is meant" in run(tmp_path).stdout
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert as_json(Path("../ckpt"))["verdict"]["next_step"].startswith("zexport inspect ../ckpt ")
 
 
 def test_the_checkpoints_of_a_run_are_shown_by_the_name_that_tag_takes(tmp_path: Path) -> None:

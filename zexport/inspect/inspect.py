@@ -33,6 +33,7 @@ from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType
 from zexport.store.address import place
 from zexport.store.files import reading
+from zexport.store.folders import absolute
 from zexport.weights.named import Weights
 
 
@@ -157,7 +158,9 @@ def inspect_checkpoint(
                 hint="Give one run alone; several folders are parts of one checkpoint, which "
                 "--tag names",
             ) from cause
-        holder = cause.path or paths[0]  # may lie below the one given, if that holds nothing else
+        given, holder = absolute(paths[0]), paths[0]
+        if cause.path is not None and cause.path.is_relative_to(given):
+            holder = holder / cause.path.relative_to(given)  # below it, if it holds nothing else
         tags = summarize_choice(holder, follow_symlinks=follow_symlinks)
         if tag == NEWEST or not tags or runs_in(holder):  # it names the runs
             raise
