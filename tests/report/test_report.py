@@ -26,7 +26,7 @@ from zexport.plan.plan import ExportPlan
 from zexport.plan.summary import side_nbytes, summarize
 from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
-from zexport.report.text import duration, folded, near_text, plural, print_table, size
+from zexport.report.text import duration, folded, near, near_text, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
 from zexport.store.json import form_of
 
@@ -162,6 +162,14 @@ def test_paths_are_told_as_they_are_typed_from_here(
     assert near_text(told) == f"run: is no folder. Give 'a b', or /data{tmp_path}/run"
     for name in ("-model", "~x", "s3:/x"):  # which mean something else without their folder
         assert near_text(f"{tmp_path}/{name}") == f"{tmp_path}/{name}"
+    below = tmp_path / "here" / "below"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    assert (near_text(told), near(tmp_path / "run")) == (told, f"{tmp_path}/run")
+    monkeypatch.setattr(sys, "argv", ["zexport", "verify", "m", "../m", "--base=../../a b"])
+    assert near_text(told) == f"../../run: is no folder. Give '../../a b', or /data{tmp_path}/run"
+    paths = (tmp_path / "run", below / "m", below.parent / "m", tmp_path.parent / "m")
+    assert [*map(near, paths)] == ["../../run", "m", "../m", f"{tmp_path.parent}/m"]
     monkeypatch.chdir("/")
     assert near_text(told) == told
 

@@ -6,8 +6,9 @@ All text goes through ``printable``: names in a checkpoint may hold what a termi
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
@@ -26,6 +27,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
 _COMMAND = re.compile(r"(?:(?<=: )|(?<=type ))zexport [a-z]+ .*")
 """What follows "as in:" or "type"."""
+_UP = re.compile(r"(?:^|=)((?:\.\./)+)")
+"""How far a word of a command line goes up, or the value of an option."""
 
 
 class PlainConsole(Struct, frozen=True):
@@ -75,10 +78,23 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
 
 
 def near(path: Path | str) -> str:
-    """A path as it is typed from here, where it lies below the working folder."""
-    path, here = Path(path), working_folder()
-    is_below = here is not None and path.is_relative_to(here)
-    return str(path.relative_to(here)) if here is not None and is_below else str(path)
+    """A path as it is typed from here, where it lies below the working folder or what ``..`` is."""
+    path = Path(path)
+    for folder, typed in _starts():
+        if path.is_relative_to(folder):
+            return str(Path(typed, path.relative_to(folder)))
+    return str(path)
+
+
+def _starts() -> Iterator[tuple[Path, str]]:
+    """The folder that paths are typed from, and those above that this command line goes up to."""
+    here = working_folder()
+    if here is not None:
+        yield here, ""
+        ups = [len(up[1]) // len("../") for word in sys.argv[1:] if (up := _UP.search(word))]
+        above = [folder for folder in here.parents if folder != folder.parent]
+        for level, folder in enumerate(above[: max(ups, default=0)], start=1):
+            yield folder, "../" * level
 
 
 def print_text(console: Console, text: str, style: str = "", *, indent: int = 0) -> None:
@@ -112,11 +128,12 @@ def folded(text: str, width: int, indent: int = 0) -> list[str]:
 
 
 def near_text(text: str) -> str:
-    """A text whose paths below the working folder are as they are typed from here."""
-    here = working_folder()
-    if here is None or here == here.parent:
-        return text
-    return re.sub(rf"(?<![\w.~/-]){re.escape(str(here))}/(?=[^\s/~-])(?!\w+:/)", "", text)
+    """A text whose paths are as they are typed from here, as ``near`` has one."""
+    for folder, typed in _starts():
+        if folder != folder.parent:
+            begin = rf"(?<![\w.~/-]){re.escape(str(folder))}/(?=[^\s/~-])(?!\w+:/)"
+            text = re.sub(begin, typed, text)
+    return text
 
 
 def print_list(
