@@ -23,3 +23,6 @@ WEIGHTS_IN_ORDER = (
 Source: transformers 5.23, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
 """
 SOURCE_SIDECAR = "zexport_source.json"
+
+RECEIPTS = ".zexport_journal"
+"""A folder within an unfinished one, which is an export's by it; never part of the finished one."""

@@ -33,6 +33,7 @@ from zexport.errors import (
     OutputError,
     VerificationError,
 )
+from zexport.filenames import RECEIPTS
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import SafetensorsFrame
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile, TensorPlan
@@ -42,7 +43,7 @@ from zexport.ranges.ledger import Ledger
 from zexport.run import finish, part
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.run.manifest import FileEntry, read_manifest
-from zexport.run.receipts import RECEIPTS_NAME, finished_files
+from zexport.run.receipts import finished_files
 from zexport.store.files import LocalOutput, OutputFile
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
@@ -332,7 +333,7 @@ def _assert_as_before_or_resumable(
         return
     place = plan.out_dir.with_name(f"{plan.out_dir.name}.partial")
     kept = {path.name for path in place.iterdir()}
-    assert kept == {RECEIPTS_NAME, *finished_files(place)}
+    assert kept == {RECEIPTS, *finished_files(place)}
     shutil.rmtree(place)
     place.with_name(f"{place.name}.lock").unlink()
     if plan.out_dir.parent != folder:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from errno import ENOLCK
 from os import utime
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from zexport.errors import (
     VerificationError,
     ZexportError,
 )
+from zexport.filenames import RECEIPTS
 from zexport.options import Engine, ExportOptions
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, SideFile
@@ -38,7 +42,7 @@ from zexport.run.parts import finish_parts, run_part, write_share
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import RECEIPTS_NAME, _sealed
+from zexport.run.receipts import _sealed
 from zexport.run.shares import Share, divide, whole
 from zexport.store.publish import locked, locked_part
 from zexport.weights.proof import WeightReader
@@ -314,6 +318,62 @@ def test_a_worker_that_died_while_it_cleared_up_leaves_a_folder_that_lacks_its_n
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.")]
 
 
+@pytest.mark.parametrize("at", ["receipts.remove_all", "receipts.remove", "parts.publish"])
+def test_workers_that_are_started_again_together_need_none_whose_part_was_done(
+    at: str, plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third part's note was removed already; its worker has ended well, and comes no more."""
+    expected = files_of(plan)
+    _parts(tmp_path, 3, 1, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"zexport.run.{at}", _stopped_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            _parts(tmp_path, 3, 2)
+    with locked_part(plan.out_dir, 2):  # started again, too, and in wait for its turn
+        _parts(tmp_path, 3, 1)
+    _parts(tmp_path, 3, 2)
+    assert files(plan.out_dir) == expected
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.")]
+
+
+def _stopped_at_the_last(places: Iterable[Path] | Path = (), *_: object, **__: object) -> None:
+    """The work of ``remove_all`` but for the file that it would remove last, where it is that."""
+    if not isinstance(places, Path):
+        for place in [*places][:-1]:
+            place.unlink()
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("keeps_receipts", [True, False])
+def test_a_folder_with_receipts_is_an_exports_own_though_its_lock_is_gone(
+    keeps_receipts: bool, plan: ExportPlan, tmp_path: Path
+) -> None:
+    """Where locks do nothing, the one that ends first may remove the file of another's."""
+    expected = files_of(plan)
+    _parts(tmp_path, 2, 1)
+    for lock in tmp_path.glob("out.partial*.lock"):
+        lock.unlink()
+    if keeps_receipts:
+        _parts(tmp_path, 2, 2)
+        assert files(plan.out_dir) == expected
+        return
+    shutil.rmtree(tmp_path / "out.partial" / RECEIPTS)
+    with pytest.raises(OutputError, match="is in the way"):
+        _parts(tmp_path, 2, 2)
+
+
+def test_who_looks_whether_a_part_is_at_work_keeps_its_worker_from_nothing(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    with ExitStack() as look:
+        look.enter_context(locked_part(plan.out_dir, 1))
+        end = Timer(0.4, look.close)
+        end.start()
+        (report,) = _parts(tmp_path, 2, 1)
+        end.join()
+    assert report.missing == (2,)
+
+
 def test_a_finished_folder_takes_no_others_place_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,7 +400,7 @@ def test_no_plan_names_a_file_outside_its_folder(
         run_plan(evil)
     assert {path.name for path in tmp_path.iterdir()} == before
     _parts(tmp_path, 2, 1)
-    noted = tmp_path / "out.partial" / RECEIPTS_NAME / "plan"
+    noted = tmp_path / "out.partial" / RECEIPTS / "plan"
     table = json.loads(noted.read_bytes().partition(b"\n")[2])
     table["side_files"][name] = {"nbytes": 1, "blake3": "0" * 64}
     noted.write_bytes(_sealed(table))
@@ -384,7 +444,7 @@ def test_a_part_that_was_changed_since_is_written_again(plan: ExportPlan, tmp_pa
 def test_a_receipt_that_was_cut_short_counts_for_nothing(plan: ExportPlan, tmp_path: Path) -> None:
     expected = files_of(plan)
     _parts(tmp_path, 2, 1)
-    receipt = tmp_path / "out.partial" / RECEIPTS_NAME / f"{SHARDS[0]}.json"
+    receipt = tmp_path / "out.partial" / RECEIPTS / f"{SHARDS[0]}.json"
     receipt.write_bytes(receipt.read_bytes()[:-1])
     with pytest.raises(OutputError, match=f"has no receipt for {SHARDS[0]}"):
         _parts(tmp_path, 2, 2)
@@ -416,7 +476,7 @@ def test_a_receipt_of_another_plan_counts_for_nothing(plan: ExportPlan, tmp_path
     other = four_shards(tmp_path / "ckpt", tmp_path / "other", DType.BF16)
     run_part(other, Share(1, 2))
     for name in (f"{SHARDS[0]}.json", "part 1.json"):
-        receipt = Path(RECEIPTS_NAME) / name
+        receipt = Path(RECEIPTS) / name
         shutil.copy(tmp_path / "other.partial" / receipt, tmp_path / "out.partial" / receipt)
     with pytest.raises(OutputError, match="lacks parts"):
         finish_parts(plan)

@@ -12,11 +12,12 @@ from msgspec import structs
 
 from tests.support.stopping import SHARDS, files, four_shards, stopped_after
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
+from zexport.filenames import RECEIPTS
 from zexport.plan import digest
 from zexport.plan.plan import ExportPlan
 from zexport.ranges.dtypes import DType
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
-from zexport.run.receipts import RECEIPTS_NAME, finished_files
+from zexport.run.receipts import finished_files
 from zexport.run.verify import verify_export
 
 FULL = OutputError("cannot be written: No space left on device")
@@ -57,7 +58,7 @@ def test_a_rerun_takes_finished_files_over_and_gives_the_same_bytes(
 ) -> None:
     left = _stop(plan, count, error)
     assert finished_files(left) == SHARDS[:count]
-    assert {path.name for path in left.iterdir()} == {RECEIPTS_NAME, *SHARDS[:count]}
+    assert {path.name for path in left.iterdir()} == {RECEIPTS, *SHARDS[:count]}
     report = run_plan(plan, verify=mode)
     assert report.resumed == SHARDS[:count]
     assert report.nbytes_read < 2 * 16000 + 56
@@ -102,9 +103,9 @@ def _flip(path: Path, at: int) -> None:
     [
         lambda left: _flip(left / SHARDS[1], -1),
         lambda left: _flip(left / SHARDS[1], 20),
-        lambda left: _flip(left / RECEIPTS_NAME / f"{SHARDS[1]}.json", -30),
-        lambda left: (left / RECEIPTS_NAME / f"{SHARDS[1]}.json").write_bytes(b"{}"),
-        lambda left: (left / RECEIPTS_NAME / f"{SHARDS[1]}.json").unlink(),
+        lambda left: _flip(left / RECEIPTS / f"{SHARDS[1]}.json", -30),
+        lambda left: (left / RECEIPTS / f"{SHARDS[1]}.json").write_bytes(b"{}"),
+        lambda left: (left / RECEIPTS / f"{SHARDS[1]}.json").unlink(),
         lambda left: (left / SHARDS[1]).unlink(),
         lambda left: os.truncate(left / SHARDS[1], 100),
     ],
@@ -123,8 +124,8 @@ def test_what_does_not_belong_is_cleared_away(plan: ExportPlan, whole: dict[str,
     (left / "sub").mkdir()
     (left / "sub" / "stray").touch()
     (left / "stray.safetensors").touch()
-    (left / RECEIPTS_NAME / "stray.safetensors.json").touch()
-    (left / RECEIPTS_NAME / f"{SHARDS[2]}.json.new").touch()
+    (left / RECEIPTS / "stray.safetensors.json").touch()
+    (left / RECEIPTS / f"{SHARDS[2]}.json.new").touch()
     assert run_plan(plan).resumed == SHARDS[:1]
     assert files(plan.out_dir) == whole
 

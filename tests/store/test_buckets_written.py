@@ -21,11 +21,11 @@ from tests.support.checkpoints import Model, Run, save, values
 from tests.support.real_cases import copied, file_of
 from zexport.cli.main import cli
 from zexport.errors import DamagedCheckpointError, OutputError
+from zexport.filenames import RECEIPTS
 from zexport.findings import FindingKind
 from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.run import receipts
 from zexport.run.manifest import MANIFEST_NAME
-from zexport.run.receipts import RECEIPTS_NAME
 from zexport.run.shares import Share
 from zexport.store import client, objects
 from zexport.store.address import Address
@@ -377,7 +377,7 @@ def test_receipts_that_a_late_worker_left_do_not_open_a_finished_export_to_other
 ) -> None:
     zexport.consolidate(run, out, _SHARDS)
     made = server.get(name)
-    objects.put(Address(f"{out}/{RECEIPTS_NAME}/late.json"), b"{}")
+    objects.put(Address(f"{out}/{RECEIPTS}/late.json"), b"{}")
     with pytest.raises(OutputError, match="no part of an export may empty it"):
         zexport.consolidate_part(run, out, Share(1, 2))
     assert {key: content for key, content in server.get(name).items() if key in made} == made

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from tests.support.stopping import files
 from tests.torture.faults import READS, RENAMES, SYNCS, WRITES, Calls, failing, watched
 from zexport.errors import CheckpointError, OutputError
+from zexport.filenames import RECEIPTS
 from zexport.plan.plan import ExportPlan
 from zexport.run.execute import run_plan
-from zexport.run.receipts import RECEIPTS_NAME, finished_files
+from zexport.run.receipts import finished_files
 
 ALWAYS = 1 << 30
 _CUT_SHORT = (errno.EINTR, errno.EAGAIN)
@@ -97,4 +98,4 @@ def refused(plan: ExportPlan, fault: Fault, at: int, whole: dict[str, bytes]) ->
 def _only_finished(plan: ExportPlan) -> bool:
     partial = plan.out_dir.with_name(f"{plan.out_dir.name}.partial")
     kept = {path.name for path in partial.iterdir()} if partial.exists() else set()
-    return kept <= {RECEIPTS_NAME, *finished_files(partial)}
+    return kept <= {RECEIPTS, *finished_files(partial)}

@@ -16,7 +16,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
 from zexport.printable import some
-from zexport.run.manifest import FileEntry, check_inside
+from zexport.run.manifest import MANIFEST_NAME, FileEntry, check_inside
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
 from zexport.run.receipts import Begun, Receipts
@@ -32,7 +32,7 @@ from zexport.store.files import (
     version,
     writing,
 )
-from zexport.store.folders import children, is_file
+from zexport.store.folders import children, is_file, remove
 from zexport.store.json import JsonObject
 from zexport.store.retries import steadily
 from zexport.store.versions import Version
@@ -151,6 +151,8 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
             expected=parts,
             hint="Give every worker the same n in --part i/n, or remove the folder to begin anew",
         )
+    if not isinstance(work.folder, Address) and is_file(work.folder / MANIFEST_NAME):
+        remove(work.folder / MANIFEST_NAME)  # the folder is not as it says
     check_copied(work, begun.side_files)
     there = [side for side in work.first_sides if side.filename in begun.side_files]
     write_sides(work, [side for side in there if not is_file(work.folder / side.filename)])

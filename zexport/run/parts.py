@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from zexport.errors import OutputError
+from zexport.filenames import RECEIPTS
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
@@ -32,7 +33,7 @@ from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter, Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import RECEIPTS_NAME, Compared, drop_receipts, read_request
+from zexport.run.receipts import Compared, drop_receipts, read_request
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
 from zexport.store.address import Address, local_path
@@ -53,6 +54,9 @@ from zexport.weights.proof import WeightReader
 
 _TURN_SECONDS = 3600.0
 """How long a worker waits while another begins or completes the folder."""
+
+_PROBE_SECONDS = 2.0
+"""How long a worker waits for the lock of its part, which others take to see whether it is held."""
 
 _LEASE_SECONDS = 150.0
 """How long a network file system may hold the lock of a machine that was lost (NFS: 90 s)."""
@@ -81,10 +85,10 @@ def run_part(
     target, digest = real_path(plan.out_dir), PlanDigest(plan)  # seconds, where no other waits
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
     with parents(target.parent):
-        with locked_part(target, share.number):
+        with locked_part(target, share.number, seconds=_PROBE_SECONDS):
             with _alone(target):
                 work = None
-                if not _is_made(plan, target, share):
+                if not _is_made(plan, target):
                     work = _workplace(plan, target, verify, meter, digest)
                     begin_together(work, share.count, request or {})
             if work is None:
@@ -92,7 +96,8 @@ def run_part(
                 return report_of_part(plan, share, began, (), (nbytes_read, 0, ()))
             done = _write(work, share)
         with locked(target, seconds=_TURN_SECONDS):
-            is_published = _is_published(work)  # by another, who came to the end of it first
+            # By another, who came to the end of it first, or died there.
+            is_published = _is_published(work) or publish_made(target, plan) is not None
             # Who is still at work was started again, and will come here, too.
             missing = () if is_published else _missing(work, share.count) or parts_at_work(target)
             if not (missing or is_published):
@@ -157,12 +162,14 @@ def write_share(
     return report_of_part(plan, share, began, (), done)
 
 
-def _is_made(plan: ExportPlan, target: Path, share: Share) -> bool:
+def _is_made(plan: ExportPlan, target: Path) -> bool:
     """Whether the folder is complete; in object storage no part replaces one that is.
 
     A worker may have died just before it would have given it its name, or had removed its receipts.
+    Who comes first gives it its name then, though others were started again with it: where there is
+    a manifest, none writes any more.
     """
-    if not {*parts_at_work(target)} - {share.number} and publish_made(target, plan) is not None:
+    if publish_made(target, plan) is not None:
         return True
     return not plan.overwrite and not isinstance(target, Address) and looks_made(plan, target)
 
@@ -187,7 +194,7 @@ def finish_parts(
     target = real_path(plan.out_dir)
     partial, _ = workplaces(target)
     meter = Meter(progress, reads_again=verify is not VerifyMode.NONE)
-    if not is_folder(partial / RECEIPTS_NAME):
+    if not is_folder(partial / RECEIPTS):
         raise _no_parts(target)
     with _alone(target):
         if at_work := parts_at_work(target):
@@ -254,7 +261,7 @@ def _check_content(plan: ExportPlan, target: Path) -> None:
         check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
         return
     with writing(target):
-        is_begun = is_folder(target / RECEIPTS_NAME) and not is_file(target / MANIFEST_NAME)
+        is_begun = is_folder(target / RECEIPTS) and not is_file(target / MANIFEST_NAME)
         is_free = is_begun or not exists(target)
     if not is_free:
         raise OutputError(

@@ -18,6 +18,7 @@ from msgspec import Struct, convert, to_builtins
 from msgspec.structs import astuple
 
 from zexport.errors import OutputError
+from zexport.filenames import RECEIPTS
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
@@ -39,9 +40,6 @@ from zexport.store.folders import (
     remove_all,
 )
 from zexport.store.json import JsonObject
-
-RECEIPTS_NAME = ".zexport_journal"
-"""A folder within the unfinished folder; never part of the finished one."""
 
 _DIGEST_NBYTES = 32
 _ENTRY = ".json"
@@ -95,7 +93,7 @@ class Receipts:
     """The receipts for a plan, which has this digest, in the folder that it fills."""
 
     def __init__(self, folder: Path, plan: ExportPlan, digest: PlanDigest) -> None:
-        self._folder = folder / RECEIPTS_NAME
+        self._folder = folder / RECEIPTS
         self._paths = [source.path for source in plan.sources]
         self._digest = digest
         self._unproven = _unproven(plan)
@@ -209,7 +207,7 @@ class Receipts:
     def keep_only(self, stretches: Collection[str]) -> None:
         """Clear everything out of the folder but these stretches' files, and their receipts."""
         folder = self._folder.parent
-        entries = {f"{RECEIPTS_NAME}/{name}{_ENTRY}" for name in stretches}
+        entries = {f"{RECEIPTS}/{name}{_ENTRY}" for name in stretches}
         with writing(folder):
             _clear(folder, lambda name: name in stretches or name in entries)
 
@@ -245,13 +243,13 @@ def _sealed(table: Mapping[str, object]) -> bytes:
 
 def read_request(folder: Path) -> JsonObject | None:
     """What the plan was made of that several workers fill an unfinished folder for."""
-    table = _read(folder / RECEIPTS_NAME / _PLAN)
+    table = _read(folder / RECEIPTS / _PLAN)
     return None if table is None else table["request"] or None
 
 
 def begun_names(folder: Path) -> tuple[str, ...]:
     """The names of the files that an unfinished folder was begun for, whatever plan that was."""
-    table = _read(folder / RECEIPTS_NAME / _PLAN) or {}
+    table = _read(folder / RECEIPTS / _PLAN) or {}
     return tuple(table.get("files", ()))
 
 
@@ -281,7 +279,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def finished_files(folder: Path) -> tuple[str, ...]:
     """Names of the files that a folder has receipts for, whatever plan they are of."""
-    receipts = folder / RECEIPTS_NAME
+    receipts = folder / RECEIPTS
     found = leaves(receipts) if is_folder(receipts) else ()
     entries = (path.relative_to(receipts).as_posix() for path in found)
     names = (name.removesuffix(_ENTRY) for name in entries if name.endswith(_ENTRY))
@@ -291,7 +289,7 @@ def finished_files(folder: Path) -> tuple[str, ...]:
 def drop_unfinished(folder: Path) -> None:
     """Remove everything but finished files and their receipts."""
     finished = {*finished_files(folder)}
-    receipts = f"{RECEIPTS_NAME}/"
+    receipts = f"{RECEIPTS}/"
     _clear(folder, lambda name: bool(finished) and (name in finished or name.startswith(receipts)))
 
 
@@ -312,7 +310,7 @@ def drop_receipts(folder: Path) -> None:
 
     What the folder was begun for goes last: who was to give it its name can be told what it is.
     """
-    receipts = folder / RECEIPTS_NAME
+    receipts = folder / RECEIPTS
     if is_folder(receipts):
         remove_all(path for path in children(receipts) if path.name != _PLAN)
         remove(receipts)

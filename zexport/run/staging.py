@@ -10,15 +10,10 @@ from pathlib import Path
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.checkpoint.location import framework_of
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
+from zexport.filenames import RECEIPTS
 from zexport.printable import some
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
-from zexport.run.receipts import (
-    RECEIPTS_NAME,
-    begun_names,
-    drop_receipts,
-    drop_unfinished,
-    finished_files,
-)
+from zexport.run.receipts import begun_names, drop_receipts, drop_unfinished, finished_files
 from zexport.store.address import Address
 from zexport.store.contents import read_json_object
 from zexport.store.files import writing
@@ -110,7 +105,7 @@ def _filled_in_place(
     with writing(target):
         if is_file(manifest):  # a stopped export may have lacked this alone
             drop_receipts(target)
-        if is_left := is_folder(target / RECEIPTS_NAME):
+        if is_left := is_folder(target / RECEIPTS):
             _check_left(target, own)
         else:
             check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
@@ -264,7 +259,7 @@ def _check_left(target: Path, own: Set[str]) -> None:
     Its own are the names of this one, those that it was begun for, and what has receipts.
     """
     names = {path.relative_to(target).as_posix() for path in leaves(target)}
-    receipts = f"{RECEIPTS_NAME}/"
+    receipts = f"{RECEIPTS}/"
     others = names - own - {*begun_names(target), *finished_files(target)}
     foreign = {name for name in others if not name.startswith(receipts)}
     if foreign:

@@ -19,6 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from zexport.errors import OutputError
+from zexport.filenames import RECEIPTS
 from zexport.store.address import Address
 from zexport.store.files import HINTS, sync_path, writing
 from zexport.store.folders import exists
@@ -93,7 +94,8 @@ def _check_permission(folder: Path) -> None:
 def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     """Hold ``<target>.partial.lock`` while the process lives; wait for it ``seconds`` at most.
 
-    It stays beside unfinished work: without it, a folder of that name is the user's. Where the file
+    It stays beside unfinished work: without it, a folder of that name is the user's, unless it has
+    receipts. Where the file
     system knows no locks the work goes on without: a second export into the same folder is the
     user's to avoid.
     """
@@ -104,7 +106,7 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     is_made = _is_made(path, target)
     with writing(path):  # looked at now: before, another export may have been at its end
         there = [place for place in workplaces(target) if place.exists()]
-    foreign = there if is_made else []
+    foreign = [place for place in there if is_made and not (place / RECEIPTS).is_dir()]
     lock = _taken(path, target, "another export is writing this folder", seconds)
     try:
         if foreign:
