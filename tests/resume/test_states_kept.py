@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,6 +43,22 @@ def _reshard(root: Path, out: Path, stage: int, world_size: int) -> ZeroCheckpoi
     )
     run_export(plan)
     return open_checkpoint(out)
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w3_bf16_tied"])
+def test_a_buffer_under_two_names_keeps_its_value_under_both(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's ``buffer_names`` have the first alone: torch's ``named_buffers`` gives it once."""
+    root, value = shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "run"), torch.rand(2)
+    for path in root.glob("*/*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states["buffer_names"].append("scale")
+        states["module"] |= {"scale": value, "again": value}
+        torch.save(states, path)
+    assert open_checkpoint(root).aliases["again"] == "scale"
+    _reshard(root, tmp_path / "out", 3, 3)
+    for states in _files(tmp_path / "out", "*model_states.pt"):
+        assert same(states["module"]["scale"], value)
+        assert same(states["module"]["again"], value)
 
 
 def _states_of_cells(tag_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

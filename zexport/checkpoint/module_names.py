@@ -135,15 +135,18 @@ def _is_misspelt(name: str, other: str) -> bool:
 
 def find_aliases(model: ModelStates, stored: Sequence[str], *, is_zero3: bool) -> dict[str, str]:
     """Tied name to stored name: what is recorded, and what the module's tensors themselves show."""
-    aliases = _recorded(model, set(stored), is_zero3=is_zero3)
+    known = set(stored)
+    aliases = _recorded(model, known, is_zero3=is_zero3)
     if is_zero3:
-        shown = _same_placeholders(model, set(stored))
+        shown = _same_placeholders(model, known)
         _check_placeholders(aliases, shown, model)
-        return aliases | shown
-    aliases = _of_one_shape(aliases, model)
-    names = (name for name in (*stored, *model.module) if name not in aliases)
-    shown = same_views(model.module, names)
-    return aliases | {name: kept for name, kept in shown.items() if name not in set(stored)}
+        aliases |= shown
+    else:
+        aliases = _of_one_shape(aliases, model)
+    names = [name for name in (*stored, *model.module) if name not in aliases]
+    whole = {n for n, one in model.module.items() if has_value(one, is_zero3=is_zero3)}
+    shown = same_views(model.module, [name for name in names if name in whole])
+    return aliases | {name: kept for name, kept in shown.items() if name not in known}
 
 
 def _check_placeholders(
