@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from tests.support.oracles import same
 from tests.support.raw_states import raw_states
 from tests.support.real_cases import FIXTURES
-from zexport import open_checkpoint, run_export
+from zexport import consolidate, open_checkpoint, run_export
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.options import ReshardOptions
+from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.resume.plan import plan_reshard
 
 _MOVES = [
@@ -46,9 +47,16 @@ def _reshard(root: Path, out: Path, stage: int, world_size: int) -> ZeroCheckpoi
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w3_bf16_tied"])
-def test_a_buffer_under_two_names_keeps_its_value_under_both(name: str, tmp_path: Path) -> None:
-    """DeepSpeed's ``buffer_names`` have the first alone: torch's ``named_buffers`` gives it once."""
-    root, value = shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "run"), torch.rand(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.uint32, torch.uint64])
+def test_a_buffer_under_two_names_keeps_its_value_under_both(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """DeepSpeed's ``buffer_names`` have the first alone, as torch gives each once."""
+    root, value = (
+        shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "run"),
+        torch.tensor([7, 6e4]),
+    )
+    value = value.to(dtype)
     for path in root.glob("*/*model_states.pt"):
         states = torch.load(path, weights_only=False)
         states["buffer_names"].append("scale")
@@ -59,6 +67,8 @@ def test_a_buffer_under_two_names_keeps_its_value_under_both(name: str, tmp_path
     for states in _files(tmp_path / "out", "*model_states.pt"):
         assert same(states["module"]["scale"], value)
         assert same(states["module"]["again"], value)
+    consolidate(root, tmp_path / "model", ExportOptions(layout=NameLayout.MEMORY))
+    assert same(load_file(tmp_path / "model" / "model.safetensors")["scale"], value)
 
 
 def _states_of_cells(tag_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

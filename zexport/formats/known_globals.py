@@ -246,7 +246,7 @@ DTYPES: dict[Global, DType | None] = {
 } | dict.fromkeys(
     _globals(
         "torch",
-        *("uint16", "uint32", "uint64", "complex32", "complex128"),
+        *("complex32", "complex128"),
         *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
         *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
     )

@@ -17,6 +17,9 @@ _FACTS = {
     "I32": (4, "int32"),
     "I16": (2, "int16"),
     "I8": (1, "int8"),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
     "U8": (1, "uint8"),
     "BOOL": (1, "bool"),
     "F8_E4M3": (1, "float8_e4m3fn"),
@@ -46,6 +49,9 @@ class DType(Enum):
     I32 = "I32"
     I16 = "I16"
     I8 = "I8"
+    U64 = "U64"
+    U32 = "U32"
+    U16 = "U16"
     U8 = "U8"
     BOOL = "BOOL"
     F8_E4M3 = "F8_E4M3"

@@ -26,7 +26,7 @@ from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 
-_WHOLE_NUMBERS = frozenset({DType.BOOL, DType.U8, DType.I8, DType.I16, DType.I32, DType.I64})
+_WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
 
 
 def take_inventory(ranks: RankStates, model: ModelStates) -> Inventory:
