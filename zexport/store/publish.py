@@ -90,25 +90,30 @@ def _check_permission(folder: Path) -> None:
             raise OSError(number, os.strerror(number))
 
 
+def _unknown(target: Path) -> list[Path]:
+    """The workplaces that are there, and have no receipts."""
+    return [at for at in workplaces(target) if at.exists() and not (at / RECEIPTS).is_dir()]
+
+
 @contextmanager
 def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     """Hold ``<target>.partial.lock`` while the process lives; wait for it ``seconds`` at most.
 
     It stays beside unfinished work: without it, a folder of that name is the user's, unless it has
-    receipts. Where the file
-    system knows no locks the work goes on without: a second export into the same folder is the
-    user's to avoid.
+    receipts. Where the file system knows no locks the work goes on without: a second export into
+    the same folder is the user's to avoid.
     """
     if isinstance(target, Address):
         yield
         return
     path = _beside(target, f"{_PARTIAL}.lock")
+    with writing(path):  # before: what another begins once the file is made is no user's
+        there = _unknown(target)
     is_made = _is_made(path, target)
-    with writing(path):  # looked at now: before, another export may have been at its end
-        there = [place for place in workplaces(target) if place.exists()]
-    foreign = [place for place in there if is_made and not (place / RECEIPTS).is_dir()]
-    lock = _taken(path, target, "another export is writing this folder", seconds)
+    lock, foreign = _taken(path, target, "another export is writing this folder", seconds), []
     try:
+        if is_made:  # and now: before, another export may have been at its end
+            foreign = [place for place in _unknown(target) if place in there]
         if foreign:
             raise OutputError(  # no killed export has left it: it is the user's
                 "is in the way: an export works under this name before it has its own",
