@@ -21,7 +21,7 @@ from zexport.run.progress import Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.shares import Share, nodes_of, shares_of
 from zexport.run.staging import real_path
-from zexport.store import node_files
+from zexport.store import node_files, objects
 from zexport.store.address import local_path, place
 from zexport.store.client import options_in_use
 from zexport.store.folders import absolute
@@ -125,4 +125,5 @@ def gathered(
     with connected(address), parents(target.parent), node_files.used(ask):
         with marked(target) as mark:
             places = survey(paths, mark, also)
+        objects.forget_listings()  # of what lay there when this process asked before
         yield Crew(places)
