@@ -244,7 +244,7 @@ def test_what_an_earlier_export_could_not_remove_gets_out_of_the_way(
     _make(tmp_path / "out")
     (stuck := tmp_path / "out.replaced").mkdir()
     (stuck / "stuck").touch()
-    (tmp_path / "out.partial.lock").touch()
+    (tmp_path / "out.partial.lock").write_text("a zexport export\n")
     whole = shutil.rmtree
 
     def rmtree(path: Path, *_: object, **__: object) -> None:

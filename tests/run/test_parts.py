@@ -44,7 +44,6 @@ from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
 from zexport.run.receipts import _sealed
 from zexport.run.shares import Share, divide, whole
-from zexport.store import publish
 from zexport.store.publish import locked, locked_part
 from zexport.weights.proof import WeightReader
 
@@ -363,20 +362,17 @@ def test_a_folder_with_receipts_is_an_exports_own_though_its_lock_is_gone(
         _parts(tmp_path, 2, 2)
 
 
-def test_a_folder_that_another_begins_meanwhile_is_not_in_the_way(
-    plan: ExportPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One has made the lock's file when the other takes the lock, and makes the folder."""
-    partial, made = plan.out_dir.with_name("out.partial"), publish._is_made
-
-    def made_as_another_begins(path: Path, target: Path) -> bool:
-        is_made = made(path, target)
-        partial.mkdir(exist_ok=True)
-        return is_made
-
-    monkeypatch.setattr(publish, "_is_made", made_as_another_begins)
-    (report,) = _parts(tmp_path, 2, 1)
-    assert report.missing == (2,)
+@pytest.mark.usefixtures("plan")
+def test_a_folder_of_the_users_stays_whoever_came_to_it_first(tmp_path: Path) -> None:
+    """A worker that was killed before it could refuse the folder has left the lock's file."""
+    mine = tmp_path / "out.partial" / "mine.txt"
+    mine.parent.mkdir()
+    mine.touch()
+    (tmp_path / "out.partial.lock").touch()
+    for number in (1, 2):
+        with pytest.raises(OutputError, match="is in the way"):
+            _parts(tmp_path, 2, number)
+    assert mine.exists()
 
 
 def test_who_looks_whether_a_part_is_at_work_keeps_its_worker_from_nothing(

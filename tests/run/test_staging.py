@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,7 @@ def test_a_name_that_the_disk_does_not_take_is_given_back(
 def test_a_replacement_that_was_killed_between_two_renames_is_undone(tmp_path: Path) -> None:
     _make(tmp_path / "out", "old")
     (tmp_path / "out").rename(tmp_path / "out.replaced")
-    (tmp_path / "out.partial.lock").touch()
+    (tmp_path / "out.partial.lock").write_text("a zexport export\n")
     with pytest.raises(OutputError, match="exists and is not empty"):
         _make(tmp_path / "out")
     assert (tmp_path / "out" / "file").read_text() == "old"
@@ -282,14 +283,14 @@ def test_an_export_that_ends_as_another_begins_is_not_taken_for_the_users_own(
     partial, lock = tmp_path / "out.partial", tmp_path / "out.partial.lock"
     partial.mkdir()
     lock.touch()
-    whole = publish._is_made
+    whole = publish._taken
 
-    def after_the_other(path: Path, target: Path) -> bool:
+    def after_the_other(*given: Any) -> int:
         partial.rename(tmp_path / "out")
         lock.unlink()
-        return whole(path, target)
+        return whole(*given)
 
-    monkeypatch.setattr(publish, "_is_made", after_the_other)
+    monkeypatch.setattr(publish, "_taken", after_the_other)
     with publish.locked(tmp_path / "out"):
         pass
     assert _names(tmp_path) == ["out"]
@@ -333,7 +334,7 @@ def test_a_read_only_disk_is_called_so_by_what_the_user_knows(
             with pytest.raises(OutputError, match=told) as caught, publish.locked(tmp_path / "out"):
                 pass
         assert caught.value.path == tmp_path / place
-        (tmp_path / "out.partial.lock").touch()
+        (tmp_path / "out.partial.lock").write_text("a zexport export\n")
 
 
 @pytest.mark.parametrize("out", ["run/global_step3", "run/global_step3/out", "run", "."])

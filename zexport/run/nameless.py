@@ -51,10 +51,10 @@ def publish_made(
         return None
     manifest = read_manifest(partial)
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
-    files[MANIFEST_NAME] = version(partial / MANIFEST_NAME).nbytes
     if not is_far:
         _check_free(target, plan)
     with writing(partial):
+        files[MANIFEST_NAME] = version(partial / MANIFEST_NAME).nbytes
         drop_receipts(partial)
         overwrite = plan is not None and plan.overwrite
         publish(partial, target, overwrite=overwrite, warn=lambda _: None)

@@ -23,6 +23,7 @@ from zexport.filenames import RECEIPTS
 from zexport.store.address import Address
 from zexport.store.files import HINTS, sync_path, writing
 from zexport.store.folders import exists
+from zexport.store.retries import steadily
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -32,6 +33,9 @@ _LOCK_SECONDS = 0.1
 _LOCK_PAUSE_SECONDS = 0.02
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK_HELD = frozenset({errno.EAGAIN, errno.EACCES})
+_OWN = b"a zexport export\n"
+"""In the lock's file: nothing that was not an export's lay under the names that it works under."""
+
 _LOCKS_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
@@ -90,30 +94,29 @@ def _check_permission(folder: Path) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _unknown(target: Path) -> list[Path]:
-    """The workplaces that are there, and have no receipts."""
-    return [at for at in workplaces(target) if at.exists() and not (at / RECEIPTS).is_dir()]
-
-
 @contextmanager
 def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     """Hold ``<target>.partial.lock`` while the process lives; wait for it ``seconds`` at most.
 
-    It stays beside unfinished work: without it, a folder of that name is the user's, unless it has
-    receipts. Where the file system knows no locks the work goes on without: a second export into
-    the same folder is the user's to avoid.
+    It stays beside unfinished work, and says that the folder of that name is an export's own: one
+    without it is the user's, unless it has receipts. Where the file system knows no locks the work
+    goes on without: a second export into the same folder is the user's to avoid.
     """
     if isinstance(target, Address):
         yield
         return
     path = _beside(target, f"{_PARTIAL}.lock")
-    with writing(path):  # before: what another begins once the file is made is no user's
-        there = _unknown(target)
-    is_made = _is_made(path, target)
-    lock, foreign = _taken(path, target, "another export is writing this folder", seconds), []
+    lock = _taken(path, target, "another export is writing this folder", seconds)
+    foreign: list[Path] = []
     try:
-        if is_made:  # and now: before, another export may have been at its end
-            foreign = [place for place in _unknown(target) if place in there]
+        with writing(path):
+            there = [place for place in workplaces(target) if place.exists()]
+            if not steadily(
+                lambda: os.pread(lock, 1, 0)
+            ):  # asked last: without locks, another may begin just now
+                foreign = [place for place in there if not (place / RECEIPTS).is_dir()]
+            if not foreign:
+                steadily(lambda: os.pwrite(lock, _OWN, 0))
         if foreign:
             raise OutputError(  # no killed export has left it: it is the user's
                 "is in the way: an export works under this name before it has its own",
@@ -213,16 +216,6 @@ def is_being_written(target: Path) -> bool:
 def _known(path: Path, target: Path) -> Path:
     """What a refusal is about: a lock that is there, else the folder that it is for."""
     return path if os.path.lexists(path) else target
-
-
-def _is_made(path: Path, target: Path) -> bool:
-    """Whether the file was not there and is now; only one process is told so."""
-    with writing(_known(path, target)):
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-        except FileExistsError:
-            return False
-    return True
 
 
 def _taken(path: Path, target: Path, held: str, seconds: float = _LOCK_SECONDS) -> int:
