@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -393,6 +394,30 @@ def test_files_of_one_adapter_that_differ_are_warned_of(
     report = export(trained, mode, tmp_path / "out")
     told = [one for one in report.warnings if "the adapter's configuration differ" in one]
     assert [f"(found {words} {own} but " in one for one in told] == ([True] if words else [])
+
+
+def test_nodes_with_other_files_of_one_adapter_are_refused_unless_one_is_given(
+    tmp_path: Path,
+) -> None:
+    """Else the order of the words would decide whose lora_alpha the adapter gets."""
+    one = train(tmp_path).checkpoint
+    other = shutil.copytree(one, tmp_path / "other")
+    for node, rank in ((one, 1), (other, 0)):
+        for path in node.glob(f"*/*_rank_{rank}_mp_rank_*"):
+            path.unlink()
+    consolidate([other, one], tmp_path / "alike")
+    given = one / "adapter_config.json"
+    (other / given.name).write_text(
+        given.read_text().replace('"lora_alpha": 6', '"lora_alpha": 16')
+    )
+    for order in ((one, other), (other, one)):
+        with pytest.raises(
+            DamagedCheckpointError, match="nodes of one checkpoint have other files"
+        ):
+            consolidate(order, tmp_path / "out")
+    consolidate([other, one], tmp_path / "out", ExportOptions(adapter_config=given))
+    told = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert told["lora_alpha"] == 6
 
 
 def test_a_file_of_the_adapter_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:

@@ -36,13 +36,14 @@ _LEAVES = frozenset({"weight", "bias"})
 class Adapter(Struct, frozen=True):
     """One adapter of a checkpoint: its name in the module, and its ``adapter_config.json``.
 
-    ``others`` are the files of that name that lie elsewhere with the run, and ``shares`` the other
-    adapters whose file it is as well.
+    ``others`` are the files of that name that lie elsewhere with the run, ``nodes`` those beside
+    the parts that other nodes kept, and ``shares`` the other adapters whose file it is as well.
     """
 
     name: str
     config: AdapterConfig
     others: tuple[AdapterConfig, ...] = ()
+    nodes: tuple[AdapterConfig, ...] = ()
     shares: tuple[str, ...] = ()
 
     @property
@@ -182,10 +183,16 @@ def choose_adapters(
                 "tensors as they are with --layout memory --exclude-frozen",
             )
         others = other_adapter_configs(config, name, of_run, location.boundary)
+        parts = checkpoint.parts if options.adapter_config is None else ()
+        nodes = [
+            one
+            for part in parts
+            for one in other_adapter_configs(config, name, (part.root, part.tag_dir), part.boundary)
+        ]
         is_meant = is_alone and config.path == options.adapter_config
         shares = () if name == DEFAULT_ADAPTER or is_meant else every
         shares = tuple(n for n in shares if n != name and _is_of(n, config, checkpoint, options))
-        adapters.append(Adapter(name, config, tuple(others), shares))
+        adapters.append(Adapter(name, config, tuple(others), tuple(nodes), shares))
     return tuple(adapters)
 
 

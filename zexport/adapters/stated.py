@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 
 from msgspec.structs import replace
 
@@ -185,12 +186,15 @@ def _statements(
 
 def _of_files(adapter: Adapter) -> Iterator[Statement]:
     """What several files of one adapter say of what decides."""
-    for key in _DECIDING:
-        for one in (adapter.config, *adapter.others) if adapter.others else ():
+    for fact, more in (
+        (AdapterFact.ADAPTER_CONFIGS, adapter.others),
+        (AdapterFact.ADAPTER_NODES, adapter.nodes),
+    ):
+        for key, one in product(_DECIDING, (adapter.config, *more) if more else ()):
             said = one.content.get(key)
             if key in _SETS and isinstance(said, list):
                 said = sorted(said, key=str)
-            yield Statement(AdapterFact.ADAPTER_CONFIGS, said, str(one.path), key)
+            yield Statement(fact, said, str(one.path), key)
 
 
 def _of_task(config: AdapterConfig, by: str, modules: Iterable[str]) -> Iterator[Statement]:

@@ -69,6 +69,11 @@ class AdapterFact(AnyFact):
         "files of the adapter's configuration differ, and the export goes by the first of these: "
         "take care that it is the one that was trained with",
     )
+    ADAPTER_NODES = Row(
+        "keys that decide values, in the adapter_config.json of several nodes",
+        "nodes of one checkpoint have other files of the adapter's configuration",
+        hint="Give the one that was trained with as --adapter-config FILE",
+    )
     KEPT_EMBEDDING = warned_of(
         "tokens, where an adapter is kept",
         "without the embedding, which was resized if it was trained with all tokens: no file has "
