@@ -138,9 +138,10 @@ def _open_source(
         return open_recorded(against, tag, step, follow_symlinks=follow_symlinks)
     except (NoSuchTagError, OtherTagError) as cause:
         raise NoSuchTagError(
-            f"does not have the tag {tag!r}, which the export was made from",
+            "is not the checkpoint that the export was made from",
             path=cause.path,
             found=cause.found if isinstance(cause, NoSuchTagError) else None,
+            expected=f"the tag {tag}",
             hint="Give the checkpoint that it was made from, or the run with it",
         ) from cause
 

@@ -179,7 +179,7 @@ def _handed_over(path: Path, tag: str | None, boundary: Boundary) -> Location:
             "is a tag folder itself, and --tag names another",
             path=path,
             found=tag,
-            hint=f"Leave out --tag, or give {path.parent}",
+            hint="Leave out --tag, or give the folder that has that tag",
         )
     boundary = boundary.including(path.parent)
     return location_of(path.parent, path.name, TagChoice.HANDED_OVER, boundary)

@@ -184,6 +184,7 @@ def open_descriptor(path: Path) -> int:
 
 
 HINTS = {
+    errno.ENOENT: "Choose a folder that can be made, and that nothing removes meanwhile",
     errno.ENOSPC: "Free some space, or choose another disk",
     errno.EDQUOT: "Free some of your quota, or choose another disk",
     errno.EACCES: "Choose a folder you may write to",
