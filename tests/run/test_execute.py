@@ -40,7 +40,7 @@ from zexport.plan.plan import ExportPlan, FilePlan, SideFile, TensorPlan
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Extent, Striped
 from zexport.ranges.ledger import Ledger
-from zexport.run import finish, part
+from zexport.run import begin, finish, part
 from zexport.run.execute import Phase, Progress, VerifyMode, run_plan
 from zexport.run.manifest import FileEntry, read_manifest
 from zexport.run.receipts import finished_files
@@ -563,3 +563,22 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
         [sys.executable, "-c", script], input=frozen, capture_output=True, check=True, timeout=120
     )
     assert int(done.stdout) < 120 * 1024
+
+
+def test_a_file_that_goes_while_others_are_noted_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run rotates its logs and half-written files beside what is copied."""
+    for name in ("a.json", "b.tmp", "c.json"):
+        (tmp_path / name).touch()
+    whole = begin.is_file
+
+    def is_file(path: Path) -> bool:
+        found = whole(path)
+        if path.suffix == ".tmp":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(begin, "is_file", is_file)
+    known = begin.versions_in([tmp_path, tmp_path / "absent"])
+    assert {path.name for path in known} == {"a.json", "c.json"}

@@ -243,9 +243,13 @@ def versions_in(folders: Iterable[Path]) -> dict[Path, Version]:
     """The versions of the files in folders of this machine, to be noted before any is read."""
     found: dict[Path, Version] = {}
     for folder in folders:
+        local: Iterable[Path] = ()
         with suppress(OSError):  # what is not there, or refuses, is told of by who needs it
-            local = [] if isinstance(folder, Address) else children(folder)
-            found |= {path: version(path) for path in local if is_file(path)}
+            local = () if isinstance(folder, Address) else children(folder)
+        for path in local:
+            with suppress(OSError):
+                if is_file(path):
+                    found[path] = version(path)
     return found
 
 

@@ -111,12 +111,11 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     try:
         with writing(path):
             there = [place for place in workplaces(target) if place.exists()]
-            if not steadily(
-                lambda: os.pread(lock, 1, 0)
-            ):  # asked last: without locks, another may begin just now
+            # Asked last: where locks are unknown, another may begin just now.
+            if not steadily(lambda: os.pread(lock, 1, 0)):
                 foreign = [place for place in there if not (place / RECEIPTS).is_dir()]
-            if not foreign:
-                steadily(lambda: os.pwrite(lock, _OWN, 0))
+                if not foreign:
+                    steadily(lambda: os.pwrite(lock, _OWN, 0))
         if foreign:
             raise OutputError(  # no killed export has left it: it is the user's
                 "is in the way: an export works under this name before it has its own",
