@@ -117,6 +117,26 @@ def test_a_configuration_of_another_element_type_is_refused(
     assert advice in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 enabled"),
+        ({"zero_optimization": [{"stage": 3}]}, r"no object under zero_optimization.*found list"),
+        ({"bf16": 1}, r"no object under bf16.*found int"),
+    ],
+)
+def test_a_configuration_that_deepspeed_will_not_take_is_refused(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UsageError, match=problem):
+        settle(
+            open_checkpoint(FIXTURES / "z2_w2_bf16_groups" / "ckpt"),
+            ReshardOptions(world_size=3, ds_config=path),
+        )
+
+
 @pytest.mark.parametrize("zero", [_AUTO, "auto"])
 def test_zexport_train_is_told_of_the_layout_that_auto_meant(zero: object, tmp_path: Path) -> None:
     """It leaves ``auto`` out, by which DeepSpeed's own values would read the flat data."""

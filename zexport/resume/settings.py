@@ -199,7 +199,7 @@ def _config_of(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> _Config:
 
 def _read(path: Path) -> Mapping[str, object]:
     try:
-        return read_json_object(path)
+        given = read_json_object(path)
     except ZexportError as cause:
         raise UsageError(
             f"{cause.problem}, and was given with --ds-config",
@@ -207,6 +207,23 @@ def _read(path: Path) -> Mapping[str, object]:
             found=cause.found,
             hint="Give the JSON file that the run will have as its DeepSpeed configuration",
         ) from cause
+    for key in (*_LAYOUT, *_PRECISIONS):
+        if not isinstance(given.get(key), dict | bool | str | None):
+            raise UsageError(
+                f"has no object under {key}, and was given with --ds-config",
+                path=path,
+                found=type(given[key]).__name__,
+                hint="Write it as DeepSpeed documents it",
+            )
+    config = _Config(given, {})
+    if config.precision() == "bf16" and config.is_on("fp16", "enabled"):
+        raise UsageError(
+            "has bf16 and fp16 enabled, of which DeepSpeed takes one, and was given with "
+            "--ds-config",
+            path=path,
+            hint="Leave one of them out",
+        )
+    return given
 
 
 def _check_precision(path: Path, found: str, expected: str) -> None:
