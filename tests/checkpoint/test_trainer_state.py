@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.checkpoints import Run, edit, save, small_model
 from zexport import open_checkpoint
@@ -50,6 +51,27 @@ def _add_node(root: Path, **changed: object) -> Path:
         path.rename(node / path.relative_to(root))
     _write(node, **changed)
     return node
+
+
+@pytest.mark.parametrize(
+    ("updates", "is_told"),
+    [(7, True), (2, False), (1, False), (4, False)],
+    ids=["later", "as the run", "one skipped", "ranks x updates"],
+)
+def test_a_scheduler_of_a_later_step_is_told(updates: int, is_told: bool, root: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    for _ in range(updates):
+        optimizer.step()
+        scheduler.step()
+    torch.save(scheduler.state_dict(), root / "scheduler.pt")
+    told = [one for one in open_checkpoint(root).warnings if "7 in scheduler.pt" in one]
+    assert bool(told) == is_told
+
+
+def test_a_scheduler_that_cannot_be_read_tells_nothing(root: Path) -> None:
+    (root / "scheduler.pt").write_bytes(b"no pickle")
+    assert not open_checkpoint(root).warnings
 
 
 def test_nodes_that_keep_their_own_files_are_told_nothing_of(root: Path) -> None:

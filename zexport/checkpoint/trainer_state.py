@@ -16,9 +16,10 @@ from pathlib import Path
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.ranks import models_of
-from zexport.errors import ZexportError
+from zexport.errors import CheckpointError, ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.training import TrainingFact
+from zexport.formats.torch_file import read_torch_file
 from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
@@ -26,6 +27,7 @@ from zexport.store.folders import children, is_file
 from zexport.store.json import Json, JsonObject
 
 _STATE = "trainer_state.json"
+_SCHEDULER = "scheduler.pt"
 _TAG_STEP = re.compile(r"global_step(\d{1,18})(?:_universal)?", re.ASCII)
 _FOLDER_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
 """The names that DeepSpeed gives a tag by itself, and the Trainer a checkpoint's folder."""
@@ -68,6 +70,7 @@ def _of_state(
         yield Statement(TrainingFact.RUN_STEP, step, by)
         if named:
             yield Statement(TrainingFact.RUN_STEP, int(named[1]), "the folder's name")
+        yield from _of_schedule(location, step, checkpoint.ranks)
     model = next(iter(models_of(checkpoint.cells).values()), None)
     micro = None if model is None else model.ds_config.get("train_micro_batch_size_per_gpu")
     rows = state.get("train_batch_size")
@@ -78,6 +81,32 @@ def _of_state(
     if named and isinstance(best, str):
         yield Statement(TrainingFact.RUN_BEST, named[0], "the folder's name")
         yield Statement(TrainingFact.RUN_BEST, Path(best).name, f"{by}, best_model_checkpoint")
+
+
+def _of_schedule(location: Location, step: int, ranks: int | None) -> Iterator[Statement]:
+    """How far the scheduler is, where that is later than the run; it skips updates as that does.
+
+    Accelerate's own scheduler counts ranks times updates.
+    """
+    path = location.root / _SCHEDULER
+    with suppress(OSError):
+        if is_file(path) and location.boundary.holds(path):
+            epoch = last_epoch(path)
+            if epoch is not None and epoch > step and epoch != step * (ranks or 1):
+                yield Statement(TrainingFact.RUN_STEP, epoch, _SCHEDULER)
+
+
+def last_epoch(path: Path) -> int | None:
+    """How often the scheduler in a file of ``torch.save`` has stepped; ``None`` if it says nothing.
+
+    Source: torch 2.13, ``optim/lr_scheduler.py`` (``LRScheduler.state_dict``).
+    """
+    try:
+        value = read_torch_file(path).value
+    except CheckpointError:
+        return None
+    epoch = value.get("last_epoch") if isinstance(value, dict) else None
+    return epoch if type(epoch) is int else None
 
 
 def _of_random_states(roots: Iterable[Path], ranks: int | None) -> Iterator[Statement]:

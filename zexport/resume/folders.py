@@ -14,8 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.location import LATEST, Framework, Location
-from zexport.errors import CheckpointError
-from zexport.formats.torch_file import read_torch_file
+from zexport.checkpoint.trainer_state import last_epoch
 from zexport.plan.plan import SideFile
 from zexport.printable import some
 from zexport.store.contents import read_json_object
@@ -146,22 +145,12 @@ def _scheduler_counts(kept: Mapping[str, Path], ranks: Ranks, step: int | None) 
     if ranks.after is not None:
         there = f"{step * ranks.after:,} on {ranks.after:,} ranks"
     for name in sorted(kept):
-        if _SCHEDULER.fullmatch(name) and _last_epoch(kept[name]) == step * ranks.before:
+        if _SCHEDULER.fullmatch(name) and last_epoch(kept[name]) == step * ranks.before:
             yield (
                 f"{name} counts ranks x updates ({step * ranks.before:,} = {ranks.before:,} x "
                 f"{step:,}) and is copied as it is: a schedule made for all ranks' steps stands at "
                 f"{there}"
             )
-
-
-def _last_epoch(path: Path) -> int | None:
-    """How far a scheduler says that it is; it is copied, and told of as not looked into."""
-    try:
-        value = read_torch_file(path).value
-    except CheckpointError:
-        return None
-    epoch = value.get("last_epoch") if isinstance(value, dict) else None
-    return epoch if type(epoch) is int else None
 
 
 def _for_train(
