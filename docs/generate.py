@@ -52,6 +52,8 @@ _MEANING = {
     FindingKind.FP32_OVERFLOW: "finite in the checkpoint, infinite as fp32",
     FindingKind.FP16_OVERFLOW: "finite in the checkpoint, infinite as fp16",
     FindingKind.BF16_OVERFLOW: "finite in the checkpoint, infinite as bf16",
+    FindingKind.UPDATE_LOST: "of what an adapter changes, less than one element in twenty differs "
+    "from the base once it is rounded to the dtype of the export",
     FindingKind.FP16_UNDERFLOW: "not zero in the checkpoint, zero as fp16: of a tensor, more than "
     "one element in a hundred",
     FindingKind.STEP_MISMATCH: "the optimizer counts other steps than the model files do",

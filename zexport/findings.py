@@ -17,6 +17,7 @@ class FindingKind(StrEnum):
     FP16_OVERFLOW = "fp16-overflow"
     BF16_OVERFLOW = "bf16-overflow"
     FP16_UNDERFLOW = "fp16-underflow"
+    UPDATE_LOST = "update-lost"
     STEP_MISMATCH = "step-mismatch"
     GATHERED_MISMATCH = "gathered-mismatch"
     CAST_MISMATCH = "cast-mismatch"

@@ -20,7 +20,8 @@ from zexport.errors import (
     UnsupportedError,
     UsageError,
 )
-from zexport.options import AdapterMode, Engine
+from zexport.findings import FindingKind
+from zexport.options import AdapterMode, Engine, ExportDType
 
 PREFIX = "base_model.model"
 MERGE = ExportOptions(adapter=AdapterMode.MERGE)
@@ -68,6 +69,27 @@ def test_an_adapter_that_changes_nothing_is_told(tmp_path: Path, mode: AdapterMo
         out = tmp_path / f"out {number}"
         warnings = consolidate(root, out, ExportOptions(adapter=mode)).warnings
         assert sum("the adapter changes nothing" in one for one in warnings) == told
+
+
+@pytest.mark.parametrize(("scaling", "is_told"), [(1e-5, True), (1.0, False)])
+def test_an_update_that_the_dtype_rounds_away_is_told(
+    tmp_path: Path, scaling: float, *, is_told: bool
+) -> None:
+    base = values((24, 40), 3).bfloat16()
+    trained = factors("x", inputs=40, outputs=24)
+    config = {"target_modules": ["x"], "lora_alpha": 2 * scaling}
+    root = made_up(tmp_path, trained, {"x.base_layer.weight": base}, **config)
+    unlike, details = {}, {}
+    for dtype in ExportDType.FP32, ExportDType.BF16:
+        out = tmp_path / dtype.value
+        report = consolidate(root, out, ExportOptions(adapter=AdapterMode.MERGE, dtype=dtype))
+        merged = load_file(out / "model.safetensors")["x.weight"]
+        unlike[dtype] = int((merged != base).sum())
+        details[dtype] = [f.detail for f in report.findings if f.kind is FindingKind.UPDATE_LOST]
+    share = 100 * unlike[ExportDType.BF16] / unlike[ExportDType.FP32]
+    assert not details[ExportDType.FP32]
+    told = [f"as bf16, {share:.1f} % of what the adapter changes differs from the base"]
+    assert details[ExportDType.BF16] == (told if is_told else [])
 
 
 def test_a_quantized_weight_is_not_added_to(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
+from zexport.run.rounding import compare_roundings
 from zexport.run.shares import Share, Stretch
 from zexport.run.staging import staged_folder
 from zexport.store.json import JsonObject, Natural, form_of
@@ -235,15 +236,17 @@ def _filled(
 ) -> tuple[Finished, list[Stretch]]:
     """A folder with all that is planned, and the stretches that were not there before."""
     rest = begin(work)
-    findings = work.plan.findings + compare_copies(work.plan, sources)
+    findings = work.plan.findings + compare(work.plan, sources)
     write_part(work, rest, reader)
     confirm()
     return finish(work, reader, findings), rest
 
 
-def compare_copies(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
-    """Hold second copies in the checkpoint against what is exported."""
+def compare(plan: ExportPlan, sources: WeightReader) -> tuple[Finding, ...]:
+    """Hold second copies in the checkpoint, and bases of updates, against what is exported."""
+    roundings = compare_roundings(plan, sources)
     if not (found := sources.compare()):
-        return ()
+        return roundings
     names = {tensor.stored_name: tensor.name for file in plan.shards for tensor in file.tensors}
-    return tuple(replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found)
+    renamed = (replace(one, tensor=names.get(one.tensor, one.tensor)) for one in found)
+    return (*renamed, *roundings)

@@ -24,7 +24,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
 from zexport.printable import some
 from zexport.run.begin import Workplace, begin_together, check_copied, without_written
-from zexport.run.execute import ExportReport, PartReport, compare_copies, report_of_part
+from zexport.run.execute import ExportReport, PartReport, compare, report_of_part
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
 from zexport.run.manifest import MANIFEST_NAME
@@ -309,15 +309,15 @@ def _workplace(
 def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]]:
     """Write a share and note it: bytes read, bytes written, and what was found.
 
-    The first worker compares the copies, all of them: which elements are looked at depends on how
-    many copies there are.
+    The first worker compares everything: which elements are looked at depends on how many copies,
+    and how many updated weights, there are.
     """
     plan, is_first = work.plan, share.number == 1
     stretches = shares_of(plan, share.count)[share.number - 1]
     rest = without_written(work, stretches)
     own = plan if is_first else replace(plan, replicas=(), gathered=())
     with WeightReader.of_plan(own) as sources:
-        findings = compare_copies(own, sources)
+        findings = compare(own, sources) if is_first else sources.compare()
         write_part(work, rest, FileReader(sources))
         work.receipts.add_part(share.number, Compared(findings, sources.compared))
         return sources.nbytes_read, sum(stretch.nbytes for stretch in rest), findings
