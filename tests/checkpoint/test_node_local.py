@@ -17,7 +17,9 @@ from zexport.checkpoint.node_local import unite
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.rank_files import list_rank_files
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UsageError
+from zexport.inspect.inspect import inspect_checkpoint
 from zexport.options import ExportOptions, NameLayout
+from zexport.plan.plan import ExportPlan
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MEMORY = ExportOptions(layout=NameLayout.MEMORY)
@@ -106,13 +108,42 @@ def dealt_out(name: str, root: Path) -> list[Path]:
     return folders
 
 
-def test_configs_of_nodes_that_differ_are_told(tmp_path: Path) -> None:
+def plan(parts: list[Path]) -> ExportPlan:
+    """The plan of an export of a checkpoint on several nodes."""
+    return zexport.plan_export(open_checkpoint(parts), parts[0].parent / "out", MEMORY)
+
+
+def test_nodes_with_other_files_beside_their_parts_are_refused(tmp_path: Path) -> None:
     parts = [location.root for location in nodes(tmp_path, Run(stage=3))]
-    for part, eps in zip(parts, (1e-5, 1e-6), strict=True):
-        content = {"model_type": "mine", "rms_norm_eps": eps}
-        (part / "config.json").write_text(json.dumps(content))
-    told = zexport.consolidate(parts, tmp_path / "out", MEMORY).warnings
-    assert any("rms_norm_eps" in one and "folder 2 of the checkpoint" in one for one in told)
+    for turned, eps in enumerate((1e-5, 1e-6)):
+        for part, said in zip(parts, (1e-5, eps), strict=True):
+            content = {
+                "model_type": "mine",
+                "rms_norm_eps": said,
+                "transformers_version": part.name,
+            }
+            (part / "config.json").write_text(json.dumps(content))
+        if not turned:
+            (warning,) = plan(parts).warnings
+            assert "a tokenizer" in warning
+        for given in (parts, parts[::-1]) if turned else ():
+            with pytest.raises(DamagedCheckpointError, match=r"config\.json, rms_norm_eps: 1e-0"):
+                plan(given)
+
+
+def test_what_one_node_alone_has_is_the_checkpoints_whichever_is_named_first(
+    tmp_path: Path,
+) -> None:
+    parts = [location.root for location in nodes(tmp_path, Run(stage=3))]
+    content = {"model_type": "mine", "rms_norm_eps": 1e-5}
+    (parts[1] / "config.json").write_text(json.dumps(content))
+    (parts[1] / "generation_config.json").write_text(json.dumps({"top_k": 7}))
+    for given in (parts, parts[::-1]):
+        out = tmp_path / f"out {given[0].name}"
+        zexport.consolidate(given, out, MEMORY)
+        assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-5
+        assert json.loads((out / "generation_config.json").read_text()) == {"top_k": 7}
+        assert "config.json" not in inspect_checkpoint(given).missing_sidecars
 
 
 def exported(checkpoint: Path | list[Path], out: Path) -> dict[str, bytes]:

@@ -337,18 +337,21 @@ def test_all_who_name_the_base_are_held_against_each_other(root: Path) -> None:
     assert "--base" not in warning
 
 
-def test_what_other_nodes_have_beside_their_parts_is_held_against_the_first(root: Path) -> None:
+def test_what_nodes_have_beside_their_parts_has_to_be_the_same(root: Path) -> None:
     node = put(root.parents[1] / "node", config={**CONFIG, "hidden_size": 65})
     put(root, tokenizer_config={"padding_side": "left"})
     put(node, tokenizer_config={"padding_side": "right"})
-    write(tokenizer(root, WORDS), chat_template_jinja="a")
-    write(tokenizer(node, SHIFTED), chat_template_jinja="b")
+    write(tokenizer(root, WORDS), chat_template_jinja="a", merges_txt="a b")
+    write(tokenizer(node, SHIFTED), chat_template_jinja="b", README_md="other")
     for folder in (root, node):
         (folder / "chat.template.jinja").rename(folder / "chat_template.jinja")
-    told = judged(root, None, node).warnings
-    for found in ("hidden_size", "padding_side", "2 of 6 tokens", "chat template"):
-        (warning,) = (one for one in told if found in one)
-        assert "folder 2 of the checkpoint" in warning
+    (refused,) = judged(root, None, node).refused
+    told = str(refused)
+    for found in ("hidden_size: 64 in", "padding_side: left in", "tokenizer.json, model:"):
+        assert found in told
+    assert "chat_template.jinja: 1 bytes" in told
+    assert "folder 2 of the checkpoint" in told
+    assert not {"README.md", "merges.txt"} & {*told.replace(":", " ").split()}
 
 
 def test_code_of_the_models_own_is_held_against_that_of_other_folders(root: Path) -> None:

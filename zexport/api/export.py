@@ -88,8 +88,8 @@ def plan_reshard(
 def _beside(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> list[Path]:
     """The folders whose files may be copied: one that changes once it was judged is refused."""
     base = None if options is None else options.base
-    root = checkpoint.location.root
-    return [root, root.parent, *([model_folder(base)] if base is not None else [])]
+    root, parts = checkpoint.location.root, [part.root for part in checkpoint.parts]
+    return [root, root.parent, *parts, *([model_folder(base)] if base is not None else [])]
 
 
 def plan_folder(

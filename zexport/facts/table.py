@@ -226,6 +226,11 @@ class Fact(AnyFact):
         "files of the run differ, and the export has the first of these: take care that it is the "
         "one that was trained with",
     )
+    NODE_FILE = Row(  # whichever node was named first would decide
+        "what files say that several nodes have beside their parts",
+        "nodes of one checkpoint have other files of one name beside their parts",
+        hint="Leave the one that was trained with in one of the folders, and remove the others",
+    )
     BASE_FILE = noted(
         "what other files say, beside the base's",
         "files that the export takes from the run are not the base's",

@@ -176,7 +176,8 @@ def _inspect(paths: Sequence[Path], checkpoint: ZeroCheckpoint, tag: str | None)
     missing_sidecars: tuple[str, ...] = ()
     try:
         with reading(root, hint="Check its permissions"):
-            missing_sidecars = find_sidecars(root, None, boundary).missing
+            parts = ((one.root, one.boundary) for one in checkpoint.parts)
+            missing_sidecars = find_sidecars(root, None, boundary, parts).missing
     except UnsafeError:
         raise
     except ZexportError as error:

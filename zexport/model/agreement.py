@@ -11,6 +11,7 @@ from zexport.model.beside import (
     code_statements,
     file_statements,
     length_statements,
+    node_statements,
     processor_statements,
     repeated_statements,
     rule_statements,
@@ -55,6 +56,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from generation_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars.copied, sidecars.folders)
     yield from file_statements(sidecars)
+    yield from node_statements(sidecars)
     yield from above_statements(sidecars)
     yield from length_statements(sidecars)
     yield from rule_statements(sidecars.copied)

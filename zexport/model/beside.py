@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement
@@ -26,8 +27,10 @@ from zexport.model.sidecars import (
     MODULES,
     PROCESSOR,
     SENTENCE_CONFIGS,
+    THE_CHECKPOINT,
     Files,
     Sidecars,
+    states_model,
 )
 from zexport.model.tokenizer import content_of, read_tokenizer, table_of
 from zexport.printable import some
@@ -101,6 +104,22 @@ def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
         facts = (Fact.BASE_FILE,) if where == BASE else (Fact.RUN_FILE,)
         for fact in facts if where else (Fact.RUN_FILE, Fact.BASE_FILE):
             yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
+
+
+def node_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """What all folders hold in which nodes kept parts of the checkpoint, file by file."""
+    nodes = {by: sidecars.folders[by] for by in (THE_CHECKPOINT, *sidecars.nodes)}
+    for name in sorted({*chain.from_iterable(nodes.values())}) if sidecars.nodes else ():
+        having = {by: files for by, files in nodes.items() if name in files and states_model(name)}
+        said = {by: _settings(files, name, _ANY_KEY) for by, files in having.items()}
+        for key in sorted({*chain.from_iterable(said.values())}):
+            for by, settings in said.items():
+                told = settings.get(key, "nothing")
+                yield Statement(Fact.NODE_FILE, told, by, f"{name}, {key}:")
+        for by, files in having.items() if not any(said.values()) else ():
+            content = content_of(files, name) or b""
+            told = f"{len(content)} bytes ({zlib.crc32(content):08x})"
+            yield Statement(Fact.NODE_FILE, told, by, f"{name}:")
 
 
 def above_statements(sidecars: Sidecars) -> Iterator[Statement]:

@@ -111,8 +111,8 @@ class Sidecars(Struct, frozen=True):
 
     ``source`` is the sidecar that `zexport train` writes, ``copied`` all other files by their name
     in the output, and ``missing`` what is nowhere, in words. ``folders`` are the folders that were
-    looked through, with those of their files that state something of a model, and ``above`` is the
-    one that the checkpoint lies in.
+    looked through, with those of their files that state something of a model, ``nodes`` those that
+    hold other nodes' parts of the checkpoint, and ``above`` is the one that it lies in.
     """
 
     config: ConfigFile | None
@@ -124,6 +124,7 @@ class Sidecars(Struct, frozen=True):
     base_config: ConfigFile | None = None
     run_configs: Mapping[str, ConfigFile] = field(default_factory=dict)
     folders: Mapping[str, Files] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
     above: Path | None = None
 
     @property
@@ -146,23 +147,25 @@ def find_sidecars(
 ) -> Sidecars:
     """The files that belong to the checkpoint in ``root``.
 
-    Each kind comes whole from the first folder that has it: ``root``, its parent (the Hugging Face
-    Trainer's ``output_dir``), ``base``. A model card is kept where it lies in ``root`` itself, and
-    licences are those of ``root``, else of ``base``: what lies above a checkpoint may be about
-    anything. A link leads to somewhere in the folder that it lies in, or within ``boundary``.
-    ``parts`` are further folders, with their own boundaries, in which nodes kept parts of the
-    checkpoint, and ``before`` is the checkpoint before it in its run: what they have is compared,
-    and nothing of it taken.
+    Each kind comes whole from the first folder that has it: ``root``, those of ``parts``, in which
+    nodes kept the rest of the checkpoint, its parent (the Hugging Face Trainer's ``output_dir``),
+    ``base``. A model card is kept where it lies in the checkpoint itself, and licences are its own,
+    else those of ``base``: what lies above a checkpoint may be about anything. A link leads to
+    somewhere in the folder that it lies in, or within its boundary. ``before`` is the checkpoint
+    before it in its run: what it has is compared, and nothing of it taken.
     """
-    given = _given(base)
-    folders = [root, root.parent, *given]
-    config = _find_config(root, folders, boundary)
+    given, nodes = _given(base), dict(parts)
+    own = {root: boundary.including(root), **nodes}
+    other = {folder: boundary.including(folder) for folder in (*given, root.parent)}
+    within = {**own, **{folder: one for folder, one in other.items() if folder not in own}}
+    folders = [*own, root.parent, *given]
+    config = _find_config(root, {folder: within[folder] for folder in folders})
     tokenizer = tokenizer_files(folders)
-    copied = _taken(root, given, config) | tokenizer
-    _check(copied.values(), (root, *given, root.parent), boundary)
+    copied = _taken([*own], folders, given, config) | tokenizer
+    _check(copied.values(), within)
     code = [name for name in copied if name.endswith(".py")]
     run = {ABOVE: (root.parent, boundary.including(root.parent))}
-    run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(parts, start=2)}
+    run |= {f"folder {n} of the checkpoint": one for n, one in enumerate(nodes.items(), start=2)}
     stating = {by: _stating(*one, code) for by, one in run.items()}
     run_configs = dict(_configs(root, run, stating))
     if before is not None:
@@ -177,23 +180,28 @@ def find_sidecars(
         tuple(_missing(config, tokenizer, copied)),
         base=None if base is None else real(base),
         base_card="" if base is None else read_card(base),
-        base_config=_find_config(root, given, boundary),
+        base_config=_find_config(root, {folder: within[folder] for folder in given}),
         run_configs=run_configs,
         folders={
             THE_CHECKPOINT: _stating(root, boundary.including(root), code),
             **stating,
             BASE: {} if base is None else _stating(base, boundary.including(base), code),
         },
+        nodes=tuple(by for by in run if by != ABOVE),
         above=root.parent,
     )
 
 
-def _taken(root: Path, given: Sequence[Path], config: ConfigFile | None) -> _Files:
+def _taken(
+    own: Sequence[Path],
+    folders: Sequence[Path],
+    given: Sequence[Path],
+    config: ConfigFile | None,
+) -> _Files:
     """What comes with a config and a tokenizer, each kind whole from one folder."""
-    folders = [root, root.parent, *given]
-    copied = _present(root, (README,))
+    copied = _first_of(_present(folder, (README,)) for folder in own)
     copied |= _first_of(_present(folder, (GENERATION_CONFIG,)) for folder in folders)
-    copied |= _first_of(_license_files(folder) for folder in (root, *given))
+    copied |= _first_of(_license_files(folder) for folder in (*own, *given))
     copied |= _first_of(_sentence_transformers_files(folder) for folder in folders)
     if config is not None:
         around = [config.path.parent, *folders]
@@ -217,7 +225,7 @@ def _configs(
 ) -> Iterator[tuple[str, ConfigFile]]:
     """The configs in the other folders of a run."""
     for by, (folder, within) in run.items():
-        config = _find_config(root, [folder] if CONFIG in stating[by] else [], within)
+        config = _find_config(root, {folder: within} if CONFIG in stating[by] else {})
         if config is not None:
             yield by, config
 
@@ -273,11 +281,10 @@ def read_card(folder: Path) -> str:
     return "" if end is None else "\n".join(lines[:end])
 
 
-def _check(paths: Iterable[Path], folders: Sequence[Path], boundary: Boundary) -> None:
+def _check(paths: Iterable[Path], folders: Mapping[Path, Boundary]) -> None:
     """Refuse a file that is too large, or leads out of the first of the folders it lies in."""
-    within = {folder: boundary.including(folder) for folder in folders}
     for path in paths:
-        next(within[folder] for folder in folders if path.is_relative_to(folder)).check(path)
+        next(one for folder, one in folders.items() if path.is_relative_to(folder)).check(path)
         if (nbytes := version(path).nbytes) > _COPIED_NBYTES_MAX:
             raise DamagedCheckpointError(
                 "is too large for a file of its kind",
@@ -288,12 +295,12 @@ def _check(paths: Iterable[Path], folders: Sequence[Path], boundary: Boundary) -
             )
 
 
-def _find_config(root: Path, folders: Sequence[Path], boundary: Boundary) -> ConfigFile | None:
+def _find_config(root: Path, folders: Mapping[Path, Boundary]) -> ConfigFile | None:
     """The first config; an unreadable one above the checkpoint counts as none: it may be any."""
-    for folder in folders:
+    for folder, within in folders.items():
         path = folder / CONFIG
         if is_file(path):
-            boundary.including(folder).check(path)
+            within.check(path)
             try:
                 content = read_json_object(path)
             except DamagedCheckpointError:
