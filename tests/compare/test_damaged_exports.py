@@ -53,6 +53,11 @@ def zeroed(*where: slice) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def pruned(tensor: torch.Tensor) -> torch.Tensor:
+    """The smallest of a matrix's weights made zero."""
+    return tensor * (tensor.abs() > tensor.abs().flatten().quantile(0.1))
+
+
 def permuted(tensor: torch.Tensor) -> torch.Tensor:
     order = torch.randperm(len(tensor), generator=torch.Generator().manual_seed(1))
     return tensor[order]
@@ -204,12 +209,13 @@ def test_values_too_large_for_float16_are_a_conversion_error(tmp_path: Path) -> 
         ),
         (each(QUERY, torch.rand_like), f"Cannot tell: nothing in common ({QUERY})"),
         (each("mlp", torch.rand_like), "Cannot tell: nothing in common ("),
+        (each("proj", pruned), "Cannot tell: zeros here and there in A alone, as after pruning"),
         (
             each(QUERY, lambda t: t + 2 * t.std() * torch.randn_like(t)),
             "Cannot tell: little in common (cosine 0.",
         ),
     ],
-    ids=["no norm", "renamed", "one other", "many others", "a noisy one"],
+    ids=["no norm", "renamed", "one other", "many others", "pruned", "a noisy one"],
 )
 def test_what_no_one_explanation_covers_is_not_concluded(
     damage: Damage, words: str, pair: Path, tmp_path: Path

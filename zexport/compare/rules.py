@@ -143,7 +143,7 @@ def _reshaped(models: Models, tensor: TensorDiff) -> Evidence:
 
 
 def _coarse(models: Models, tensor: TensorDiff) -> Evidence:
-    """What training began from may have been quantized, or cut off."""
+    """What training began from may have been quantized, cut off or pruned."""
     return Evidence.UNKNOWN if tensor.side is models.trained else Evidence.NOTHING
 
 
@@ -163,6 +163,7 @@ _RULES: Mapping[Kind, Evidence | Callable[[Models, TensorDiff], Evidence]] = {
     Kind.SCALED: _scaled,
     Kind.SHIFTED: Evidence.ERROR,
     Kind.ZEROED: _zeroed,
+    Kind.PRUNED: _coarse,
     Kind.CONSTANT: _constant,
     Kind.REORDERED: Evidence.ERROR,
     Kind.EXCHANGED: Evidence.ERROR,

@@ -66,15 +66,15 @@ class SecondLook(Struct):
             return tensor.kind, tensor.side
         if tensor.kind in (Kind.UNRELATED, Kind.RESHAPED) and self._is_transposed(pair):
             return Kind.TRANSPOSED, None
-        if tensor.kind not in (Kind.UNRELATED, Kind.MOVED, Kind.ZEROED):
+        if tensor.kind not in (Kind.UNRELATED, Kind.MOVED, Kind.PRUNED, Kind.ZEROED):
             return tensor.kind, tensor.side
         if self.misses < _MISSES_MAX and self.sums[pair].rows_apart > 1:
             if self._is_reordered(pair):
                 return Kind.REORDERED, None
             self.misses += 1
-        is_moved, is_zeroed = tensor.kind is Kind.MOVED, tensor.kind is Kind.ZEROED
-        looks = (
-            (Kind.COARSE, self._coarse, is_moved),
+        is_zeroed = tensor.kind is Kind.ZEROED
+        looks = (  # of few numbers many are zero
+            (Kind.COARSE, self._coarse, tensor.kind in (Kind.MOVED, Kind.PRUNED)),
             (Kind.LIMITED, self._limited, not is_zeroed),
         )
         found = ((kind, side) for kind, look, is_due in looks if is_due and (side := look(pair)))

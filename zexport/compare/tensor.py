@@ -25,6 +25,8 @@ _NUMEL_MIN = ROW_NUMEL_MIN
 _RUN_MIN = 16
 _LOST_SHARE_MIN = 0.25
 """What was zeroed was of the size of the rest; what was rounded to zero was small."""
+_PRUNED_SHARE_MIN = 0.05
+"""Training makes no weight zero; rounding does so to few."""
 _SHIFT = 1.0
 """What Gemma's norms are kept less, and the norms of others are not."""
 _EXACT = 1e-6
@@ -67,6 +69,8 @@ class Kind(Enum):
     SHIFTED = "shifted"
     ZEROED = "zeroed"
     """Zeros, in rows or blocks, on one side alone."""
+    PRUNED = "pruned"
+    """Zeros, here and there, on one side alone."""
     CONSTANT = "constant"
     """One number over and over on one side alone."""
     REORDERED = "reordered"
@@ -235,6 +239,8 @@ def _pattern(tensor: TensorDiff, sums: PairSums) -> tuple[Kind, Side | None] | N
     for side in Side:
         if _is_zeroed(sums, side, is_matrix=tensor.is_matrix):
             return Kind.ZEROED, side
+        if tensor.is_matrix and sums.lost(side).count >= _PRUNED_SHARE_MIN * sums.finite:
+            return Kind.PRUNED, side
     if _is_scaled(tensor, sums, is_constant=bool(constant)):
         return Kind.SCALED, None
     return None

@@ -129,6 +129,7 @@ _WORDS = {
     Kind.SCALED: "A is {factor:.2g} times B",
     Kind.SHIFTED: "A is B {shift:+.2g}",
     Kind.ZEROED: "blocks of zeros in {side} alone",
+    Kind.PRUNED: "zeros here and there in {side} alone, as after pruning",
     Kind.CONSTANT: "one number in every place, in {side} alone",
     Kind.REORDERED: "rows stand in another order",
     Kind.EXCHANGED: "A has the values of another tensor of B",
