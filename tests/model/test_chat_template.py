@@ -99,3 +99,19 @@ def test_an_export_tells_of_it(tmp_path: Path) -> None:
     root = put(save(small_model(), Run(), tmp_path / "run" / "root"), jinja=ONE, config=OTHER)
     report = consolidate(root, tmp_path / "out")
     assert any("files differ in the chat template" in told for told in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% for m in messages %}{{ m }}", "for: 1 in what begins but 0 in what ends"),
+        ("{%- for m in messages -%}{# {% if #}{{ m if m }}{%- endfor -%}", ""),
+        ("{% for m in conversation %}{{ m }}{% endfor %}", "no messages"),
+    ],
+)
+def test_a_template_that_is_cut_off_or_of_something_else_is_told(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    warnings = told(put(tmp_path / "run" / "root", jinja=text)).warnings
+    assert len(warnings) == bool(words)
+    assert all(words in one for one in warnings)

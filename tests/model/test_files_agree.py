@@ -16,6 +16,7 @@ from zexport.model.config import ConfigFile
 from zexport.model.config_facts import label_statements
 from zexport.model.sidecars import find_sidecars
 from zexport.model.special_tokens import (
+    behind_statements,
     end_statements,
     id_statements,
     lacking_statements,
@@ -791,3 +792,64 @@ def test_positions_that_kinds_of_layers_rotate_otherwise_are_told(root: Path) ->
     (warning,) = warned(root)
     assert "full_attention.rope_theta 10000.0 in the checkpoint's but 7777.0 in" in warning
     assert "sliding" not in warning
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"temperature": 0.0, "do_sample": True}, "temperature 0.0 in"),
+        ({"temperature": 0.0}, ""),
+        ({"repetition_penalty": 0}, "repetition_penalty 0 in"),
+        ({"top_k": 0, "top_p": 1, "do_sample": True, "num_beams": 1}, ""),
+        ({"max_new_tokens": -1}, "max_new_tokens -1 in"),
+    ],
+)
+def test_settings_that_nothing_is_generated_with_are_told(
+    root: Path, setting: dict[str, object], told: str
+) -> None:
+    warnings = warned(put(root, generation_config=setting))
+    assert len(warnings) == bool(told)
+    assert all(told in one for one in warnings)
+
+
+def byte_level(root: Path, **changed: object) -> Path:
+    """A tokenizer of bytes as GPT-2's are, and what else is in it."""
+    words = {f"\u0120{letter}": number for number, letter in enumerate("abcdefghijklmnopqrst")}
+    content = json.loads((tokenizer(root, words) / "tokenizer.json").read_text())
+    both = {"pre_tokenizer": {"type": "ByteLevel"}, "decoder": {"type": "ByteLevel"}}
+    return put(root, tokenizer={**content, **both, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, ""),
+        ({"decoder": None}, "what joins tokens"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "what cuts texts"),
+    ],
+)
+def test_a_mark_of_words_that_no_step_makes_or_takes_back_is_told(
+    root: Path, changed: dict[str, object], told: str
+) -> None:
+    warnings = warned(byte_level(root, **changed))
+    assert len(warnings) == bool(told)
+    assert all(told in one for one in warnings)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("is_embedding", [False, True])
+def test_a_decoder_whose_tokenizer_ends_every_text_is_told(
+    root: Path, architecture: str, *, is_embedding: bool
+) -> None:
+    content = json.loads((tokenizer(root, WORDS, "</s>") / "tokenizer.json").read_text())
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>"}}]
+    around = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+    put(root, tokenizer={**content, "post_processor": around})
+    put(root, tokenizer_config={"eos_token": "</s>"})
+    put(root, **({"modules": []} if is_embedding else {}))
+    found = find_sidecars(root)
+    config = ConfigFile(root, {"architectures": [architecture]})
+    files = {**found.copied, **({"modules.json": root} if is_embedding else {})}
+    told = judge(behind_statements(files, config), root).warnings
+    assert len(told) == (architecture == "LlamaForCausalLM" and not is_embedding)
+    assert all("'</s>' in the post_processor of tokenizer.json" in one for one in told)

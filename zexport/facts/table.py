@@ -109,6 +109,11 @@ class Fact(AnyFact):
         "a word ends a text wherever it is made: take its number out of eos_token_id, or give the "
         "tokenizer that was trained with",
     )
+    END_BEHIND = warned_of(
+        "what is put behind every text",
+        "the tokenizer ends every text, and nothing is generated after that: take it out, unless "
+        "the model is one that embeds",
+    )
     END_FORCED = warned_of(
         "token that a text is made to end with",
         "generation_config.json has a text end with another token than the one that ends it: take "
@@ -119,6 +124,10 @@ class Fact(AnyFact):
         "tokens that a generation config has made and forbids",
         "generation_config.json forbids the token that ends a text, and so none ends: take it out "
         "of suppress_tokens and bad_words_ids",
+    )
+    SETTING_RANGE = warned_of(
+        "settings of generating, beside what they may be",
+        "generation_config.json has a setting with which generating ends in an error: mend it",
     )
     UNUSED_SETTING = noted(
         "settings of sampling, where nothing is sampled",
@@ -134,6 +143,10 @@ class Fact(AnyFact):
         "chat template",
         "files differ in the chat template, and the export has the first of these: take care that "
         "it is the one that was trained with",
+    )
+    TEMPLATE_WHOLE = warned_of(
+        "what a chat template consists of",
+        "the chat template is not whole, or of no conversation: give the one that was trained with",
     )
     BASE_TEMPLATE = noted(
         "chat template of the base",
@@ -152,6 +165,11 @@ class Fact(AnyFact):
     TOKENIZER_LEFT = warned_of(
         "what a tokenizer was left with, which changes every text",
         "the tokenizer was left with what is for a training or for other texts: take it out",
+    )
+    TOKENIZER_MARK = warned_of(
+        "mark of a word's beginning, in the tokens and in the steps around them",
+        "the tokens of tokenizer.json mark where words begin, and no step makes the mark, or takes "
+        "it back: give the tokenizer that was trained with",
     )
     TOKEN_FLAG = warned_of(
         "how an added token is found in a text",

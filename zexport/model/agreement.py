@@ -30,18 +30,19 @@ from zexport.model.config_facts import (
     unstated_statements,
 )
 from zexport.model.fit import ModelNames, NamesUnknown
+from zexport.model.generation import generation_statements
 from zexport.model.hub_cache import hub_id_of
 from zexport.model.sidecars import Sidecars
 from zexport.model.special_tokens import (
     added_statements,
+    behind_statements,
     end_statements,
-    generation_statements,
     id_statements,
     lacking_statements,
     number_statements,
     pad_statements,
 )
-from zexport.model.vocabulary import vocabulary_statements
+from zexport.model.vocabulary import mark_statements, vocabulary_statements
 
 
 def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[Statement]:
@@ -55,6 +56,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from lacking_statements(sidecars.copied)
     yield from generation_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars.copied, sidecars.folders)
+    yield from mark_statements(sidecars.copied)
     yield from file_statements(sidecars)
     yield from node_statements(sidecars)
     yield from above_statements(sidecars)
@@ -105,5 +107,6 @@ def model_facts(
         if config is not None and config.path != other.path:
             yield from unstated_statements(config, other, by, defaults)
     yield from end_statements(sidecars.copied, config)
+    yield from behind_statements(sidecars.copied, config)
     yield from id_statements(sidecars.copied, config)
     yield from label_statements(config)

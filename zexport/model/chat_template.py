@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,6 +31,14 @@ _MARK = re.compile(r"<\|[\w-]{1,64}\|>|<(?:start|end)_of_\w{1,64}>|<\uff5c[^\uff
 
 _MARKS_MAX = 64
 
+_ASIDE = re.compile(
+    r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}", re.DOTALL
+)
+"""What is no template within one."""
+
+_TAG = re.compile(r"\{%[-+]?\s*((?:end)?(?:if|for|macro))\b")
+_TAGS = ("if", "for", "macro")
+
 
 def template_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The template of what is copied, and those of all folders that were looked at.
@@ -42,6 +51,7 @@ def template_statements(sidecars: Sidecars) -> Iterator[Statement]:
     by = f"the export's {name}" if name else "the export"
     for fact in (Fact.CHAT_TEMPLATE, Fact.BASE_TEMPLATE):
         yield Statement(fact, own, by)
+    yield from _whole(sidecars.copied)
     for folder, files in sidecars.folders.items():
         fact = Fact.BASE_TEMPLATE if folder == BASE and written else Fact.CHAT_TEMPLATE
         for name, template in _templates(files):
@@ -70,9 +80,31 @@ def _more(files: Files) -> dict[str, str]:
 
 def marks(files: Files) -> tuple[str, list[str]]:
     """The file of the template that counts, and what in it looks like special tokens."""
-    texts = ((name, _read(files[name])) for name in TEMPLATE_FILES if name in files)
-    name, text = next(((n, text) for n, text in texts if text.strip()), ("", ""))
+    name, text = _that_counts(files)
     return name, sorted({*_MARK.findall(text)})[:_MARKS_MAX]
+
+
+def _that_counts(files: Files) -> tuple[str, str]:
+    """The file of the template that goes before others, and its text."""
+    texts = ((name, _read(files[name])) for name in TEMPLATE_FILES if name in files)
+    return next(((name, text) for name, text in texts if text.strip()), ("", ""))
+
+
+def _whole(files: Files) -> Iterator[Statement]:
+    """How often the template that counts begins something, and ends it; and of what it tells.
+
+    Source: jinja 3.1, ``parser.py``; transformers 5.23, ``utils/chat_template_utils.py``.
+    """
+    name, text = _that_counts(files)
+    if not name:
+        return
+    tags = Counter(_TAG.findall(_ASIDE.sub("", text)))
+    for tag in _TAGS:
+        yield Statement(Fact.TEMPLATE_WHOLE, tags[tag], "what begins", f"{name}, {tag}:")
+        yield Statement(Fact.TEMPLATE_WHOLE, tags[f"end{tag}"], "what ends", f"{name}, {tag}:")
+    if "messages" not in text:
+        yield Statement(Fact.TEMPLATE_WHOLE, "no messages", name)
+        yield Statement(Fact.TEMPLATE_WHOLE, "messages", "what it is given")
 
 
 def _templates(files: Files) -> Iterator[tuple[str, str]]:

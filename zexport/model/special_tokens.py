@@ -20,7 +20,7 @@ from zexport.filenames import (
 )
 from zexport.model.chat_template import marks
 from zexport.model.config import ConfigFile
-from zexport.model.sidecars import Files
+from zexport.model.sidecars import MODULES, Files
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
 from zexport.store.json import Json, JsonObject
 
@@ -32,11 +32,11 @@ _END_OF_TURN = re.compile(
 _OF_INPUTS = re.compile(r"\w*(?:image|video|audio|vision|speech)\w*_token_(?:id|index)")
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_ID = re.compile(r"(?P<name>(?!eos_|pad_)\w+_token)_(?:id|index)")
+_EMBEDDING = {MODULES, "cls_token", "sep_token"}
+"""Files, or settings of a tokenizer, of models that make no texts."""
+
 _LACKING_MAX = 64
 """More of them tell nothing more, and looking for each reads the whole vocabulary."""
-
-_SAMPLING = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, 50)}
-"""Settings that only sampling goes by, with the values that say nothing."""
 
 _ENDING_TEXT = "<|endoftext|>"
 _OF_CLASS = {
@@ -120,7 +120,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
     if is_generating and "eos_token_id" not in stated[GENERATION_CONFIG]:
         stated |= {f"{CONFIG}, {key}": table for key, table in _language_models(content)}
-    ends = {by: _numbers(table.get("eos_token_id")) for by, table in stated.items()}
+    ends = {by: numbers_in(table.get("eos_token_id")) for by, table in stated.items()}
     if is_generating:  # else nothing ends
         yield from _words_that_end(files, ends)
     named = _text(table_of(files, TOKENIZER_CONFIG).get(_END))
@@ -132,7 +132,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     for by in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         token = _text(table_of(files, by).get(_END))
         if token:
-            ends[f"{by} ({token})"] = _numbers(_number_of(token, files))
+            ends[f"{by} ({token})"] = numbers_in(_number_of(token, files))
             break
     template, used = marks(files)
     turns = _numbers_of(filter(_END_OF_TURN.fullmatch, used), files)
@@ -145,6 +145,22 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
         yield Statement(Fact.END_TOKEN, numbers or None, by)
 
 
+def behind_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement]:
+    """The token that ends a text, put behind every text: nothing is generated after it."""
+    settings = table_of(files, TOKENIZER_CONFIG)
+    is_decoder = any(c.endswith("ForCausalLM") for c in (config.architectures if config else ()))
+    if not is_decoder or {*files, *settings} & _EMBEDDING:
+        return
+    end = _text(settings.get(_END))
+    behind = {
+        f"add_eos_token of {TOKENIZER_CONFIG}": settings.get("add_eos_token") is True,
+        f"the post_processor of {TOKENIZER}": end in read_tokenizer(files).behind_texts,
+    }
+    for by in (by for by, is_put in behind.items() if is_put):
+        yield Statement(Fact.END_BEHIND, repr(end), by)
+        yield Statement(Fact.END_BEHIND, "nothing", "what texts are generated from")
+
+
 def _words_that_end(files: Files, ends: Mapping[str, list[int]]) -> Iterator[Statement]:
     """The tokens that end a text, where they are words among special tokens."""
     tokenizer = read_tokenizer(files)
@@ -155,27 +171,6 @@ def _words_that_end(files: Files, ends: Mapping[str, list[int]]) -> Iterator[Sta
             for by in (by for by, numbers in ends.items() if number in numbers):
                 yield Statement(Fact.END_WORD, f"{number} ends a text", by, repr(token))
             yield Statement(Fact.END_WORD, "a word", TOKENIZER, repr(token))
-
-
-def generation_statements(files: Files) -> Iterator[Statement]:
-    """What a generation config says of tokens that it forbids, and of sampling.
-
-    Source: transformers 5.23, ``generation/configuration_utils.py`` (``validate``).
-    """
-    table = table_of(files, GENERATION_CONFIG)
-    ends, words = _numbers(table.get("eos_token_id")), table.get("bad_words_ids")
-    alone = [word for word in words if len(_numbers(word)) == 1] if isinstance(words, list) else []
-    forbidden = {*_numbers(table.get("suppress_tokens")), *chain(*map(_numbers, alone))}
-    if ends and forbidden.issuperset(ends):
-        yield Statement(Fact.END_FORBIDDEN, ends, "eos_token_id")
-        yield Statement(Fact.END_FORBIDDEN, "none of these", "what may be made")
-    if ends and (forced := _numbers(table.get("forced_eos_token_id"))):
-        yield Statement(Fact.END_FORCED, ends, "eos_token_id")
-        yield Statement(Fact.END_FORCED, forced, "forced_eos_token_id")
-    for key, neutral in _SAMPLING.items() if table.get("do_sample") is False else ():
-        if (value := table.get(key)) not in (None, *neutral):
-            yield Statement(Fact.UNUSED_SETTING, "not sampled", "do_sample", key)
-            yield Statement(Fact.UNUSED_SETTING, value, key, key)
 
 
 def _language_models(content: Mapping[str, Json]) -> Iterator[tuple[str, JsonObject]]:
@@ -318,7 +313,7 @@ def _in_vocabulary(token: str, found: Tokenizer, then: bytes) -> list[bytes]:
     return re.findall(rb"(?<!\\)(?:%b)\s*%b" % (name, then), vocabulary)
 
 
-def _numbers(value: Json) -> list[int]:
+def numbers_in(value: Json) -> list[int]:
     """One number or several, in order; what is below zero means none."""
     several = value if isinstance(value, list) else [value]
     return sorted({number for number in several if isinstance(number, int) and number >= 0})

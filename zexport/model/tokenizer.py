@@ -103,11 +103,27 @@ class Tokenizer(Struct, frozen=True):
         return {}
 
     @property
+    def _posts(self) -> list[object]:
+        """What is done to the tokens of a text, step by step."""
+        steps = _of(self.post_processor, "processors")
+        return steps if isinstance(steps, list) else [self.post_processor]
+
+    @property
+    def behind_texts(self) -> list[str]:
+        """The tokens that are put behind every text."""
+        found: list[str] = []
+        for step in self._posts:
+            single = _of(step, "single")
+            for one in single if isinstance(single, list) else ():
+                token = _of(_of(one, "SpecialToken"), "id")
+                found = [*found, token] if isinstance(token, str) else []
+        return found
+
+    @property
     def around_texts(self) -> dict[str, int]:
         """The tokens that are put around every text, with the numbers that are put there."""
-        steps = _of(self.post_processor, "processors")
         found: dict[str, int] = {}
-        for step in steps if isinstance(steps, list) else [self.post_processor]:
+        for step in self._posts:
             tokens = _of(step, "special_tokens")
             for token, one in tokens.items() if isinstance(tokens, Mapping) else ():
                 ids = _of(one, "ids")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 
 import msgspec
 from msgspec import Raw, Struct
@@ -35,6 +37,15 @@ _COMMAS_MAX = 1_000_000
 _GIVEN = "--"
 """What the names of model folders begin with that training began from."""
 
+_MARKS = {"\u0120": [b"ByteLevel"], "\u2581": [b"Metaspace"]}
+"""What tokens have where a word begins, with the steps that know it by another name.
+
+Source: tokenizers 0.23, ``pre_tokenizers/byte_level.rs`` and ``metaspace.rs``.
+"""
+
+_MARKED_MIN = 16
+"""Fewer tokens may begin with a letter like that."""
+
 _BETWEEN = b' \t\r\n",[]\\'
 """What stands between letters of merges, in JSON and in lines."""
 
@@ -45,6 +56,24 @@ class _Vocabulary(Struct, frozen=True):
     by: str
     tokens: dict[str, int]
     rules: dict[str, str | None]
+
+
+def mark_statements(files: Files) -> Iterator[Statement]:
+    """The mark that tokens have where a word begins, and what makes it and takes it back."""
+    tokenizer = read_tokenizer(files)
+    steps = {
+        "what cuts texts": bytes(tokenizer.normalizer) + bytes(tokenizer.pre_tokenizer),
+        "what joins tokens": bytes(tokenizer.decoder),
+    }
+    for mark, makers in _MARKS.items():
+        forms = [form.encode() for form in (mark, json.dumps(mark)[1:-1])]
+        begins = re.compile(rb'"(?:%b)' % b"|".join(map(re.escape, forms)))
+        found = islice(begins.finditer(memoryview(tokenizer.model.vocab)), _MARKED_MIN)
+        is_marked = len([*found]) == _MARKED_MIN
+        for by, step in steps.items() if is_marked else ():
+            is_made = any(maker in step for maker in (*makers, *forms))
+            yield Statement(Fact.TOKENIZER_MARK, "known", "the vocabulary", repr(mark))
+            yield Statement(Fact.TOKENIZER_MARK, "known" if is_made else "unknown", by, repr(mark))
 
 
 def vocabulary_statements(
