@@ -536,6 +536,62 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_to_it(
     assert old.exists()
 
 
+def test_a_checkpoint_that_its_run_removes_while_it_is_staged_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written for it is a third of it, and nobody would come back for that."""
+    from zexport.beside import hollowing
+
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    old = trainers_run(run)
+    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
+    kept = shutil.copytree(old, tmp_path / "kept")
+    fill = hollowing.fill
+
+    def as_the_run_removes(*given: Any) -> None:
+        fill(*given)
+        shutil.rmtree(old)
+
+    monkeypatch.setattr(hollowing, "fill", as_the_run_removes)
+    with pytest.raises(CheckpointError, match="No such file"):
+        prune(old, outs / "checkpoint-2")
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    shutil.move(kept, old)
+
+    def and_is_killed(*given: Any) -> None:
+        as_the_run_removes(*given)
+        os._exit(9)
+
+    monkeypatch.setattr(hollowing, "fill", and_is_killed)
+    if (child := os.fork()) == 0:
+        prune(old, outs / "checkpoint-2")
+    os.waitpid(child, 0)
+    assert (run / "pruned-checkpoint-2.partial").exists()
+    options = WatchOptions(once=True, prune=True, keep_resumable=1)
+    assert [*watch(run, outs, options)] == []
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+
+
+def test_a_watch_tells_a_rotation_from_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zexport.beside import watch as beside
+
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    old = trainers_run(run)
+    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
+    start = beside.start_prune
+
+    def after_the_run(*given: Any) -> Any:
+        shutil.rmtree(old)
+        return start(*given)
+
+    monkeypatch.setattr(beside, "start_prune", after_the_run)
+    (one,) = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
+    assert (one.event, one.code) == (EventKind.NOT_PRUNED, 0)
+    assert one.why == "the run removed it meanwhile"
+
+
 @pytest.mark.parametrize("case", ["z0_w2_bf16", "uni_z2_w2_bf16_odd"])
 def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(case: str, tmp_path: Path) -> None:
     old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt")

@@ -9,7 +9,7 @@ exports as before at every moment, unless its note says that all of it is to go.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from zexport.ranges.extents import paths_of
 from zexport.resume.pruned import Rewriting
 from zexport.run.execute import Progress, fill
 from zexport.run.receipts import drop_unfinished
+from zexport.run.staging import clear_up
 from zexport.store.contents import write_durably
 from zexport.store.files import reading, sync_path, writing
 from zexport.store.folders import (
@@ -69,12 +70,24 @@ def stage(
         drop_unfinished(partial)
     if own:
         fill(_plan(opened, place, own), partial, progress)
+    with reading(place.tag_dir):
+        links = {view / path.name: real(path) for path in children(place.tag_dir)}
     with writing(partial):
         make_folder(view)
-        for path in children(place.tag_dir):
-            if not exists(view / path.name):
-                point(real(path), view / path.name)
+        for link, path in links.items():
+            if not exists(link):
+                point(path, link)
     return [Path(one.file.filename).name for one in own]
+
+
+def unstage(place: Place, error: BaseException) -> None:
+    """Keep what was staged for the next call, or nothing where the run has removed the folder."""
+    partial, _ = workplaces(place.target)
+    if exists(place.folder):
+        clear_up(partial, error)
+        return
+    with suppress(OSError):  # as in the way of the error itself
+        remove(partial)
 
 
 def _plan(opened: ZeroCheckpoint, place: Place, own: Sequence[Rewriting]) -> ExportPlan:

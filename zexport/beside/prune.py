@@ -22,6 +22,7 @@ from zexport.beside.hollowing import (
     prove,
     rename,
     stage,
+    unstage,
 )
 from zexport.beside.prunable import (
     Place,
@@ -40,13 +41,12 @@ from zexport.printable import brief, some
 from zexport.resume.pruned import Rewriting, without_moments
 from zexport.run.execute import Progress
 from zexport.run.manifest import MANIFEST_NAME, read_manifest
-from zexport.run.staging import clear_up
 from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version
 from zexport.store.folders import absolute
 from zexport.store.json import JsonObject, Natural, form_of
-from zexport.store.publish import locked, workplaces
+from zexport.store.publish import locked
 from zexport.store.versions import Version
 
 OnProgress = Callable[[Progress], None]
@@ -271,7 +271,7 @@ class _Job:
             renamed = rename(self.places, self._noted)
         except BaseException as error:  # Ctrl-C too: then finished files stay
             for one in self.places:
-                clear_up(workplaces(one.target)[0], error)
+                unstage(one, error)
             raise
         sizes = {
             Path(one.file.filename).name: Sizes(one.nbytes_before, one.file.nbytes)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zexport.beside.ledger import Ledger
 from zexport.beside.prunable import check_prunable, newest_of, place_of
 from zexport.beside.sightings import Sighting
-from zexport.checkpoint.pruned import NOTE, pruned_name
+from zexport.checkpoint.pruned import NOTE, PREFIX, pruned_name
 from zexport.errors import UsageError, ZexportError
 from zexport.options import ExportOptions
 from zexport.store.address import Address
 from zexport.store.boundary import Boundary
-from zexport.store.folders import exists, matching
-from zexport.store.publish import workplaces
+from zexport.store.files import writing
+from zexport.store.folders import exists, matching, remove
+from zexport.store.publish import locked, workplaces
 
 _AGAIN_S = 60.0
 """So long after nothing was found, the same checkpoints are looked at again, older by then."""
@@ -44,6 +46,11 @@ def words_of_prune(run: Path, export: ExportOptions) -> tuple[str, ...]:
     return (*words, *([f"--adapter-config={config}"] if config is not None else []))
 
 
+def is_gone(run: Path, name: str) -> bool:
+    """Whether a run has removed a checkpoint, pruned or not, as a rotation does at any moment."""
+    return not (exists(run / name) or exists(pruned_name(run / name)))
+
+
 class Pruner:
     """What is left to be pruned of a run, but for so many of its newest checkpoints.
 
@@ -69,9 +76,20 @@ class Pruner:
         marks = frozenset(one.mark for one in seen.values())
         if marks == self._seen and time.monotonic() < self._until:
             return None
+        self._sweep(run)
         found = next(self._left(run), None) or next(self._may_go(seen), None)
         self._seen, self._until = (None, 0.0) if found else (marks, time.monotonic() + _AGAIN_S)
         return found
+
+    def _sweep(self, run: Path) -> None:
+        """Remove what killed prunings have written for checkpoints that are gone since."""
+        there = matching(run, f"{PREFIX}*")
+        for name in self._ledger.entries if there else ():
+            target = pruned_name(run / name)
+            partial, _ = workplaces(target)
+            if partial in there and is_gone(run, name):
+                with suppress(ZexportError), locked(target, seconds=0), writing(partial):
+                    remove(partial)
 
     def _left(self, run: Path) -> Iterator[Path]:
         """What a pruning that was stopped has renamed already."""

@@ -25,7 +25,7 @@ from zexport.beside.lookout import Lookout
 from zexport.beside.past import Past
 from zexport.beside.pins import Pin, pins_folder
 from zexport.beside.places import check_places
-from zexport.beside.pruning import Pruner, words_of_prune
+from zexport.beside.pruning import Pruner, is_gone, words_of_prune
 from zexport.beside.shelf import Shelf
 from zexport.beside.sightings import look
 from zexport.beside.words import made_with, words_of
@@ -364,6 +364,9 @@ class _Work:
             return replace(event, nbytes_freed=told.nbytes_freed)
         if self.pruner is not None:
             self.pruner.failed(event.checkpoint, self.lookout.seen)
+            if is_gone(self.lookout.run, event.checkpoint):
+                why = "the run removed it meanwhile"
+                return replace(event, event=EventKind.NOT_PRUNED, why=why)
         return replace(event, event=EventKind.NOT_PRUNED, failure=told.error)
 
     def _ran(self, event: WatchEvent, code: int) -> WatchEvent:
