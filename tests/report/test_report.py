@@ -28,6 +28,7 @@ from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
 from zexport.report.text import duration, folded, near, near_text, plural, print_table, size
 from zexport.run.execute import ExportReport, Phase, Progress
+from zexport.store.address import Address
 from zexport.store.json import form_of
 
 NUMBER = {"type": "integer", "minimum": 0}
@@ -172,6 +173,8 @@ def test_paths_are_told_as_they_are_typed_from_here(
     assert [*map(near, paths)] == ["../../run", "m", "../m", f"{tmp_path.parent}/m"]
     monkeypatch.chdir("/")
     assert near_text(told) == told
+    for address in ("s3://bucket/model", Address("s3://bucket/model")):
+        assert near(address) == "s3://bucket/model"
 
 
 def test_words_follow_their_number() -> None:

@@ -79,11 +79,10 @@ def print_line(console: Console, text: str = "", style: str = "") -> None:
 
 def near(path: Path | str) -> str:
     """A path as it is typed from here, where it lies below the working folder or what ``..`` is."""
-    path = Path(path)
     for folder, typed in _starts():
-        if path.is_relative_to(folder):
-            return str(Path(typed, path.relative_to(folder)))
-    return str(path)
+        if Path(path).is_relative_to(folder):
+            return str(Path(typed, Path(path).relative_to(folder)))
+    return str(path)  # an address, too, which a path would have one slash of
 
 
 def _starts() -> Iterator[tuple[Path, str]]:
