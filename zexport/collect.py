@@ -170,11 +170,12 @@ def _with_adapters(found: Collected, part: Weights) -> Collected:
     ``part`` are the weights by the names of the training, which tell what modules were targeted.
     """
     checkpoint, options = found.checkpoint, found.options
-    mode = adapter_mode(checkpoint, found.weights, options)
+    has_config = found.sidecars.config is not None
+    mode = adapter_mode(checkpoint, found.weights, options, has_config=has_config)
     if mode is not None:
         check_renamed(part, found.weights)
-    has_config = found.sidecars.config or found.sidecars.source
-    if options.layout is NameLayout.HUB and (mode or has_config):
+    is_known = has_config or found.sidecars.source
+    if options.layout is NameLayout.HUB and (mode or is_known):
         weights, parts = found.weights.without_inner_wrappers()
         told = (f"{part!r}, which a wrapper put into names, was left out of them" for part in parts)
         found = structs.replace(found, weights=weights, notes=(*found.notes, *told))

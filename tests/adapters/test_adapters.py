@@ -283,6 +283,22 @@ def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
     assert verified.ok
 
 
+@pytest.mark.parametrize("where", ["--base", "the checkpoint"])
+def test_no_adapter_of_unknown_kind_is_put_beside_a_models_config(
+    where: str, tmp_path: Path
+) -> None:
+    """Accelerate saves no adapter_config.json. Such a folder loads, with none of its weights."""
+    trained = train(tmp_path, "plain", "zero3")
+    (trained.checkpoint / "adapter_config.json").unlink()
+    base = trained.base if where == "--base" else None
+    if base is None:
+        (trained.base / "config.json").rename(trained.checkpoint / "config.json")
+    with pytest.raises(NotACheckpointError, match=r"has no adapter_config.json.*--adapter-config"):
+        consolidate(trained.checkpoint, tmp_path / "out", ExportOptions(base=base))
+    options = ExportOptions(base=base, layout=NameLayout.MEMORY)
+    consolidate(trained.checkpoint, tmp_path / "as_stored", options)
+
+
 def test_a_configuration_that_is_given_may_have_any_name(tmp_path: Path) -> None:
     """If it is one."""
     trained = train(tmp_path, "plain")

@@ -53,12 +53,13 @@ class Adapter(Struct, frozen=True):
 
 
 def adapter_mode(
-    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
+    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions, *, has_config: bool
 ) -> AdapterMode | None:
     """What is to become of the adapters; ``None`` for a checkpoint that is no peft model's.
 
     Names as they are in memory are nothing to work on: then a peft model is like any other. So is
-    one of which nothing says what its adapters are, unless the options say what to make of them.
+    one of which nothing says what its adapters are, unless the options say what to make of them, or
+    the model has a config (``has_config``): with that the folder would load, and with no weight.
     """
     if not is_peft(stored, adapter_places(checkpoint, options)):
         if options.adapter is AdapterMode.AUTO and options.adapter_name is None:
@@ -80,7 +81,8 @@ def adapter_mode(
         )
     if options.adapter is not AdapterMode.AUTO:
         return options.adapter
-    if not any(_config_of(name, checkpoint, options) for name in adapters_in(stored)):
+    is_told = any(_config_of(name, checkpoint, options) for name in adapters_in(stored))
+    if not (is_told or has_config):
         return None
     return AdapterMode.KEEP if options.base is None else AdapterMode.MERGE
 
