@@ -35,6 +35,23 @@ def test_other_keys_are_noted() -> None:
     assert "max_position_embeddings 8 in the checkpoint's config.json but 16 in the base's" in note
 
 
+@pytest.mark.parametrize("key", ["sliding_window", "attn_logit_softcapping"])
+def test_null_is_a_statement_where_it_says_that_a_model_has_none(key: str) -> None:
+    """Mistral 7B has a window in 0.1, and none in 0.2; the weights' shapes are the same."""
+    for one, other in ((None, 4096), (4096, None)):
+        (refused,) = judged({key: one}, {key: other}).refused
+        assert f"{key} {'null' if one is None else one} in the checkpoint's" in str(refused)
+    assert not judged({key: None}, {key: None}).refused
+    assert not judged({}, {key: None}).refused
+
+
+def test_a_window_that_is_not_used_is_none() -> None:
+    """As Qwen 2.5 has it on the hub, and as transformers saves that."""
+    hub: dict[str, object] = {"sliding_window": 131072, "use_sliding_window": False}
+    assert not judged({"sliding_window": None, "use_sliding_window": False}, hub).refused
+    assert judged({"sliding_window": None}, hub | {"use_sliding_window": True}).refused
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -94,6 +111,13 @@ def test_a_key_that_one_config_leaves_to_the_class_is_a_statement_too(is_asked: 
     )
     assert "rms_norm_eps" in told
     assert "in the base's, which leaves it" in unstated(stated, {}, is_asked=is_asked)
+
+
+def test_a_class_that_has_what_a_config_says_there_is_none_of_is_told_of() -> None:
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    assert "sliding_window 4096 in config.json, which leaves it" in unstated(
+        mistral, mistral | {"sliding_window": None}
+    )
 
 
 @pytest.mark.parametrize(

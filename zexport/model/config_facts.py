@@ -44,6 +44,9 @@ _PLACEHOLDER = re.compile(r"LABEL_\d+")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _NOTHING = "nothing"
 
+_NONE = re.compile(r"sliding_window|\w+_softcapping")
+"""Keys of which null says that the model has none, and not that the class decides."""
+
 _CHUNKS = re.compile(r"(?:chunk|patch|image|crop|pool|batch)_\w*size\w*")
 """Sizes of what is put in, which may be others from run to run."""
 
@@ -100,7 +103,7 @@ def _unless_usual(key: str, stated: object) -> object:
 
 def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
     """What a config says of how its model is built, and how that rotates positions."""
-    built = {key: value for key, value in table.items() if _fact_of(key) is Fact.BASE_CONFIG}
+    built = {key: _said(table, key) for key in table if _fact_of(key) is Fact.BASE_CONFIG}
     built.pop("model_type", None)
     said = any(table.get(key) for key in ROPE)
     return built | (rope_of(table) if said else {})
@@ -125,10 +128,16 @@ def _both(one: ConfigFile, other: ConfigFile) -> Iterator[tuple[Fact, str, tuple
     for about, first, second in _tables(one.content, other.content):
         for key in sorted(first.keys() & second.keys()):
             if (fact := _fact_of(key)) is not None:
-                yield fact, about + key, (first[key], second[key])
+                yield fact, about + key, (_said(first, key), _said(second, key))
         ropes = rope_of(first), rope_of(second)
         for key in sorted(ropes[0].keys() & ropes[1].keys()):
             yield Fact.BASE_ROPE, about + key, (ropes[0][key], ropes[1][key])
+
+
+def _said(table: Mapping[str, Json], key: str) -> Json:
+    """What a config says under a key; a window that is not used is none (Qwen 2)."""
+    is_off = key == "sliding_window" and table.get("use_sliding_window") is False
+    return "null" if _NONE.fullmatch(key) and (is_off or table[key] is None) else table[key]
 
 
 def dtype_statements(config: ConfigFile | None) -> Iterator[Statement]:
