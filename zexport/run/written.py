@@ -79,10 +79,11 @@ def check_opens(path: Path, file: FilePlan) -> None:
     """
     if is_safetensors(file.filename):
         found = _names_by_library(path, file.filename)
-        holds = found == {tensor.name for tensor in file.tensors}
+        names = {tensor.name for tensor in file.tensors}
+        holds = len(found) == len(names) and names.issuperset(found)
     else:
         tensors = read_written(path, file.filename).tensors
-        found = set(tensors)
+        found = [*tensors]
         planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
         holds = planned == {n: (t.dtype, t.shape, t.offset) for n, t in tensors.items()}
     if not holds:
@@ -94,12 +95,12 @@ def check_opens(path: Path, file: FilePlan) -> None:
         )
 
 
-def _names_by_library(path: Path, filename: str) -> set[str]:
+def _names_by_library(path: Path, filename: str) -> list[str]:
     try:
         if isinstance(path, Address):
-            return set(read_written(path, filename).tensors)
+            return [*read_written(path, filename).tensors]
         with reading(path, VerificationError), safe_open(path, framework="np") as opened:
-            return {qualified(filename, name) for name in opened.keys()}  # noqa: SIM118
+            return [qualified(filename, name) for name in opened.keys()]  # noqa: SIM118
     except SafetensorError as cause:
         raise VerificationError(
             "was written, but the safetensors library cannot open it", path=path, found=str(cause)
