@@ -6,6 +6,7 @@ side by side.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +20,12 @@ from blake3 import blake3
 from isal import isal_zlib
 from msgspec.structs import replace
 
-from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.plan.plan import FilePlan
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import Statistics
 from zexport.run.begin import Workplace
 from zexport.run.pieces import Buffers, Chunk, Piece, TensorReader, chunks, convert
-from zexport.run.receipts import Receipt
+from zexport.run.receipts import DIGEST_NBYTES, Receipt
 from zexport.run.shares import Stretch
 from zexport.store.files import OutputFile, open_output, writing
 
@@ -116,6 +117,8 @@ class _Turn:
 
 
 _Scheduled: TypeAlias = "tuple[_StretchWriter, Chunk, _Turn]"
+_Split: TypeAlias = tuple[int, Piece, memoryview, Statistics]
+"""A piece of the tensor of an index, its bytes as written, and what was seen of its values."""
 
 
 def _announced(schedule: Iterator[_Scheduled], reader: TensorReader) -> Iterator[_Scheduled]:
@@ -171,19 +174,19 @@ class FrameWriter:
 
     def __init__(self, output: OutputFile, file: FilePlan) -> None:
         self._output = output
-        self._names = [tensor.name for tensor in file.tensors]
-        self._crc32s: dict[str, int] = {}
-        self._pieces = file.frame.pieces(self._crc32s[name] for name in self._names)
+        self._crc32s = array("Q", bytes(8 * len(file.tensors)))
+        self._is_known = bytearray(len(file.tensors))
+        self._pieces = file.frame.pieces(iter(self._crc32s))
         self._digest = blake3()
         self._passed = 0
         self._lock = Lock()
         self._write_next()
 
-    def passed(self, name: str, crc32: int) -> None:
-        """All bytes of a tensor are known."""
+    def passed(self, index: int, crc32: int) -> None:
+        """All bytes of the file's tensor of this index are known."""
         with self._lock:
-            self._crc32s[name] = crc32
-            while self._passed < len(self._names) and self._names[self._passed] in self._crc32s:
+            self._crc32s[index], self._is_known[index] = crc32, True
+            while self._is_known.startswith(b"\1", self._passed):
                 self._passed += 1
                 self._write_next()
 
@@ -195,7 +198,7 @@ class FrameWriter:
 
     def file_digest(self, digests: bytes) -> str:
         """BLAKE3 of the frame, now that it is whole, and of its tensors' digests, end to end."""
-        if self._passed != len(self._names):
+        if self._passed != len(self._crc32s):
             raise AssertionError(f"{self._output.path}: its frame is not whole")
         return self._digest.update(digests).hexdigest()
 
@@ -207,8 +210,8 @@ class _StretchWriter:
         self.stretch = stretch
         self._reader = reader
         self._edges = stretch.edges
-        self._digests: dict[tuple[str, int], bytes] = {}
-        self._crc32s: dict[tuple[str, int], int] = {}
+        self._digests = bytearray(DIGEST_NBYTES * len(stretch.tensors))
+        self._crc32s = array("Q", bytes(8 * len(stretch.tensors)))
         self._remarkable: dict[str, Statistics] = {}
         self._lock = Lock()
         self._split = self._passed()
@@ -233,51 +236,44 @@ class _StretchWriter:
             finally:
                 pool.put(buffers)
 
-    def _convert(
-        self, chunk: Chunk, buffers: Buffers
-    ) -> list[tuple[Piece, memoryview, Statistics]]:
+    def _convert(self, chunk: Chunk, buffers: Buffers) -> list[_Split]:
         """Fill the chunk; whole tensors are done with, the pieces of others are returned."""
         begin = chunk.offset
         split = []
-        for piece in chunk.pieces:
+        for index, piece in enumerate(chunk.pieces, chunk.index):
             position = piece.offset - begin
             out = buffers.out[position : position + piece.nbytes]
             statistics = convert(piece, self._reader, buffers.stored, out, self._ledger)
             if piece.is_whole:
-                self._note(piece.tensor, self._passed().add(out, statistics))
+                self._note(index, self._passed().add(out, statistics))
             else:
-                split.append((piece, out, statistics))
+                split.append((index, piece, out, statistics))
         return split
 
-    def _take_split(self, split: list[tuple[Piece, memoryview, Statistics]]) -> None:
+    def _take_split(self, split: list[_Split]) -> None:
         """Add pieces to what is made of the tensor that goes on from chunk to chunk."""
-        for piece, out, statistics in split:
+        for index, piece, out, statistics in split:
             if piece.first == 0:
                 self._split = self._passed()
             self._split.add(out, statistics)
             if piece.last == piece.tensor.numel:
-                self._note(piece.tensor, self._split)
+                self._note(index, self._split)
 
-    def _note(self, tensor: TensorPlan, passed: _Passed) -> None:
-        key, name = (tensor.name, tensor.offset), tensor.name
-        self._digests[key] = passed.digest()
-        self._crc32s[key] = passed.crc32
+    def _note(self, index: int, passed: _Passed) -> None:
+        at, name = DIGEST_NBYTES * index, self.stretch.tensors[index].name
+        self._digests[at : at + DIGEST_NBYTES] = passed.digest()
+        self._crc32s[index] = passed.crc32
         if passed.seen.is_remarkable or name in self._edges:
             with self._lock:
                 before = self._remarkable.get(name, Statistics())
                 self._remarkable[name] = before + passed.seen
         if self._frame is not None:
-            self._frame.passed(name, passed.crc32)
+            self._frame.passed(index, passed.crc32)
 
     def complete(self) -> Receipt:
         """What was written; a whole file is complete with it."""
-        keys = [(tensor.name, tensor.offset) for tensor in self.stretch.tensors]
-        receipt = Receipt(
-            b"".join(self._digests[key] for key in keys),
-            tuple(self._crc32s[key] for key in keys),
-            self._remarkable,
-            self._ledger.ranges(),
-        )
+        crc32s, ranges = tuple(self._crc32s), self._ledger.ranges()
+        receipt = Receipt(bytes(self._digests), crc32s, self._remarkable, ranges)
         if self._frame is None:
             return receipt
         with writing(self._output.path):

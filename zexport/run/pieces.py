@@ -42,9 +42,14 @@ class Piece(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True):
-    """Pieces that follow one another in the output, with room for what stands between them."""
+    """Pieces that follow one another in the output, with room for what stands between them.
+
+    Each is of the tensor behind that of the piece before it; ``index`` is the first one's place
+    among all tensors.
+    """
 
     pieces: tuple[Piece, ...]
+    index: int
     is_last: bool
 
     @property
@@ -88,8 +93,8 @@ def chunks(tensors: Sequence[TensorPlan], chunk_nbytes: int) -> Iterator[Chunk]:
     """
     limit = _room(chunk_nbytes)
     gathered: list[Piece] = []
-    used = end = 0
-    for tensor in tensors:
+    used = end = begin = 0
+    for index, tensor in enumerate(tensors):
         each, first = _element_nbytes(tensor), 0
         used += tensor.offset - end if gathered else 0
         while first < tensor.numel or first == 0:
@@ -101,10 +106,10 @@ def chunks(tensors: Sequence[TensorPlan], chunk_nbytes: int) -> Iterator[Chunk]:
             if first == tensor.numel:
                 break
             if gathered:
-                yield Chunk(tuple(gathered), is_last=False)
-            gathered, used = [], 0
+                yield Chunk(tuple(gathered), begin, is_last=False)
+            gathered, used, begin = [], 0, index
         end = tensor.offset + tensor.nbytes
-    yield Chunk(tuple(gathered), is_last=True)
+    yield Chunk(tuple(gathered), begin, is_last=True)
 
 
 def _element_nbytes(tensor: TensorPlan) -> int:

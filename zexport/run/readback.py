@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
 from typing import ParamSpec, Self
 
 from zexport.errors import VerificationError
-from zexport.plan.plan import FilePlan, TensorPlan
+from zexport.plan.plan import FilePlan
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.progress import Meter
@@ -87,8 +87,8 @@ class Checks:
             with writing(path), open_input(path) as written:
                 written.forget()
         running = [
-            self._submit(_check_tensors, path, tensors, digests, on_bytes)
-            for tensors, digests in _batches(stretch, receipt)
+            self._submit(_check_tensors, path, stretch, receipt, batch, on_bytes)
+            for batch in _batches(stretch)
         ]
         if stretch.is_whole:
             running.append(self._submit(_check_frame, path, stretch.file, receipt))
@@ -119,20 +119,16 @@ class Checks:
             future.result()
 
 
-def _batches(stretch: Stretch, receipt: Receipt) -> Iterator[tuple[list[TensorPlan], list[str]]]:
-    """The tensors and their digests, in runs that are worth a task of their own."""
-    batch: list[TensorPlan] = []
-    digests: list[str] = []
-    nbytes = 0
-    for tensor, digest in zip(stretch.tensors, receipt.tensor_digests(), strict=True):
-        batch.append(tensor)
-        digests.append(digest)
+def _batches(stretch: Stretch) -> Iterator[range]:
+    """Its tensors, by their places, in runs that are worth a task of their own."""
+    first = nbytes = 0
+    for last, tensor in enumerate(stretch.tensors, 1):
         nbytes += tensor.nbytes
-        if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_TENSORS:
-            yield batch, digests
-            batch, digests, nbytes = [], [], 0
-    if batch:
-        yield batch, digests
+        if nbytes >= _BATCH_NBYTES or last - first == _BATCH_TENSORS:
+            yield range(first, last)
+            first, nbytes = last, 0
+    if first < len(stretch.tensors):
+        yield range(first, len(stretch.tensors))
 
 
 def _check_frame(path: Path, file: FilePlan, receipt: Receipt) -> None:
@@ -146,15 +142,14 @@ def _check_frame(path: Path, file: FilePlan, receipt: Receipt) -> None:
 
 
 def _check_tensors(
-    path: Path,
-    tensors: Sequence[TensorPlan],
-    digests: Sequence[str],
-    on_bytes: Callable[[int], None],
+    path: Path, stretch: Stretch, receipt: Receipt, batch: range, on_bytes: Callable[[int], None]
 ) -> None:
+    tensors = stretch.tensors[batch.start : batch.stop]
     ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
     with writing(path):
         read = digest_ranges(path, ranges, on_bytes=on_bytes)
-    for tensor, found, expected in zip(tensors, read, digests, strict=True):
+    expected_digests = receipt.tensor_digests(batch.start, batch.stop)
+    for tensor, found, expected in zip(tensors, read, expected_digests, strict=True):
         if found != expected:
             raise _not_as_written(path, f"BLAKE3 {found} for {tensor.name}", expected)
 

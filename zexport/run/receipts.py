@@ -41,7 +41,7 @@ from zexport.store.folders import (
 )
 from zexport.store.json import JsonObject
 
-_DIGEST_NBYTES = 32
+DIGEST_NBYTES = 32
 _ENTRY = ".json"
 _PLAN = "plan"
 _PART = "part "
@@ -63,10 +63,11 @@ class Receipt(Struct, frozen=True):
     blake3: str = ""
     changed_ns: int | None = None
 
-    def tensor_digests(self) -> Iterator[str]:
-        """The digests of the tensors, in file order."""
-        for at in range(0, len(self.digests), _DIGEST_NBYTES):
-            yield self.digests[at : at + _DIGEST_NBYTES].hex()
+    def tensor_digests(self, first: int = 0, last: int | None = None) -> Iterator[str]:
+        """The digests of the tensors, in file order: of all, or from one's place to another's."""
+        stop = len(self.digests) if last is None else last * DIGEST_NBYTES
+        for at in range(first * DIGEST_NBYTES, stop, DIGEST_NBYTES):
+            yield self.digests[at : at + DIGEST_NBYTES].hex()
 
 
 class Compared(Struct, frozen=True):
