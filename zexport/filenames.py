@@ -24,5 +24,8 @@ Source: transformers 5.23, ``modeling_utils.py`` (``_get_resolved_checkpoint_fil
 """
 SOURCE_SIDECAR = "zexport_source.json"
 
+MANIFEST_NAME = "zexport_manifest.json"
+"""What says that a folder is an export, and which: it is written last."""
+
 RECEIPTS = ".zexport_journal"
 """A folder within an unfinished one, which is an export's by it; never part of the finished one."""

@@ -11,10 +11,10 @@ from blake3 import blake3
 
 from zexport import __version__
 from zexport.errors import VerificationError
+from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding, FindingKind
 from zexport.ranges.dtypes import DType
 from zexport.run.manifest import (
-    MANIFEST_NAME,
     FileEntry,
     SourceEntry,
     TensorEntry,

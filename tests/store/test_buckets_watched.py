@@ -21,7 +21,7 @@ from zexport.beside import watch as watching
 from zexport.beside.events import EventKind
 from zexport.beside.jobs import Job, start_export
 from zexport.errors import OutputError
-from zexport.run.manifest import MANIFEST_NAME
+from zexport.filenames import MANIFEST_NAME
 
 ONCE = WatchOptions(once=True)
 OFTEN = WatchOptions(interval_s=0.1)

@@ -9,8 +9,8 @@ import pytest
 import zexport
 from tests.support.buckets import BUCKET, Server
 from zexport.errors import CheckpointError, OutputError
+from zexport.filenames import MANIFEST_NAME
 from zexport.options import ExportOptions, ReshardOptions
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.address import Address
 from zexport.store.contents import read_edition, rewrite
 

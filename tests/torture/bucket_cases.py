@@ -19,8 +19,8 @@ from typing import TypeAlias
 import zexport
 from tests.support.buckets import BUCKET, Server, serving
 from zexport.errors import ZexportError
+from zexport.filenames import MANIFEST_NAME
 from zexport.options import ExportOptions
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.objects import forget_listings
 
 Outcome: TypeAlias = "dict[str, bytes] | str"

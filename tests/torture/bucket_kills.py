@@ -13,8 +13,8 @@ from msgspec import Struct
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server, serving
 from tests.support.checkpoints import Model, Run, save, values
+from zexport.filenames import MANIFEST_NAME
 from zexport.options import ExportOptions, ReshardOptions
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.objects import forget_listings
 
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from zexport.beside.newest import Age
 from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
-from zexport.run.manifest import MANIFEST_NAME, read_manifest
+from zexport.filenames import MANIFEST_NAME
+from zexport.run.manifest import read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address, place
 from zexport.store.contents import read_edition, read_whole, rewrite, write_durably

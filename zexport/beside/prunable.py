@@ -17,10 +17,10 @@ from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
 from zexport.checkpoint.pruned import NOTES, original_name, pruned_name
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.errors import OutputError, UnsupportedError, VerificationError
-from zexport.filenames import SOURCE_SIDECAR
+from zexport.filenames import MANIFEST_NAME, SOURCE_SIDECAR
 from zexport.options import AdapterMode, ExportDType, ExportOptions
 from zexport.printable import some
-from zexport.run.manifest import MANIFEST_NAME, Manifest
+from zexport.run.manifest import Manifest
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading, version
 from zexport.store.folders import (

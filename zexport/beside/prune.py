@@ -36,11 +36,12 @@ from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
 from zexport.errors import OutputError, VerificationError
+from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
 from zexport.resume.pruned import Rewriting, without_moments
 from zexport.run.execute import Progress
-from zexport.run.manifest import MANIFEST_NAME, read_manifest
+from zexport.run.manifest import read_manifest
 from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version

@@ -14,7 +14,8 @@ from zexport.beside.hollowing import delete, doom
 from zexport.beside.prunable import Place, check_nothing_else, place_of
 from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, read_note
 from zexport.errors import CheckpointError, OutputError, VerificationError
-from zexport.run.manifest import MANIFEST_NAME, read_manifest
+from zexport.filenames import MANIFEST_NAME
+from zexport.run.manifest import read_manifest
 from zexport.store.address import place
 from zexport.store.contents import read_whole
 from zexport.store.files import writing

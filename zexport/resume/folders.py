@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.location import LATEST, Framework, Location
 from zexport.checkpoint.trainer_state import last_epoch
+from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import SideFile
 from zexport.printable import some
 from zexport.store.contents import read_json_object
@@ -44,7 +45,6 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_\d+\.pkl")
 _SCHEDULER = re.compile(r"scheduler(_\d+)?\.bin")
-_MANIFEST = "zexport_manifest.json"
 
 
 def beside(
@@ -86,9 +86,9 @@ def beside(
 
 def _around(location: Location) -> Iterator[Path]:
     """The files of the checkpoint's folder that are none of a tag's."""
-    skipped = {*location.tags, location.tag, *LATEST, _MANIFEST, "gathered"}
+    skipped = {*location.tags, location.tag, *LATEST, MANIFEST_NAME, "gathered"}
     for path in children(location.root):
-        if path.name in skipped or path.name.startswith(".") or exists(path / _MANIFEST):
+        if path.name in skipped or path.name.startswith(".") or exists(path / MANIFEST_NAME):
             continue  # another tag, or what zexport has written here
         for file in leaves(path) if is_folder(path) else (path,):
             location.boundary.check(file)

@@ -12,11 +12,12 @@ from blake3 import blake3
 from msgspec import Struct, structs
 
 from zexport.errors import CheckpointError, OutputError, UnsafeError
+from zexport.filenames import MANIFEST_NAME
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
 from zexport.printable import some
-from zexport.run.manifest import MANIFEST_NAME, FileEntry, check_inside
+from zexport.run.manifest import FileEntry, check_inside
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
 from zexport.run.receipts import Begun, Receipts

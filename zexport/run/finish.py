@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.errors import OutputError
+from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding, FindingKind
 from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
@@ -18,13 +19,7 @@ from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
 from zexport.ranges.ledger import Range
 from zexport.run.begin import Workplace, write_file, write_sides
-from zexport.run.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    SourceEntry,
-    TensorEntry,
-    new_manifest,
-)
+from zexport.run.manifest import FileEntry, SourceEntry, TensorEntry, new_manifest
 from zexport.run.part import FrameWriter
 from zexport.run.pieces import TensorReader
 from zexport.run.receipts import Receipt

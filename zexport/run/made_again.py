@@ -13,19 +13,13 @@ from msgspec import Struct
 
 from zexport import __version__
 from zexport.errors import VerificationError
+from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import ExportPlan, TensorPlan
 from zexport.ranges.ahead import announced, in_order
 from zexport.ranges.ledger import Ledger
 from zexport.run.begin import entry_of
 from zexport.run.finish import source_entries
-from zexport.run.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    SourceEntry,
-    is_as_written,
-    read_manifest,
-)
+from zexport.run.manifest import FileEntry, Manifest, SourceEntry, is_as_written, read_manifest
 from zexport.run.pieces import Buffers, FileReader, TensorReader, convert, pieces
 from zexport.run.progress import Meter
 from zexport.run.shares import Share, shares_of

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from zexport import __version__
 from zexport.errors import VerificationError
+from zexport.filenames import MANIFEST_NAME
 from zexport.findings import Finding
 from zexport.ranges.dtypes import DType
 from zexport.store.contents import read_regular
 from zexport.store.json import Json, Natural, plain_of
 
-MANIFEST_NAME = "zexport_manifest.json"
 SCHEMA = 1
 _NBYTES_MAX = 128 << 20
 

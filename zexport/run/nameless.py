@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 
 from zexport.errors import OutputError
-from zexport.filenames import CONFIG
+from zexport.filenames import CONFIG, MANIFEST_NAME
 from zexport.model.hub_cache import GivenBase
 from zexport.options import AdapterMode, NameLayout, RecordedOptions
 from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.run.execute import ExportReport
 from zexport.run.made_again import looks_made
-from zexport.run.manifest import MANIFEST_NAME, Manifest, is_as_written, read_manifest
+from zexport.run.manifest import Manifest, is_as_written, read_manifest
 from zexport.run.progress import Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.receipts import drop_receipts

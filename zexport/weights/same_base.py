@@ -19,7 +19,7 @@ from zexport.checkpoint.location import Location
 from zexport.errors import ZexportError
 from zexport.facts.statements import Statement, disagreements
 from zexport.facts.table import OF_BASE, Fact
-from zexport.filenames import ADAPTER_CONFIG, CONFIG
+from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.card import base_named
 from zexport.model.config import ConfigFile
@@ -35,7 +35,6 @@ from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
 from zexport.weights.base import Base, base_of, read_base
 
-_MANIFEST = "zexport_manifest.json"
 _OF_OPTIMIZER = "optim_states"
 """In the names of files that hold what was trained."""
 
@@ -237,7 +236,7 @@ def _history(
     if is_hub_id(made_of) and plain_name(made_of) == plain_name(named.name):
         yield Statement(Fact.BASE_MADE_OF, str(named), named.by)
         yield Statement(Fact.BASE_MADE_OF, f"a model made of {made_of}", "the card of the base")
-    path = base / _MANIFEST
+    path = base / MANIFEST_NAME
     try:
         content = read_json_object(path) if is_file(path) else {}
     except ZexportError:
@@ -250,7 +249,7 @@ def _history(
         is_run = run == location.name.rpartition("/")[0]
         if (is_same or is_run) and options.get("adapter") == AdapterMode.MERGE.value:
             fact = Fact.BASE_MERGED if is_same else Fact.BASE_OF_RUN
-            by = f"the base, as its {_MANIFEST} says"
+            by = f"the base, as its {MANIFEST_NAME} says"
             yield Statement(fact, "an adapter to be merged", f"the checkpoint {location.name}")
             yield Statement(fact, f"the adapter of {of.get('folder')}, merged", by)
 
