@@ -187,7 +187,7 @@ def _interrupted(*_: object, **__: object) -> ExportReport:
 
 
 def test_finishing_where_no_part_was_is_refused(plan: ExportPlan) -> None:
-    with pytest.raises(OutputError, match="has no parts beside it that are to be finished"):
+    with pytest.raises(OutputError, match="has no parts that are to be finished"):
         finish_parts(plan)
 
 

@@ -21,11 +21,10 @@ from tests.support.checkpoints import Model, Run, save, values
 from tests.support.real_cases import copied, file_of
 from zexport.cli.main import cli
 from zexport.errors import DamagedCheckpointError, OutputError
-from zexport.filenames import RECEIPTS
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.findings import FindingKind
 from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.run import receipts
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.shares import Share
 from zexport.store import client, objects
 from zexport.store.address import Address
@@ -261,7 +260,9 @@ def test_overwriting_removes_the_old_manifest_before_all_else(
     other = save(Model([{"w": values((3, 4), 1)}]), Run(stage=2), tmp_path / "other")
     zexport.consolidate(other, out, _OVERWRITE)
     changes = [one for one in server.requests if one.method in ("PUT", "POST", "DELETE")]
-    assert changes[0].method == "POST"
+    noted, removed, *_ = changes
+    assert noted.key.endswith(f"{name}/{RECEIPTS}/plan")
+    assert (removed.method, removed.query) == ("POST", "delete")
     assert set(server.get(name)) == {"model.safetensors", "README.md", MANIFEST_NAME}
     command = [sys.executable, "-m", "zexport", "consolidate", str(other), out, "--overwrite"]
     env = {**os.environ, **server.environment}
@@ -420,7 +421,7 @@ def test_parts_are_finished_by_hand_unless_a_shard_was_replaced(
     obstore.put(server.store, shard, content)
     zexport.finish_export(out)
     assert zexport.verify_export(out, against=run).ok
-    with pytest.raises(OutputError, match="has no parts beside it"):
+    with pytest.raises(OutputError, match="has no parts that are to be"):
         zexport.finish_export(out)
 
 

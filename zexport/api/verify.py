@@ -18,19 +18,19 @@ from zexport.errors import (
     UsageError,
     VerificationError,
 )
-from zexport.filenames import CONFIG
+from zexport.filenames import CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, checks_arguments
 from zexport.plan.plan import ExportPlan
 from zexport.printable import shell_word
 from zexport.run import verify
-from zexport.run.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zexport.run.manifest import Manifest, read_manifest
 from zexport.run.verify import VerifyReport
 from zexport.store.address import place
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder
-from zexport.store.publish import unfinished_work
+from zexport.store.publish import check_finished
 
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
 
@@ -98,15 +98,7 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
     """Refuse what is no folder that can be read whole; without a manifest, it is not gone into."""
     hint = "Check its permissions, and that nothing is writing there"
     with reading(out_dir, VerificationError, hint):
-        if (work := unfinished_work(out_dir)) is not None:
-            partial, name = work
-            raise VerificationError(
-                "is not finished",
-                path=name,
-                found=f"unfinished work in {partial}",
-                hint="Run the command that makes it again: it goes on from there; where all parts "
-                f"are written, type zexport finish {shell_word(name)}",
-            )
+        check_finished(out_dir, VerificationError)
         if not is_folder(out_dir):
             raise VerificationError(
                 "is not a folder" if exists(out_dir) else "does not exist",

@@ -50,7 +50,7 @@ from zexport.store.address import Address
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import absolute, child_folders, exists, is_file, is_folder, matching
-from zexport.store.publish import is_unfinished
+from zexport.store.publish import check_finished
 
 _NUMBERS = re.compile(r"\d+")
 _CHECK = "Check the path and its permissions"
@@ -119,6 +119,7 @@ def locate_named(path: Path, tag: str, *, follow_symlinks: bool = False) -> tupl
 
 def _folder(path: Path) -> Path:
     path = absolute(path)  # not resolve(): messages should say what the user wrote
+    check_finished(path, NotACheckpointError)
     if not is_folder(path):
         what = "is a file, not a checkpoint folder" if exists(path) else "does not exist"
         pruned = pruned_name(path)
@@ -282,12 +283,6 @@ def _check_any(path: Path, tag: str | None = None) -> None:
         )
     if checkpoints:
         return
-    if is_unfinished(path):
-        raise NotACheckpointError(
-            "is unfinished work of zexport, which has another name once it is complete",
-            path=path,
-            hint="Run the same command again; where all parts are written, zexport finish OUT",
-        )
     if finished := _finished(path):
         raise NotACheckpointError(
             "holds a finished model, no ZeRO checkpoint",

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import CheckpointError, DamagedCheckpointError
-from zexport.filenames import ADAPTER_FILE
+from zexport.filenames import ADAPTER_FILE, MANIFEST_NAME
 from zexport.formats.safetensors_file import read_header, read_index
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
@@ -19,10 +19,10 @@ from zexport.plan.plan import SourceFile
 from zexport.printable import shell_word
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
+from zexport.store.publish import check_finished
 from zexport.weights.base import weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"
@@ -100,6 +100,7 @@ def has_rank_files(path: Path) -> bool:
 def open_weights(path: Path) -> ModelWeights:
     """What a model folder, or one safetensors file, holds; headers and an index alone are read."""
     with reading(path, hint="Check its permissions, and that nothing is writing there"):
+        check_finished(path, CheckpointError)
         return _open_weights(path)
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from zexport.errors import OutputError
-from zexport.filenames import RECEIPTS
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
@@ -27,7 +27,6 @@ from zexport.run.begin import Workplace, begin_together, check_copied, without_w
 from zexport.run.execute import ExportReport, PartReport, compare, report_of_part
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
-from zexport.run.manifest import MANIFEST_NAME
 from zexport.run.nameless import publish_made
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
@@ -38,7 +37,7 @@ from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
 from zexport.store.address import Address, local_path
 from zexport.store.files import writing
-from zexport.store.folders import exists, is_file, is_folder, make_folder
+from zexport.store.folders import children, exists, is_file, is_folder, make_folder
 from zexport.store.json import JsonObject
 from zexport.store.publish import (
     locked,
@@ -48,6 +47,7 @@ from zexport.store.publish import (
     parts_at_work,
     publish,
     restore,
+    unfinished_work,
     workplaces,
 )
 from zexport.weights.proof import WeightReader
@@ -248,11 +248,15 @@ def requested(out_dir: Path) -> JsonObject:
 
 
 def _no_parts(target: Path) -> OutputError:
-    return OutputError(
-        "has no parts beside it that are to be finished",
-        path=target,
-        hint="If the folder is there, it is complete; else name the OUT that the parts were given",
-    )
+    found, hint = "no receipts of parts", "Name the OUT that the parts were given"
+    if unfinished_work(target) is not None:
+        found = "unfinished work of one process"
+        hint = "Run the command that makes it again, without --part: it goes on from there"
+    elif is_file(target / MANIFEST_NAME):
+        found, hint = "a complete folder", "It needs nothing more"
+    expected = "what consolidate --part or reshard --part has left"
+    problem = "has no parts that are to be finished"
+    return OutputError(problem, path=target, found=found, expected=expected, hint=hint)
 
 
 def _check_content(plan: ExportPlan, target: Path) -> None:
@@ -261,13 +265,16 @@ def _check_content(plan: ExportPlan, target: Path) -> None:
         check_content(target, overwrite=plan.overwrite, is_checkpoint=plan.form.is_checkpoint)
         return
     with writing(target):
-        is_begun = is_folder(target / RECEIPTS) and not is_file(target / MANIFEST_NAME)
-        is_free = is_begun or not exists(target)
-    if not is_free:
+        is_free = unfinished_work(target) is not None or not exists(target)
+        names = [path.name for path in ([] if is_free else children(target))]
+    if names:
         raise OutputError(
             "is not empty, and in object storage no part of an export may empty it",
             path=target,
-            hint="Remove what is there, or choose another name for the output",
+            found=some(names),
+            expected="nothing, or what parts of this export have left",
+            hint="Choose another name for the output; or run the command once without --part, and "
+            "with --overwrite, which replaces an older model",
         )
 
 

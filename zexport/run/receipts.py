@@ -17,11 +17,13 @@ from blake3 import blake3
 from msgspec import Struct, convert, to_builtins
 from msgspec.structs import astuple
 
+from zexport import __version__
 from zexport.errors import OutputError
 from zexport.filenames import RECEIPTS
 from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
+from zexport.printable import shown, some
 from zexport.ranges.casts import Statistics
 from zexport.ranges.ledger import Range
 from zexport.run.manifest import FileEntry
@@ -31,6 +33,7 @@ from zexport.store.contents import read_whole, write_durably
 from zexport.store.files import changed_ns, version, writing
 from zexport.store.folders import (
     children,
+    exists,
     is_file,
     is_folder,
     leaves,
@@ -45,6 +48,8 @@ DIGEST_NBYTES = 32
 _ENTRY = ".json"
 _PLAN = "plan"
 _PART = "part "
+_TOLD = ("checkpoint", "options", "settings", "universal")
+"""What a manifest says of the checkpoint, and of what was chosen for an export or a resharding."""
 
 
 class Receipt(Struct, frozen=True):
@@ -98,6 +103,7 @@ class Receipts:
         self._paths = [source.path for source in plan.sources]
         self._digest = digest
         self._unproven = _unproven(plan)
+        self._choices = _choices(plan)
         self._side_names = {side.filename for side in plan.side_files}
         with writing(self._folder):
             make_folder(self._folder)
@@ -114,7 +120,8 @@ class Receipts:
         return self.need_begun()
 
     def _of_plan(self, begun: Begun) -> dict[str, object]:
-        return {"plan": self._digest.whole, "unproven": self._unproven, **to_builtins(begun)}
+        table = {"plan": self._digest.whole, "unproven": self._unproven}
+        return table | {"choices": self._choices, **to_builtins(begun)}
 
     def begun(self) -> Begun | None:
         """What the folder was begun with, for this very plan; ``None`` where it is not begun."""
@@ -122,13 +129,23 @@ class Receipts:
             return None
         is_same = (table["plan"], table["unproven"]) == (self._digest.whole, self._unproven)
         if not (is_same and table["side_files"].keys() <= self._side_names):
-            raise OutputError(
-                "was begun for another plan",
-                path=self._folder.parent,
-                hint="Run the same command, with the same versions, on the same checkpoint; or "
-                "remove the folder to begin anew",
-            )
+            raise self._other(table.get("choices", {}))
         return convert(table, Begun)
+
+    def _other(self, begun: Mapping[str, str]) -> OutputError:
+        """A refusal that names what the folder was begun with, and this plan has otherwise."""
+        own = self._choices
+        names = [name for name in own if begun.get(name, own[name]) != own[name]]
+        by = f"zexport {begun['zexport']}" if "zexport" in names else "the same versions"
+        return OutputError(
+            "was begun for another plan",
+            path=self._folder.parent,
+            found=some([f"{name} {begun[name]}" for name in names]) or "the same options",
+            expected=some([f"{name} {own[name]}" for name in names])
+            or "also the same files, and what this transformers says of them",
+            hint=f"Run the same command, with {by}, on the same checkpoint; or remove the folder "
+            "to begin anew",
+        )
 
     def need_begun(self) -> Begun:
         """The same; the folder has to be begun."""
@@ -266,6 +283,14 @@ def _unproven(plan: ExportPlan) -> list[list[str | int | None]]:
     ]
 
 
+def _choices(plan: ExportPlan) -> dict[str, str]:
+    """What a plan was made with and of, by which users know it from another."""
+    told = {name: plan.provenance.get(name) or {} for name in _TOLD}
+    given = (convert(one, dict[str, Any]).items() for one in told.values())
+    choices = {"zexport": __version__} | {name: value for one in given for name, value in one}
+    return {name: shown(value) for name, value in choices.items()}
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     """What was noted; ``None`` where nothing was, or it is not whole."""
     try:
@@ -295,15 +320,30 @@ def drop_unfinished(folder: Path) -> None:
 
 
 def _clear(folder: Path, is_kept: Callable[[str], bool]) -> None:
-    """Remove all below a folder that is not kept, and the folders that this leaves empty."""
-    for path in list(leaves(folder)):
-        if is_kept(path.relative_to(folder).as_posix()):
-            continue
-        remove(path)
+    """Remove all below a folder that is not kept, and the folders that this leaves empty.
+
+    Receipts go last: where this is stopped, the rest is known by them for an export's.
+    """
+    gone = [path for path in leaves(folder) if not is_kept(path.relative_to(folder).as_posix())]
+    receipts = [path for path in gone if folder / RECEIPTS in path.parents]
+    remove_all(path for path in gone if path not in receipts)
+    remove_all(receipts)
+    for path in gone:
         for above in path.parents:
-            if above == folder or children(above):
+            if above == folder or not exists(above) or children(above):
                 break
             remove(above)
+
+
+def note_older(folder: Path) -> None:
+    """Note all that lies in a folder as an export's own, before that is removed.
+
+    Who is stopped meanwhile leaves less than an export; it is told by this, and cleared away.
+    """
+    names = tuple(path.relative_to(folder).as_posix() for path in leaves(folder))
+    nothing = {"plan": "", "unproven": [], "choices": {}}
+    table = nothing | to_builtins(Begun({}, files=names))
+    write_durably(folder / RECEIPTS / _PLAN, _sealed(table))
 
 
 def drop_receipts(folder: Path) -> None:

@@ -10,10 +10,16 @@ from pathlib import Path
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.checkpoint.location import framework_of
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
-from zexport.filenames import RECEIPTS
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.printable import some
-from zexport.run.manifest import MANIFEST_NAME, read_manifest
-from zexport.run.receipts import begun_names, drop_receipts, drop_unfinished, finished_files
+from zexport.run.manifest import read_manifest
+from zexport.run.receipts import (
+    begun_names,
+    drop_receipts,
+    drop_unfinished,
+    finished_files,
+    note_older,
+)
 from zexport.store.address import Address
 from zexport.store.contents import read_json_object
 from zexport.store.files import writing
@@ -99,7 +105,8 @@ def _filled_in_place(
     """A folder in object storage, which has its name from the beginning.
 
     It is there when its manifest is, which is written last, and only if there is none. An older
-    one goes before: its manifest first, so that no mixture of the two looks whole.
+    one goes before: its manifest first, so that no mixture of the two looks whole. A rerun of one
+    that is stopped there removes what it has left of the older one.
     """
     manifest = target / MANIFEST_NAME
     with writing(target):
@@ -110,6 +117,7 @@ def _filled_in_place(
         else:
             check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
         if is_file(manifest):
+            note_older(target)
             remove(manifest)
         drop_unfinished(target)
         if is_left:

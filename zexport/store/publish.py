@@ -18,11 +18,12 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from zexport.errors import OutputError
-from zexport.filenames import RECEIPTS
+from zexport.errors import OutputError, ZexportError
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
+from zexport.printable import shell_word
 from zexport.store.address import Address
 from zexport.store.files import HINTS, sync_path, writing
-from zexport.store.folders import exists
+from zexport.store.folders import exists, is_file, is_folder
 from zexport.store.retries import steadily
 
 _PARTIAL = ".partial"
@@ -58,13 +59,31 @@ def is_unfinished(folder: Path) -> bool:
 def unfinished_work(target: Path) -> tuple[Path, Path] | None:
     """What was begun and not ended: the folder that is filled, and its name once it is complete.
 
-    ``target`` may be either of the two; nothing where it is complete, or was never begun.
+    ``target`` may be either of the two; nothing where it is complete, or was never begun. In object
+    storage it has its name already, and there are receipts where the manifest is to be.
     """
+    if isinstance(target, Address):
+        receipts = target / RECEIPTS
+        is_begun = is_folder(receipts) and not is_file(target / MANIFEST_NAME)
+        return (receipts, target) if is_begun else None
     if is_unfinished(target):
         return target, target.with_name(target.name.removesuffix(_PARTIAL))
     partial = _beside(target, _PARTIAL) if target.name else target
     is_begun = is_unfinished(partial) and exists(partial) and not exists(target)
     return (partial, target) if is_begun else None
+
+
+def check_finished(folder: Path, refusal: type[ZexportError]) -> None:
+    """Refuse what is being filled, or was when that was stopped."""
+    if (work := unfinished_work(folder)) is not None:
+        left, name = work
+        raise refusal(
+            "is not finished",
+            path=name,
+            found=f"unfinished work in {left}",
+            hint="Run the command that makes it again: it goes on from there; where all parts "
+            f"are written, type zexport finish {shell_word(name)}",
+        )
 
 
 @contextmanager
