@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
 from tests.support.forked import typed
@@ -172,13 +173,110 @@ def test_what_frameworks_write_goes_with_the_checkpoint(tmp_path: Path) -> None:
     old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
     for name in (
         *("training_args.bin", "scheduler.pt", "zero_to_fp32.py", "sampler_1.bin", "scaler.pt"),
-        *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
-        *("adapter_model.bin", "random_states_0.pkl"),
+        *("model.safetensors.index.json", "random_states_0.pkl"),
     ):
         (old / name).write_text("{}")
     consolidate(old, tmp_path / "out", AS_STORED)
     assert prune(old, tmp_path / "out", delete=True).is_deleted
     assert not old.exists()
+
+
+_BESIDE = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("name", _BESIDE)
+def test_weights_beside_a_checkpoint_go_if_they_are_those_of_the_export(
+    tmp_path: Path, name: str
+) -> None:
+    """A callback may have put an average of the run's weights there, under the usual name."""
+    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
+    consolidate(old, tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    rounded = {key: one.bfloat16() for key, one in [*weights.items()][:-1]}
+    rounded["placeholder"] = torch.empty(0)
+    key = next(key for key, one in rounded.items() if one.ndim == 2)
+    averaged = {**rounded, key: rounded[key] * 1.01}
+    for held in (averaged, {**rounded, "ema": torch.ones(2)}, None, rounded):
+        if held is None:
+            (old / name).write_text("{}")
+        elif name.endswith(".bin"):
+            torch.save(held, old / name)
+        else:
+            save_file(held, old / name)
+        os.utime(old / name, (1000, 1000))
+        if held is not rounded:
+            with pytest.raises(OutputError, match=f"no part of.*{name}"):
+                prune(old, tmp_path / "out", delete=True)
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+
+
+def test_files_of_the_exports_names_go_if_it_says_the_same(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
+    consolidate(old, tmp_path / "out")
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        whole = (old / name).read_bytes()
+        content = json.loads(whole)
+        (old / name).write_text(json.dumps({**content, "added_since": 1}))
+        with pytest.raises(OutputError, match=f"no part of.*found {name}\\)"):
+            prune(old, tmp_path / "out", delete=True)
+        (old / name).write_bytes(whole)
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+
+
+def test_what_no_conversion_wrote_below_zero_stays(tmp_path: Path) -> None:
+    old = trainers_run(tmp_path / "run", FIXTURES / "uni_z2_w2_bf16_odd" / "ckpt")
+    consolidate(old, tmp_path / "out", AS_STORED)
+    (zero,) = old.glob("*/zero")
+    weights = sorted(path for path in zero.iterdir() if path.is_dir())
+    for folder in weights:
+        torch.save(torch.ones(1), folder / "momentum_buffer.pt")
+    for mine in (zero / "mine.pt", weights[0] / "mine.pt", weights[0] / "deep" / "fp32.pt"):
+        mine.parent.mkdir(exist_ok=True)
+        torch.save(torch.ones(1), mine)
+        for path in zero.rglob("*.pt"):
+            os.utime(path, (1000, 1000))
+        with pytest.raises(OutputError, match=r"no part of.*global_step2_universal/"):
+            prune(old, tmp_path / "out", delete=True)
+        mine.unlink()
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+
+
+def test_an_adapter_stands_for_a_checkpoint_that_has_nothing_else(tmp_path: Path) -> None:
+    """A Trainer leaves the base out; what was saved whole has it, and a merge no adapter."""
+    checkpoint = FIXTURES / "z2_w2_bf16_lora" / "ckpt"
+    old = trainers_run(tmp_path / "run", checkpoint)
+    shutil.rmtree(old / "base")
+    for name in ("config.json", "generation_config.json"):  # the base's, which peft leaves out
+        (old / name).unlink()
+
+    def leave_the_base_out(state: dict[str, Any]) -> None:
+        state["module"] = {name: t for name, t in state["module"].items() if "lora_" in name}
+        state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
+
+    whole = shutil.copytree(old, tmp_path / "whole" / old.name)
+    shutil.copytree(old.with_name("checkpoint-4"), whole.with_name("checkpoint-4"))
+    edit(old / "global_step2" / "mp_rank_00_model_states.pt", leave_the_base_out)
+    for path in old.rglob("*"):
+        os.utime(path, (1000, 1000))
+    base = checkpoint / "base"
+    for name, options, why in (
+        ("merged", ExportOptions(base=base), r"worked into its base.*--adapter keep"),
+        ("rounded", ExportOptions(dtype=ExportDType.BF16), r"rounded \(bf16\).*again as fp32"),
+    ):
+        consolidate(old, tmp_path / name, options)
+        with pytest.raises(OutputError, match=why):
+            prune(old, tmp_path / name, delete=True, base=options.base)
+    consolidate(old, tmp_path / "out")
+    assert prune(old, tmp_path / "out", delete=True).is_deleted
+    consolidate(whole, tmp_path / "adapter")
+    with pytest.raises(OutputError, match=r"not 21 weights of the base.*--layout memory"):
+        prune(whole, tmp_path / "adapter", delete=True)
+    consolidate(whole, tmp_path / "all", AS_STORED)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        with pytest.raises(OutputError, match=f"no part of.*{name}"):
+            prune(whole, tmp_path / "all", delete=True)
+        shutil.move(whole / name, tmp_path / name)
+    assert prune(whole, tmp_path / "all", delete=True).is_deleted
 
 
 def test_a_removal_that_was_stopped_is_ended_by_the_next_call(tmp_path: Path) -> None:

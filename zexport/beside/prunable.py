@@ -1,9 +1,9 @@
-"""Which checkpoint of a run may be pruned, and by which export; everything else is refused."""
+"""Which checkpoint of a run may be pruned; everything else is refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -14,20 +14,15 @@ from zexport.beside.sightings import Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
-from zexport.checkpoint.pruned import NOTES, original_name, pruned_name
-from zexport.checkpoint.rank_files import parse_rank_file
-from zexport.errors import OutputError, UnsupportedError, VerificationError
-from zexport.filenames import MANIFEST_NAME, SOURCE_SIDECAR
-from zexport.options import AdapterMode, ExportDType, ExportOptions
+from zexport.checkpoint.pruned import original_name, pruned_name
+from zexport.errors import OutputError, UnsupportedError
 from zexport.printable import some
-from zexport.run.manifest import Manifest
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading, version
 from zexport.store.folders import (
     child_folders,
     exists,
     is_file,
-    is_folder,
     is_link,
     is_mount,
     leaves,
@@ -49,16 +44,6 @@ Source: transformers 5.23, ``trainer.py`` (``_save_rng_state``, ``_save_optimize
 accelerate 1.15, ``checkpointing.py``.
 """
 
-_OF_THE_STATE = re.compile(
-    r"(adapter_|pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|trainer_state\.json|training_args\.bin|zero_to_fp32\.py|latest(_universal)?"
-)
-"""What frameworks write with every save: weights that the rank files hold, and words on the state.
-
-What a program has a framework save for it (``custom_checkpoint_0.pkl``) may be found nowhere else.
-"""
-
-_OWN_FILES = (*NOTES, MANIFEST_NAME, SOURCE_SIDECAR)
 _WRAPPING = (Framework.HF_TRAINER, Framework.ACCELERATE, Framework.LIGHTNING)
 _OWN_TAGS = (Framework.ZEXPORT, Framework.OPENRLHF)
 
@@ -200,41 +185,6 @@ def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
         raise _refused(folder, f"is what the link `{link.name}` of its run leads to", hint)
 
 
-def check_nothing_else(place: Place, out: Path, manifest: Manifest) -> None:
-    """Refuse to remove a folder with files that are no training's, and that no export has.
-
-    Raises:
-        OutputError: with their names.
-    """
-    tag = place.tag_dir.relative_to(place.folder)
-    files = [path for path in leaves(place.folder) if not (is_folder(path) or is_link(path))]
-    more = [path for path in files if not _is_accounted_for(path, place, manifest)]
-    if more:
-        named = (path.relative_to(place.folder) for path in more)
-        tops = (one if one.parent in (tag, Path()) else f"{one.parts[0]}/" for one in named)
-        raise OutputError(
-            f"is not removed: it holds what is no part of a training's state, and not in {out}",
-            path=place.folder,
-            found=some([*dict.fromkeys(map(str, tops))], 5),
-            hint="Move it elsewhere first; what belongs to the model: export the checkpoint again",
-        )
-
-
-def _is_accounted_for(path: Path, place: Place, manifest: Manifest) -> bool:
-    """Whether a file is of the training's state, or lies in the export as well."""
-    if path.parent == place.tag_dir and parse_rank_file(path) is not None:
-        return True
-    if path.is_relative_to(place.tag_dir / "zero"):
-        return path.suffix == ".pt"  # of a universal checkpoint
-    above = (place.tag_dir, place.folder)
-    names = (path.relative_to(one).as_posix() for one in above if path.is_relative_to(one))
-    if any(name in manifest.files for name in names):
-        return True
-    own = (OF_A_RESUME, _OF_THE_STATE)
-    is_own = any(one.fullmatch(path.name) for one in own) or path.name in _OWN_FILES
-    return is_own and path.parent in above
-
-
 def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:
     """The names of the newest checkpoints: a training may take them."""
     return newest((Age(one.name, one.step(boundary), one.written_ns) for one in complete), count)
@@ -250,51 +200,3 @@ def link_to(folder: Path) -> Path | None:
 
 def _refused(path: Path, why: str, hint: str) -> OutputError:
     return OutputError(f"is not pruned: it {why}", path=path, hint=hint)
-
-
-def check_stands_for(out: Path, manifest: Manifest, *, delete: bool) -> None:
-    """Refuse an export that lacks something of a checkpoint, or was made in spite of a finding.
-
-    Args:
-        out: its folder.
-        manifest: what that says.
-        delete: whether nothing else will be left of the checkpoint.
-
-    Raises:
-        OutputError: with the reason.
-        VerificationError: the manifest is none of an export.
-    """
-    told = manifest.provenance
-    try:
-        options = ExportOptions.from_recorded(told.get("options"))
-    except ValueError as cause:
-        raise VerificationError(
-            "is not the manifest of an export", path=out / MANIFEST_NAME, found=cause
-        ) from cause
-    reasons = [*_lacking(manifest, options), *(_incomplete(manifest, options) if delete else ())]
-    if reasons:
-        raise OutputError(
-            f"cannot stand for the checkpoint: {reasons[0]}",
-            path=out,
-            hint="Export it again without that" + (", as fp32" if delete else ""),
-        )
-
-
-def _lacking(manifest: Manifest, options: ExportOptions) -> Iterator[str]:
-    if options.exclude_frozen:
-        yield "it was exported without frozen weights"
-    if options.allow or any(one.accepted for one in manifest.findings):
-        yield "it was exported with --allow"
-
-
-def _incomplete(manifest: Manifest, options: ExportOptions) -> Iterator[str]:
-    """Why an export does not hold everything that can be exported, as the checkpoint has it."""
-    if options.dtype is not ExportDType.FP32:
-        yield f"its weights are rounded ({options.dtype.value}), the checkpoint's are fp32"
-    if options.only:
-        yield "it holds one part of the module alone"
-    if options.adapter is not AdapterMode.AUTO:
-        yield "it holds the adapter alone, or merged into its base"
-    accounting = manifest.provenance.get("accounting")
-    if not isinstance(accounting, dict) or accounting.get("left_out") != 0:
-        yield "weights were left out of it"

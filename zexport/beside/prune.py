@@ -26,11 +26,10 @@ from zexport.beside.hollowing import (
 )
 from zexport.beside.prunable import (
     Place,
-    check_nothing_else,
     check_prunable,
-    check_stands_for,
     place_of,
 )
+from zexport.beside.standing import check_nothing_else, check_stands_for
 from zexport.beside.stopped import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
@@ -214,7 +213,7 @@ class _Job:
             check_apart(places, out)
             _check_told(places, out)
             manifest = read_manifest(out)
-            check_stands_for(out, manifest, delete=is_deletion)
+            check_stands_for(out, manifest, opened if is_deletion else None)
             for one in places if is_deletion else ():
                 check_nothing_else(one, out, manifest)
             rewritings = () if is_deletion else without_moments(opened)

@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import delete, doom
-from zexport.beside.prunable import Place, check_nothing_else, place_of
+from zexport.beside.prunable import Place, place_of
+from zexport.beside.standing import check_nothing_else
 from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, read_note
 from zexport.errors import CheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from zexport import __version__
 from zexport.checkpoint.contents import ZeroCheckpoint
@@ -17,6 +18,9 @@ from zexport.ranges.dtypes import DType
 from zexport.store.contents import read_range
 
 _TAGS = ("zexport", "deepspeed")
+_UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16
+"""What peft's card says where somebody is to write (peft 0.21, ``peft_model.py``)."""
+
 _TASKS = (
     ("ForCausalLM", "text-generation"),
     ("ForMaskedLM", "fill-mask"),
@@ -104,6 +108,11 @@ def model_card(
         )
         lines += [", ".join(f"`{_inline(name)}`" for name in names) + ".", ""]
     return "\n".join(lines).encode(errors="backslashreplace")
+
+
+def is_unfilled(path: Path) -> bool:
+    """Whether a card is peft's, which leaves everything to be filled in."""
+    return _UNFILLED in read_range(path, 0, _CARD_NBYTES)
 
 
 def paragraphs_of(warnings: Sequence[str]) -> list[str]:

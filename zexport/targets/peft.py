@@ -23,17 +23,13 @@ from zexport.errors import UnsupportedError
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG, README
-from zexport.model.card import model_card, paragraphs_of
+from zexport.model.card import is_unfilled, model_card, paragraphs_of
 from zexport.model.fit import NamesUnknown
 from zexport.model.tokens import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
-from zexport.store.contents import read_range
 from zexport.weights.base import check_plain
 from zexport.weights.named import PEFT_PREFIX, Selection, Weights
-
-_UNFILLED, _CARD_NBYTES = b"[More Information Needed]", 1 << 16
-"""What peft's card says where somebody is to write (peft 0.21, ``peft_model.py``)."""
 
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")
 
@@ -116,8 +112,7 @@ class PeftAdapters(Struct, frozen=True):
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
                 yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
         for name, path in sorted(self.collected.copied.items()):
-            is_blank = name == README and _UNFILLED in read_range(path, 0, _CARD_NBYTES)
-            if is_blank:
+            if name == README and is_unfilled(path):
                 yield SideFile(name, content=self._card(files, selection.warnings))
             else:
                 yield SideFile(name, origin=path)
