@@ -17,6 +17,7 @@ from tests.support.beside_training import (
     assert_pruned_well,
     make_base,
 )
+from zexport import consolidate, prune
 
 STEPS = 8
 
@@ -49,3 +50,7 @@ def test_every_save_is_exported_as_the_engine_had_it_though_the_run_keeps_two(
     assert median(within.log("on_save_s").values()) < 0.05
     assert within.log("loss") == beside.log("loss")
     assert len(within.log("loss")) == STEPS
+
+    old, whole = within.out / f"checkpoint-{STEPS - 1}", tmp_path / "whole"
+    consolidate(old, whole)
+    assert prune(old, whole, delete=True).is_deleted

@@ -36,11 +36,12 @@ _WEIGHTS = re.compile(r"(adapter_|pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bi
 
 _OF_THE_STATE = re.compile(
     r"(adapter_|pytorch_)?model\.(safetensors|bin)\.index\.json"
-    r"|trainer_state\.json|training_args\.bin|zero_to_fp32\.py|latest(_universal)?"
+    r"|trainer_state\.json|training_args\.bin|zero_to_\w+\.py|latest(_universal)?"
 )
 """What frameworks write with every save: words on the state and on the weights.
 
 What a program has a framework save for it (``custom_checkpoint_0.pkl``) may be found nowhere else.
+Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_copy_recovery_script``: two scripts).
 """
 
 _OWN_FILES = (*NOTES, MANIFEST_NAME, SOURCE_SIDECAR)
