@@ -21,8 +21,9 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
         NotACheckpointError: ``run`` is not there, and it is to be looked at once.
         UsageError: ``run`` is no run, or ``outs`` lies in it, or is one.
     """
-    if exists(run) and not is_folder(run):
-        raise UsageError("is no folder", path=run, hint="Give the folder of the run's checkpoints")
+    for place, holding in ((run, "of the run's checkpoints"), (outs, "that is to hold exports")):
+        if exists(place) and not is_folder(place):
+            raise UsageError("is no folder", path=place, hint=f"Give the folder {holding}")
     is_tag = exists(run) and is_tag_dir(run)
     folder = run.parent if is_tag else run
     is_wrapped = exists(run) and is_one_checkpoint(folder)
