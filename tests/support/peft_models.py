@@ -135,6 +135,7 @@ FORMS = {
         mixtral, {"target_modules": [], "target_parameters": [EXPERTS[1]], "r": 2}
     ),
     "transposed_experts": Form(gpt_oss, {"target_modules": [], "target_parameters": EXPERTS}),
+    "all_of_a_mixture": Form(mixtral, {"target_modules": "all-linear"}),
     "tied_embeddings": Form(lambda: llama(tied=True), {"target_modules": ["embed_tokens"]}),
     "tied_saved": Form(
         lambda: llama(tied=True),

@@ -180,16 +180,23 @@ class AdapterConfig(Struct, frozen=True):
     def does_target(self, module: str) -> bool | None:
         """Whether peft updates a module; ``None`` where the file leaves that to peft.
 
+        A parameter that is targeted by its last name alone (``down_proj``) may be of any module.
         Source: peft 0.21, ``tuners/tuners_utils.py`` (``check_target_module_exists``). What shares
         the weight of a target is updated too where ties are kept.
         """
-        targets, excluded = (self.content.get(k) for k in ("target_modules", "exclude_modules"))
+        targets = self.content.get("target_modules")
         is_all = isinstance(targets, str) and targets.lower() == "all-linear"
         is_tied = self.keeps_ties and not re.search(r"\.\d+\.", module)
         if (targets is None and not self.target_parameters) or is_all or is_tied:
             return None
-        if self.targeted_parameters(module):
+        parents = [name.rpartition(".")[0] for name in self.target_parameters]
+        if any(f".{module}".endswith(f".{parent}") for parent in parents if parent):
             return True
+        return self._is_named(module) or (None if "" in parents else False)
+
+    def _is_named(self, module: str) -> bool:
+        """Whether a module is targeted itself, and none of its parameters by name."""
+        targets, excluded = (self.content.get(k) for k in ("target_modules", "exclude_modules"))
         if self._names("exclude_modules", excluded, module) or any(
             self._match("modules_to_save", rf"(?:.*\.)?{name}(?:\..*)?", module)
             for name in self.saved_modules
