@@ -27,6 +27,7 @@ LAYER = "base_model.model.model.layers.0.q_proj"
         ("model.layers.0.q_proj.lora_A.default.weight", f"{LAYER}.lora_A.weight"),
         (f"module.{LAYER}.lora_A.default.weight", f"{LAYER}.lora_A.weight"),
         ("prompt_encoder.default.embedding.weight", "prompt_embeddings"),
+        ("base_model.score.modules_to_save.default.weight", "base_model.score.weight"),
     ],
 )
 def test_peft_saves_a_tensor_without_its_adapters_name(name: str, on_disk: str) -> None:

@@ -35,6 +35,10 @@ METHODS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "fourierft": (peft.FourierFTConfig, {"n_frequency": 9, "target_modules": QV}),
     "ln_tuning": (peft.LNTuningConfig, {"target_modules": ["input_layernorm"]}),
     "prompt": (peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
+    "prompt_of_a_classifier": (
+        peft.PromptTuningConfig,
+        {"num_virtual_tokens": 5, "task_type": "SEQ_CLS"},
+    ),
     "prefix": (peft.PrefixTuningConfig, {"num_virtual_tokens": 3}),
     "tokens": (peft.LoraConfig, {"target_modules": QV, "trainable_token_indices": [3, 9]}),
     "tokens_alone": (peft.TrainableTokensConfig, {"token_indices": [3, 9]}),
@@ -71,10 +75,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 def _trained(method: type[Any], keys: dict[str, Any], folder: Path) -> Trained:
     """A run of a method, of which every part has random values."""
     torch.manual_seed(7)
-    base = peft_models.llama()
+    is_classifier = keys.get("task_type") == "SEQ_CLS"
+    base = peft_models.bert_classifier() if is_classifier else peft_models.llama()
     base.load_state_dict({n: peft_models.rounded(v) for n, v in base.state_dict().items()})
     base.save_pretrained(folder / "base")
-    model = get_peft_model(base, method(task_type="CAUSAL_LM", **keys))
+    model = get_peft_model(base, method(**{"task_type": "CAUSAL_LM", **keys}))
     for parameter in peft_models.trained(model, ("default",)).values():
         parameter.data += torch.randn_like(parameter) / 64
     model.save_pretrained(folder / "live")

@@ -20,6 +20,8 @@ _TOKENS = "trainable_tokens_delta"
 _AROUND_TOKENS = "token_adapter"
 _MAGNITUDE = "lora_magnitude_vector"
 _PROMPT = "prompt_encoder"
+_HELD = "base_model"
+"""What peft's model calls the one within it: a tuner's, or, of a prompt, the base itself."""
 
 _PROMPT_METHODS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT")
 
@@ -63,6 +65,7 @@ class PeftName(Struct, frozen=True):
     wrappers; ``path`` has these. ``attribute`` is what the tuner calls it, such as ``lora_A``, or
     ``modules_to_save`` for a trained copy; it, ``adapter`` and ``path`` are empty for a weight of
     the base model. ``is_replaced`` marks the untrained original of a module that was copied.
+    ``prefix`` is peft's own: where a prompt is learnt, nothing stands between it and the base.
     """
 
     module: str
@@ -71,6 +74,7 @@ class PeftName(Struct, frozen=True):
     rest: str
     path: str = ""
     is_replaced: bool = False
+    prefix: str = PEFT_PREFIX
 
     @property
     def of_base(self) -> str:
@@ -106,19 +110,23 @@ class PeftName(Struct, frozen=True):
         own = [] if self.is_copy else [self.attribute]
         rest = "" if self.attribute == _MAGNITUDE else self.rest
         parts = (self.path, *own, rest)
-        return PEFT_PREFIX + ".".join(part for part in parts if part)
+        return self.prefix + ".".join(part for part in parts if part)
 
 
 def read_name(name: str) -> PeftName:
     """A name of a peft model, taken apart; every name has a meaning, if only in the base model."""
-    parts = inner_name(name).split(".")
+    inner = inner_name(name)
+    parts = inner.split(".")
     if _PROMPT in parts and len(parts) > (at := parts.index(_PROMPT)) + 1:
         return PeftName("", _PROMPT, parts[at + 1], ".".join(parts[at + 2 :]))
     for at, part in enumerate(parts[:-1]):
         if part == _SAVED or part.startswith(tuple(_TUNER_PREFIXES)):
             adapter, rest = parts[at + 1], ".".join(parts[at + 2 :])
-            module = _without_wrappers(parts[:at])
-            return PeftName(module, part, adapter, rest, ".".join(parts[:at]))
+            path, prefix = parts[:at], PEFT_PREFIX
+            if part == _SAVED and inner == name and _HELD in path:
+                path, prefix = path[path.index(_HELD) + 1 :], f"{_HELD}."
+            module = _without_wrappers(path)
+            return PeftName(module, part, adapter, rest, ".".join(path), prefix=prefix)
     is_replaced = _ORIGINAL in parts
     module = _without_wrappers(part for part in parts[:-1] if part != _ORIGINAL)
     return PeftName(module, "", "", parts[-1], is_replaced=is_replaced)
