@@ -777,7 +777,7 @@ def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
         next(watch(tmp_path / "file", outs, ONCE))
-    with pytest.raises(UsageError, match="is no folder.*that is to hold exports"):
+    with pytest.raises(UsageError, match=r"is no folder.*that is to hold exports"):
         next(watch(run, tmp_path / "file", ONCE))
     with pytest.raises(UsageError, match="keep is too small"):
         WatchOptions(keep=0)
