@@ -63,7 +63,7 @@ def test_what_goes_wrong_is_logged_and_never_raised(
     exports.begin(tmp_path / "run")
     exports.collect()
     assert (tmp_path / "out").read_text() == "mine"
-    assert any("out/.zexport-watch: cannot be written" in line for line in caplog.messages)
+    assert any("out: is no folder" in line for line in caplog.messages)
 
 
 def test_a_watch_that_was_killed_is_told_of_and_another_does_its_work(
