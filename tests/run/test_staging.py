@@ -403,10 +403,10 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_files_then_their_folder_then_its_parent_are_put_on_the_disk(
+def test_whose_work_it_is_then_files_their_folder_and_its_parent_are_put_on_the_disk(
     tmp_path: Path, synced: list[str]
 ) -> None:
     _make(tmp_path / "out")
     partial = tmp_path / "out.partial"
     files = [str(partial / "model.safetensors"), str(partial / "file")]
-    assert synced == [*files, str(partial), str(tmp_path)]
+    assert synced == [f"{partial}.lock", *files, str(partial), str(tmp_path)]

@@ -24,7 +24,7 @@ from zexport.printable import shell_word
 from zexport.store.address import Address
 from zexport.store.files import HINTS, sync_path, writing
 from zexport.store.folders import exists, is_file, is_folder
-from zexport.store.retries import steadily
+from zexport.store.retries import steadily, synced
 
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
@@ -79,7 +79,7 @@ def check_finished(folder: Path, refusal: type[ZexportError]) -> None:
         left, name = work
         raise refusal(
             "is not finished",
-            path=name,
+            path=folder,
             found=f"unfinished work in {left}",
             hint="Run the command that makes it again: it goes on from there; where all parts "
             f"are written, type zexport finish {shell_word(name)}",
@@ -135,6 +135,7 @@ def locked(target: Path, *, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
                 foreign = [place for place in there if not (place / RECEIPTS).is_dir()]
                 if not foreign:
                     steadily(lambda: os.pwrite(lock, _OWN, 0))
+                    synced(lock)  # a power cut that spares the folder is not to lose whose it is
         if foreign:
             raise OutputError(  # no killed export has left it: it is the user's
                 "is in the way: an export works under this name before it has its own",
