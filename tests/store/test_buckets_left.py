@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import obstore
@@ -12,6 +14,7 @@ import pytest
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
+from tests.support.refusing import refused_at_every
 from zexport.errors import CheckpointError, NotACheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import ExportDType, ExportOptions, ReshardOptions
@@ -85,6 +88,17 @@ def test_an_unfinished_resharding_is_taken_for_no_checkpoint(out: str, server: S
         zexport.open_checkpoint(out)
     zexport.reshard(_REAL, out, options)
     assert zexport.open_checkpoint(out).ranks == 3
+
+
+def test_what_is_refused_anything_ends_with_one_sentence_or_well(
+    name: str, server: Server, tmp_path: Path
+) -> None:
+    """At one request in 17 of a resharding; at all of them, and of an export, in torture."""
+    run = shutil.copytree(_REAL, tmp_path / "checkpoint-2")
+    (run / "trainer_state.json").write_text('{"global_step": 2}')
+    far, options = server.put(run, f"{name}/run"), ReshardOptions(world_size=3)
+    work = partial(zexport.reshard, far, options=options)
+    assert refused_at_every(17, server, f"{name}/out", work)
 
 
 def test_parts_of_another_plan_are_told_by_what_is_other_in_it(

@@ -401,6 +401,35 @@ def test_parts_that_come_to_the_end_together_publish_once(
     assert server.get(name) == _files(tmp_path / "near")
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nothing_fails_once_the_manifest_is_there(
+    parts: int, run: Path, out: str, name: str, server: Server
+) -> None:
+    is_there = False
+
+    def stop_then(one: Request) -> Answer | None:
+        nonlocal is_there
+        if is_there:
+            return Answer("403 Forbidden", "AccessDenied")
+        is_there = one.method == "PUT" and one.key.endswith(MANIFEST_NAME)
+        return None
+
+    if parts > 1:
+        zexport.consolidate_part(run, out, Share(1, 2), _SHARDS)
+    server.fault = stop_then
+    if parts > 1:
+        done = zexport.consolidate_part(run, out, Share(2, 2), _SHARDS)
+    else:
+        done = zexport.consolidate(run, out, _SHARDS)
+    server.fault = lambda _: None
+    told = rf"{out}/\{RECEIPTS} is of no use any more, and cannot be removed: the store refuses"
+    assert re.match(told, done.warnings[-1])
+    assert zexport.verify_export(out, against=run).ok
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, out, _SHARDS)
+    assert not any(one.startswith(RECEIPTS) for one in server.get(name))
+
+
 def test_parts_are_finished_by_hand_unless_a_shard_was_replaced(
     run: Path, out: str, name: str, server: Server
 ) -> None:

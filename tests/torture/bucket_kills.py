@@ -13,6 +13,7 @@ from msgspec import Struct
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server, serving
 from tests.support.checkpoints import Model, Run, save, values
+from tests.support.refusing import refused_at_every
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import ExportOptions, ReshardOptions
 from zexport.store.objects import forget_listings
@@ -33,13 +34,17 @@ class _Work(Struct, frozen=True):
 def every_bucket_kill(folder: Path) -> str:
     """Kill exports, reshardings and parts at each request, before it is done and after.
 
+    Exports and reshardings are refused each of their requests as well.
+
     Raises:
         AssertionError: something half-made had a manifest, or the rerun differs.
     """
-    kills = 0
+    kills = refusals = 0
     with serving() as server:
         os.environ |= server.environment
         for work in _works(folder):
+            if work.name != "part":
+                refusals += refused_at_every(1, server, f"{work.name}/refused", work.again)
             top = f"{work.name}/whole"
             work.before(f"s3://{BUCKET}/{top}")
             server.requests.clear()
@@ -52,7 +57,7 @@ def every_bucket_kill(folder: Path) -> str:
                     _kill(work, prefix, server, at, is_done=is_done)
                     _assert_right(work, prefix, server, whole)
                     kills += 1
-    return f"{kills} kills of {len([*_works(folder)])} kinds of work"
+    return f"{kills} kills of {len([*_works(folder)])} kinds of work, {refusals} refusals"
 
 
 def _works(folder: Path) -> Iterator[_Work]:

@@ -19,6 +19,7 @@ from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import SideFile
 from zexport.printable import some
 from zexport.store.contents import read_json_object
+from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, leaves
 from zexport.train.options import OPTIONS_FILE, without_auto
 
@@ -61,7 +62,8 @@ def beside(
     """
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
         return Beside((), (), ())
-    found = {path.relative_to(location.root).as_posix(): path for path in _around(location)}
+    with reading(location.root):
+        found = {path.relative_to(location.root).as_posix(): path for path in _around(location)}
     left_out = {name: path for name, path in found.items() if _WEIGHTS.fullmatch(name)}
     kept = {name: path for name, path in found.items() if name not in left_out}
     notes = []
@@ -88,9 +90,11 @@ def _around(location: Location) -> Iterator[Path]:
     """The files of the checkpoint's folder that are none of a tag's."""
     skipped = {*location.tags, location.tag, *LATEST, MANIFEST_NAME, "gathered"}
     for path in children(location.root):
-        if path.name in skipped or path.name.startswith(".") or exists(path / MANIFEST_NAME):
+        is_below = is_folder(path)
+        is_ours = is_below and exists(path / MANIFEST_NAME)
+        if path.name in skipped or path.name.startswith(".") or is_ours:
             continue  # another tag, or what zexport has written here
-        for file in leaves(path) if is_folder(path) else (path,):
+        for file in leaves(path) if is_below else (path,):
             location.boundary.check(file)
             if is_file(file):
                 yield file

@@ -82,11 +82,13 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
         files=dict(files),
         findings=findings,
     )
-    if isinstance(folder, Address):  # where the manifest says that the folder is there
+    if isinstance(folder, Address):  # there once its manifest is: nothing is to fail after that
         _check_sides(work, {name: files[name] for name in sides})
         for stretch in chain.from_iterable(stretches.values()):
             work.receipts.of(stretch)  # nobody has put another object in its place
-    elif is_file(folder / MANIFEST_NAME):  # of one who was killed as it wrote that, or just after
+        files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
+        return Finished(files, findings)
+    if is_file(folder / MANIFEST_NAME):  # of one who was killed as it wrote that, or just after
         remove(folder / MANIFEST_NAME)
     files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
     _check_sides(work, {name: files[name] for name in (*sides, MANIFEST_NAME)})

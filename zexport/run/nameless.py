@@ -22,7 +22,7 @@ from zexport.run.made_again import looks_made
 from zexport.run.manifest import Manifest, is_as_written, read_manifest
 from zexport.run.progress import Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import drop_receipts
+from zexport.run.receipts import clear_receipts
 from zexport.run.staging import check_content
 from zexport.run.verify import verify_export
 from zexport.store.address import Address
@@ -55,7 +55,7 @@ def publish_made(
         _check_free(target, plan)
     with writing(partial):
         files[MANIFEST_NAME] = version(partial / MANIFEST_NAME).nbytes
-        drop_receipts(partial)
+        clear_receipts(partial, lambda _: None)
         overwrite = plan is not None and plan.overwrite
         publish(partial, target, overwrite=overwrite, warn=lambda _: None)
     return _report(target, manifest, plan, files, time.monotonic() - began)

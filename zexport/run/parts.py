@@ -32,7 +32,7 @@ from zexport.run.part import write_part
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter, Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import Compared, drop_receipts, read_request
+from zexport.run.receipts import Compared, clear_receipts, read_request
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
 from zexport.store.address import Address, local_path
@@ -346,7 +346,7 @@ def _published(
         sources.take_compared(one.ranges for one in compared)
         finished = finish(work, FileReader(sources), (*plan.findings, *findings))
     with writing(work.folder):
-        drop_receipts(work.folder)
+        clear_receipts(work.folder, warnings.append)
         publish(work.folder, target, overwrite=plan.overwrite, warn=warnings.append)
     return ExportReport.of(
         work,

@@ -30,7 +30,7 @@ from zexport.run.manifest import FileEntry
 from zexport.run.shares import Stretch
 from zexport.store.address import Address
 from zexport.store.contents import read_whole, write_durably
-from zexport.store.files import changed_ns, version, writing
+from zexport.store.files import changed_ns, reading, version, writing
 from zexport.store.folders import (
     children,
     exists,
@@ -232,10 +232,11 @@ class Receipts:
     def _object(self, stretch: Stretch) -> str:
         """What tells an object from another in its place; nobody else has a file on a disk."""
         path = self._folder.parent / stretch.file.filename
-        try:
-            return str(version(path)) if isinstance(path, Address) else ""
-        except FileNotFoundError:
-            return "none"
+        with reading(path, OutputError):
+            try:
+                return str(version(path)) if isinstance(path, Address) else ""
+            except FileNotFoundError:
+                return "none"
 
     def _listed(self, ranges: Mapping[Path, list[Range]]) -> list[list[Range]]:
         """Ranges by the number of their file."""
@@ -293,10 +294,11 @@ def _choices(plan: ExportPlan) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """What was noted; ``None`` where nothing was, or it is not whole."""
-    try:
-        seal, text = read_whole(path).split(b"\n", 1)
-    except (OSError, ValueError):
-        return None
+    with reading(path, OutputError):
+        try:
+            seal, _, text = read_whole(path).partition(b"\n")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
     if blake3(text).hexdigest().encode() != seal:
         return None
     found: dict[str, Any] = json.loads(text)
@@ -355,3 +357,13 @@ def drop_receipts(folder: Path) -> None:
     if is_folder(receipts):
         remove_all(path for path in children(receipts) if path.name != _PLAN)
         remove(receipts)
+
+
+def clear_receipts(folder: Path, warn: Callable[[str], None]) -> None:
+    """The same; an address is complete by then, and told of what cannot be removed."""
+    try:
+        drop_receipts(folder)
+    except OSError as cause:
+        if not isinstance(folder, Address):
+            raise
+        warn(f"{folder / RECEIPTS} is of no use any more, and cannot be removed: {cause.strerror}")

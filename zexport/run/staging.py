@@ -15,6 +15,7 @@ from zexport.printable import some
 from zexport.run.manifest import read_manifest
 from zexport.run.receipts import (
     begun_names,
+    clear_receipts,
     drop_receipts,
     drop_unfinished,
     finished_files,
@@ -125,13 +126,12 @@ def _filled_in_place(
             warn(f"a stopped export was cleared up in {target}: {count} finished shards were kept")
     try:
         yield
-        with writing(target):
-            drop_receipts(target)
     except BaseException as error:  # Ctrl-C too: then finished shards stay
         with suppress(OSError):
             if not is_file(manifest):  # that of another export, which has come first
                 clear_up(target, error)
         raise
+    clear_receipts(target, warn)
 
 
 def clear_up(partial: Path, error: BaseException) -> None:
