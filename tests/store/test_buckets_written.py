@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 
@@ -96,6 +97,9 @@ def test_a_large_shard_is_uploaded_in_parts_and_read_back_in_blocks(
     zexport.consolidate(run, tmp_path / "near")
     near = (tmp_path / "near" / "model.safetensors").read_bytes()
     assert server.get(name)["model.safetensors"] == near
+    size = 8 << 20
+    blocks = [near[at : at + size] for at in range(0, len(near), size)]
+    assert {one.sha256 for one in parts} == {sha256(block).hexdigest() for block in blocks}
 
 
 def _of_shard(number: int, answer: Answer) -> Callable[[Request], Answer | None]:

@@ -23,13 +23,14 @@ Fault = Callable[["Request"], "Answer | None"]
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked, and which one of those alike."""
+    """What was asked, and which one of those alike; what the body's SHA-256 was said to be."""
 
     method: str
     key: str
     range: str
     query: str
     count: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ class _Faltering:
             method, key = environ["REQUEST_METHOD"], environ["PATH_INFO"].lstrip("/")
             count = sum((one.method, one.key) == (method, key) for one in server.requests)
             wanted, query = environ.get("HTTP_RANGE", ""), environ.get("QUERY_STRING", "")
-            request = Request(method, key, wanted, query, count)
+            digest = environ.get("HTTP_X_AMZ_CONTENT_SHA256", "")
+            request = Request(method, key, wanted, query, count, digest)
             server.requests.append(request)
         answer = server.fault(request)
         if answer is None:
