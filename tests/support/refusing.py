@@ -29,6 +29,7 @@ def refused_at_every(step: int, server: Server, prefix: str, act: Callable[[str]
     for refused in range(0, requests, step):
         place, numbers, is_told = f"{prefix}/{refused}", count(), True
         forget_listings()
+        server.requests.clear()
         server.fault = lambda _, n=numbers, at=refused: _REFUSED if next(n) == at else None
         with suppress(ZexportError):
             act(f"s3://{BUCKET}/{place}")

@@ -141,9 +141,12 @@ class _Writer:
 
     def _text(self, value: str) -> None:
         if not self._recalled(value):
-            raw = value.encode("utf-8", "surrogatepass")
-            self._put(b"X" + struct.pack("<I", len(raw)) + raw)
+            self._put_text(value)
             self._remember(value)
+
+    def _put_text(self, value: str) -> None:
+        raw = value.encode("utf-8", "surrogatepass")
+        self._put(b"X" + struct.pack("<I", len(raw)) + raw)
 
     def _name(self, value: Global) -> None:
         if not is_carried(value):
@@ -269,7 +272,7 @@ class _Writer:
         self._put(b"((")
         self._text("storage")
         self._global(storage or _UNTYPED)
-        self._text(str(self._number_of(leaf)))
+        self._put_text(str(self._number_of(leaf)))  # of its own: there is nothing to remember
         self._text("cpu")
         self._int(leaf.numel if storage else leaf.nbytes)
         self._put(b"tQK\x00")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
@@ -10,7 +11,7 @@ from zexport.checkpoint.model_states import ZERO3
 from zexport.errors import FrozenLeftOutError
 from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
-from zexport.ranges.dtypes import DType
+from zexport.ranges.dtypes import DType, Shape
 from zexport.resume.optimizer_files import Place, flat_leaf
 from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, ModuleEntry, Parameter
@@ -34,7 +35,7 @@ class ModelFiles:
         self._cell = cell
         self._settings = settings
         self._shapes = [
-            Ordered((one.name, Size(one.shape)) for one in group) for group in flat_groups
+            Ordered((one.name, _size(one.shape)) for one in group) for group in flat_groups
         ]
         said = cell.model
         self._carried = written(said, {*_MADE, *dropped})
@@ -96,7 +97,7 @@ class ModelFiles:
     def _frozen_shapes(self) -> object:
         if self._cell.frozen is None or self._settings.stage == 1:
             return None
-        return Ordered((name, Size(one.shape)) for name, one in self._cell.frozen.items())
+        return Ordered((name, _size(one.shape)) for name, one in self._cell.frozen.items())
 
     def _fragments(self, rank: int) -> object:
         """The frozen weights: this rank's stripes, or whole, and then the module's own."""
@@ -116,6 +117,12 @@ class ModelFiles:
         """The recorded ties, and those that the source's module shows otherwise."""
         recorded = self._cell.model.values.get("shared_params")
         return Ordered({**(recorded if isinstance(recorded, dict) else {}), **self._cell.aliases})
+
+
+@cache
+def _size(shape: Shape) -> Size:
+    """One object for each shape: it is written once, however many weights have it."""
+    return Size(shape)
 
 
 _NOTHING = Zeros(0)
