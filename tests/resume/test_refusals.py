@@ -91,6 +91,19 @@ def test_an_optimizer_whose_states_cannot_be_cut_is_refused_by_the_state(
     assert refused.value.exit_code == code
 
 
+def test_adagrad_is_refused_under_zero_3_which_does_not_load_it(tmp_path: Path) -> None:
+    root = copied("z2_w2_fp16", tmp_path)
+    _edit(root, "*_optim_states.pt", _of_adagrad)
+    with pytest.raises(UsageError, match=r"torch's Adagrad under ZeRO-3.* Pass --stage 2"):
+        _plan(root, stage=3)
+    assert _plan(root, stage=1).shards
+
+
+def _of_adagrad(value: Any) -> None:
+    for group in _inner(value)["param_groups"]:
+        group["initial_accumulator_value"] = 0
+
+
 def _inner(value: Any) -> Any:
     states = value["optimizer_state_dict"]
     return states.get("base_optimizer_state") or states["optimizer_state_dict"]

@@ -18,6 +18,9 @@ _DEALT_OUT = {"round_robin_gradients": True}
 _IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 _STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 _PLAIN: frozenset[str] = frozenset()
+_ADAGRAD = Spec(2, dtype="fp32", optimizer="adagrad", parts=frozenset({"frozen", "buffers"}))
+"""DeepSpeed has one group of it, and resumes it under ZeRO-1 and 2 alone."""
+
 
 KINDS = {
     **{name: Spec(2, dtype="fp32", optimizer=name) for name in OPTIMIZERS},
@@ -52,6 +55,8 @@ def every_move() -> Iterator[Move]:
         )
         for stage, world, target in product(stages, (2, 3), (*product((1, 2, 3), (1, 3, 4)),)):
             yield _to(replace(kind, stage=stage, world=world), *target)
+    for stage, world, target in product((1, 2), (2, 3), (*product((1, 2), (1, 3, 4)),)):
+        yield _to(replace(_ADAGRAD, stage=stage, world=world), *target)
     for stage, world in product((1, 2, 3), WORLDS):  # what the target's own configuration decides
         source = Spec(stage, world)
         for zero in (_DEALT_OUT, {"parameter_alignment": True}):
@@ -98,6 +103,7 @@ def some_moves() -> Iterator[Move]:
             "aligned", "BF16_Optimizer", "every step skipped")  # fmt: skip
     for index, kind in enumerate(KINDS[name] for name in rare):
         yield _to(replace(kind, world=2 + index % 2), 2 + (index + kind.stage) % 2, 3 - index % 2)
+    yield _to(_ADAGRAD, 1, 3)
     yield Move(Spec(3, 2), Spec(2, 3, zero=_DEALT_OUT))
     yield from some_universal_moves()
 

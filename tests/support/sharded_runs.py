@@ -262,6 +262,7 @@ def make_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Any:
 
     makers = {
         "adamw": lambda: optim.AdamW(groups, lr=1e-2),
+        "adagrad": lambda: optim.Adagrad(groups, lr=1e-2),
         "amsgrad": lambda: optim.AdamW(groups, lr=1e-2, amsgrad=True),
         "sgd": lambda: optim.SGD(groups, lr=1e-2),
         "momentum": lambda: optim.SGD(groups, lr=1e-2, momentum=0.9),

@@ -15,12 +15,16 @@ from zexport.resume.settings import TargetSettings
 from zexport.resume.state import CellState, TrainingState, is_of
 from zexport.resume.values import with_leaves
 
+_OF_ADAGRAD = "initial_accumulator_value"
+"""A setting that torch's Adagrad alone has."""
+
 
 def native_files(
     state: TrainingState, settings: TargetSettings, tag: str, dropped: Collection[str] = ()
 ) -> Iterator[FilePlan]:
     """Every rank file, in the folder of its tag; ``dropped`` are client keys to leave out."""
     _check_experts(state, settings)
+    _check_adagrad(state, settings)
     is_zero3 = settings.stage == ZERO3
     kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
     prefix = "bf16_" if settings.is_bf16 else ""
@@ -52,6 +56,25 @@ def _places(cell: CellState, settings: TargetSettings) -> list[Place]:
     placement = Placement.BLOCKS if settings.is_data_before_experts else Placement.INTERLEAVED
     sharing = placement.sets(cell.expert_ranks, settings.world_size)[cell.expert_rank]
     return [Place(rank, sharing, settings.world_size) for rank in sharing]
+
+
+def _check_adagrad(state: TrainingState, settings: TargetSettings) -> None:
+    """Refuse torch's Adagrad under ZeRO-3, where DeepSpeed does not load what it saves either.
+
+    It has made the optimizer anew from its flat groups, and adds them a second time to load them.
+    Source: DeepSpeed 0.19.8, ``runtime/zero/stage3.py`` (``initialize_optimizer_states``,
+    ``_rigid_load_state_dict``).
+    """
+    said = (
+        group.settings.values for cell in state.cells for group in cell.groups if group.settings
+    )
+    if settings.stage == ZERO3 and any(_OF_ADAGRAD in one for one in said):
+        raise UsageError(
+            "DeepSpeed cannot go on with torch's Adagrad under ZeRO-3: it loads none of its states",
+            path=state.cells[0].optimizer.file.path,
+            found=f"{_OF_ADAGRAD} in a parameter group",
+            hint="Pass --stage 2, or --stage 1",
+        )
 
 
 def _check_experts(state: TrainingState, settings: TargetSettings) -> None:
