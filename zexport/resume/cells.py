@@ -218,8 +218,8 @@ class GroupReader:
                             found=found,
                             expected=f"{expected}, as in {first.file.path.name} of flat group "
                             f"{numbers[0]}",
-                            hint="Copy all rank files of one save again, or resume with as many "
-                            "ranks",
+                            hint="Where the optimizer works it out of what one rank holds, resume "
+                            "with as many ranks; else copy all rank files of one save again",
                         )
         return Recorded(first.file, kept)
 
