@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TypeAlias
@@ -21,6 +20,48 @@ Range: TypeAlias = tuple[int, int, int]
 _NEW_MIN = 256
 """Ranges that are noted, in an array, before they are put in order: there may be a thousand files.
 """
+
+
+class Ranges:
+    """Ranges in the order in which they were put, in 24 bytes each: there may be a million."""
+
+    __slots__ = ("crcs", "starts", "stops")
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self.starts, self.stops, self.crcs = array("Q"), array("Q"), array("Q")
+        self.extend(ranges)
+
+    def extend(self, ranges: Iterable[Range]) -> None:
+        """Put these behind the rest."""
+        for one in ranges:
+            self.append(*one)
+
+    def append(self, start: int, stop: int, crc: int) -> None:
+        """Put one behind the rest."""
+        self.starts.append(start)
+        self.stops.append(stop)
+        self.crcs.append(crc)
+
+    def __iter__(self) -> Iterator[Range]:
+        return zip(self.starts, self.stops, self.crcs, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def between(self, first: int, last: int) -> list[Range]:
+        """Of ranges by ascending offset, those that begin from ``first`` on and before ``last``."""
+        here = slice(bisect_left(self.starts, first), bisect_left(self.starts, last))
+        return [*zip(self.starts[here], self.stops[here], self.crcs[here], strict=True)]
+
+    def is_free(self, start: int, stop: int) -> bool:
+        """Whether none of them, which are by ascending offset and apart, overlaps a range."""
+        at = bisect_left(self.starts, stop)
+        return not at or self.stops[at - 1] <= start
 
 
 class Ledger:
@@ -41,7 +82,7 @@ class Ledger:
         for path, found in ranges.items():
             self.of(path).add(found)
 
-    def ranges(self) -> dict[Path, list[Range]]:
+    def ranges(self) -> dict[Path, Ranges]:
         """Everything noted, by file."""
         return {path: self._files[path].ranges() for path in sorted(self._files)}
 
@@ -73,7 +114,7 @@ class FileLedger:
         self._bounds = 0, 0  # of the record that was read last
         self._new = array("Q")  # three numbers for each
         self._room = 3 * _NEW_MIN
-        self._ranges: list[Range] = []
+        self._ranges = Ranges()
         self._taken: set[Member] = set()
         self._lock = Lock()
 
@@ -94,16 +135,15 @@ class FileLedger:
 
     def add(self, ranges: Iterable[Range]) -> set[Member]:
         """The same, of ranges that count for nothing but the proof; the records they are of."""
-        found = {
-            (start, stop, crc): member
-            for start, stop, crc in ranges
-            for member, first, last in self._within(start, stop)
-            if (first, last) == (start, stop)
-        }
         self.ranges()  # what is noted already stays
+        members: set[Member] = set()
         with self._lock:
-            self._new.extend(chain.from_iterable(found))
-        return set(found.values())
+            for one in ranges:
+                for member, *edges in self._within(*one[:2]):
+                    if (*edges,) == one[:2]:
+                        self._new.extend(one)
+                        members.add(member)
+        return members
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:
         """The records that a range reaches into, and what of it lies in each."""
@@ -122,7 +162,7 @@ class FileLedger:
             if len(self._new) >= self._room:
                 self._settle()
 
-    def ranges(self) -> list[Range]:
+    def ranges(self) -> Ranges:
         """Everything noted, by ascending offset; no range reaches into two records."""
         with self._lock:
             if self._new:
@@ -133,22 +173,19 @@ class FileLedger:
         """Put what is new among the rest, where there is room; neighbours become one range."""
         numbers = iter(self._new)
         new = zip(numbers, numbers, numbers, strict=True)
-        free = filter(self._is_free, new) if self._ranges else new
-        kept: list[Range] = []
+        old, kept = self._ranges, Ranges()
+        free = (one for one in new if old.is_free(*one[:2])) if old else new
         at, end, crc = -1, -1, 0
-        for start, stop, own in sorted([*self._ranges, *free]):
+        for start, stop, own in sorted([*old, *free]):
             if start == end and start not in self._begins:
                 end, crc = stop, isal_zlib.crc32_combine(crc, own, stop - start)
             elif start >= end:
-                kept.append((at, end, crc))
+                if end >= 0:
+                    kept.append(at, end, crc)
                 at, end, crc = start, stop, own
-        self._ranges, self._new = [*kept[1:], (at, end, crc)], array("Q")
-        self._room = 3 * max(_NEW_MIN, len(self._ranges))
-
-    def _is_free(self, found: Range) -> bool:
-        """Whether none of the ranges in place overlaps it."""
-        at = bisect_left(self._ranges, (found[1],))
-        return not at or self._ranges[at - 1][1] <= found[0]
+        kept.append(at, end, crc)
+        self._ranges, self._new = kept, array("Q")
+        self._room = 3 * max(_NEW_MIN, len(kept))
 
     def touched(self) -> list[Member]:
         """The records of which a byte was read, by ascending offset."""
@@ -165,9 +202,7 @@ class FileLedger:
                 yield begin, min(begin + limit, stop)
 
     def _of(self, member: Member) -> list[Range]:
-        ranges = self.ranges()
-        first = bisect_left(ranges, (member.offset,))
-        return ranges[first : bisect_left(ranges, (member.offset + member.nbytes,))]
+        return self.ranges().between(member.offset, member.offset + member.nbytes)
 
     def crc(self, member: Member) -> int:
         """The CRC-32 of a record; right once it has no gaps."""

@@ -17,7 +17,7 @@ from zexport.plan.plan import ExportPlan, FilePlan, TensorPlan
 from zexport.ranges.casts import Statistics
 from zexport.ranges.digests import digest_ranges
 from zexport.ranges.dtypes import DType
-from zexport.ranges.ledger import Range
+from zexport.ranges.ledger import Ranges
 from zexport.run.begin import Workplace, write_file, write_sides
 from zexport.run.manifest import FileEntry, SourceEntry, TensorEntry, new_manifest
 from zexport.run.part import FrameWriter
@@ -179,12 +179,12 @@ def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Pat
     )
 
 
-def _ranges(receipts: Iterable[Receipt]) -> dict[Path, list[Range]]:
+def _ranges(receipts: Iterable[Receipt]) -> dict[Path, Ranges]:
     """What was read for all of them."""
-    found: dict[Path, list[Range]] = {}
+    found: dict[Path, Ranges] = {}
     for receipt in receipts:
         for path, ranges in receipt.ranges.items():
-            found.setdefault(path, []).extend(ranges)
+            found.setdefault(path, Ranges()).extend(ranges)
     return found
 
 

@@ -8,6 +8,8 @@ completes the folder need not be who wrote the file.
 from __future__ import annotations
 
 import json
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +27,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
 from zexport.printable import shown, some
 from zexport.ranges.casts import Statistics
-from zexport.ranges.ledger import Range
+from zexport.ranges.ledger import Ranges
 from zexport.run.manifest import FileEntry
 from zexport.run.shares import Stretch
 from zexport.store.address import Address
@@ -64,7 +66,7 @@ class Receipt(Struct, frozen=True):
     digests: bytes
     crc32s: tuple[int, ...]
     remarkable: Mapping[str, Statistics]
-    ranges: Mapping[Path, list[Range]]
+    ranges: Mapping[Path, Ranges]
     blake3: str = ""
     changed_ns: int | None = None
 
@@ -79,7 +81,7 @@ class Compared(Struct, frozen=True):
     """What was found where copies in the checkpoint were compared, and what was read for that."""
 
     findings: tuple[Finding, ...]
-    ranges: Mapping[Path, list[Range]]
+    ranges: Mapping[Path, Ranges]
 
 
 class Begun(Struct, frozen=True):
@@ -238,13 +240,13 @@ class Receipts:
             except FileNotFoundError:
                 return "none"
 
-    def _listed(self, ranges: Mapping[Path, list[Range]]) -> list[list[Range]]:
+    def _listed(self, ranges: Mapping[Path, Ranges]) -> list[str]:
         """Ranges by the number of their file."""
-        return [ranges.get(path, []) for path in self._paths]
+        return [_packed(ranges.get(path, Ranges())) for path in self._paths]
 
-    def _found(self, listed: list[list[Range]]) -> dict[Path, list[Range]]:
+    def _found(self, listed: list[str]) -> dict[Path, Ranges]:
         numbered = zip(self._paths, listed, strict=True)
-        return {path: [(a, b, crc) for a, b, crc in found] for path, found in numbered if found}
+        return {path: _unpacked(text) for path, text in numbered if text}
 
     def _write(self, path: Path, table: Mapping[str, object]) -> None:
         with writing(path):
@@ -254,10 +256,26 @@ class Receipts:
         return self._folder / f"{name}{_ENTRY}"
 
 
+def _packed(ranges: Ranges) -> str:
+    columns = (ranges.starts, ranges.stops, ranges.crcs)
+    return b64encode(b"".join(map(array.tobytes, columns))).decode()
+
+
+def _unpacked(text: str) -> Ranges:
+    numbers = array("Q", b64decode(text))
+    size = len(numbers) // 3
+    return Ranges(zip(*(numbers[at : at + size] for at in (0, size, 2 * size)), strict=True))
+
+
 def _sealed(table: Mapping[str, object]) -> bytes:
     """What is noted, after a digest of it."""
     text = json.dumps(table).encode()
-    return blake3(text).hexdigest().encode() + b"\n" + text
+    return _seal(text) + b"\n" + text
+
+
+def _seal(text: bytes) -> bytes:
+    """Of what this form of receipts says: one of another form counts for none."""
+    return blake3(text, derive_key_context="zexport receipts 2").hexdigest().encode()
 
 
 def read_request(folder: Path) -> JsonObject | None:
@@ -299,7 +317,7 @@ def _read(path: Path) -> dict[str, Any] | None:
             seal, _, text = read_whole(path).partition(b"\n")
         except (FileNotFoundError, NotADirectoryError):
             return None
-    if blake3(text).hexdigest().encode() != seal:
+    if _seal(text) != seal:
         return None
     found: dict[str, Any] = json.loads(text)
     return found

@@ -24,7 +24,7 @@ from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.ranges.extents import ByteSource, paths_of
-from zexport.ranges.ledger import Ledger, Range
+from zexport.ranges.ledger import Ledger, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.json import Natural
 
@@ -215,11 +215,11 @@ class WeightReader(SourceReader):
         return SourceReader(self._samples)
 
     @property
-    def compared(self) -> dict[Path, list[Range]]:
+    def compared(self) -> dict[Path, Ranges]:
         """What was read to compare copies whole."""
         return {} if self._compared is None else self._compared.ranges()
 
-    def take_compared(self, ranges: Iterable[Mapping[Path, list[Range]]]) -> None:
+    def take_compared(self, ranges: Iterable[Mapping[Path, Ranges]]) -> None:
         """Count the copies as compared: others did, and read this for it."""
         self._compared = self.new_ledger()
         for found in ranges:
