@@ -138,7 +138,11 @@ def _check_unchanged(
     with work.checks() as checks:
         if all(map(checks.holds, stretches, receipts)):
             return
-    raise OutputError(
+    raise _changed(path)
+
+
+def _changed(path: Path) -> OutputError:
+    return OutputError(
         "was changed since it was written",
         path=path,
         hint="Run the same command again, with --part each of the parts: what differs is written "
@@ -152,11 +156,12 @@ def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Pat
     crc32s: dict[str, int] = {}
     remarkable: dict[str, Statistics] = {}
     cut: dict[str, None] = {}
-    told = (
+    told = chain.from_iterable(
         zip(stretch.tensors, receipt.tensor_digests(), receipt.crc32s, strict=True)
         for stretch, receipt in zip(stretches, receipts, strict=True)
     )
-    for tensor, digest, crc32 in sorted(chain.from_iterable(told), key=lambda one: one[0].offset):
+    pieces = sorted(told, key=lambda one: one[0].offset)
+    for tensor, digest, crc32 in pieces:
         name = tensor.name
         if name in digests:
             cut[name] = None
@@ -168,7 +173,11 @@ def _joined(stretches: Sequence[Stretch], receipts: Sequence[Receipt], path: Pat
             seen = receipt.remarkable.get(name, _ORDINARY)
             remarkable[name] = remarkable[name] + seen if name in remarkable else seen
     tensors = stretches[0].file.tensors
+    noted = [((t.offset, t.nbytes), digest) for t, digest, _ in pieces if t.name in cut]
     with writing(path):
+        # What is read counts only where it is what the parts wrote: it is proved by nothing else.
+        if digest_ranges(path, [place for place, _ in noted]) != tuple(d for _, d in noted):
+            raise _changed(path)
         read = digest_ranges(path, [(t.offset, t.nbytes) for t in tensors if t.name in cut])
     digests |= zip(cut, map(bytes.fromhex, read), strict=True)  # both in file order
     return Receipt(
