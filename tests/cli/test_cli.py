@@ -455,6 +455,26 @@ def test_an_interrupted_export_ends_with_130_in_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_request_to_end_that_python_drops_is_taken_up_again() -> None:
+    """It drops what is raised in the callback of a weak reference."""
+    code = """if True:
+        import signal, sys, time, weakref
+        from zexport.cli import main
+        class One: pass
+        def work(**_):
+            one = One()
+            told = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGTERM))
+            del one
+            time.sleep(60)
+        main.cli.main = work
+        main.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
 def test_a_killed_export_leaves_nothing_that_looks_finished_and_a_rerun_clears_it(
     large: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from zexport.cli.streams import prepare_streams, put_json
 from zexport.errors import OutputError, UsageError, ZexportError
 
 _INTERRUPTED = 130
+_AGAIN_S = 0.01
 _BUG = 1
 _YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 """What Click takes for yes in an environment variable."""
@@ -142,6 +143,16 @@ def _answer_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+    sys.unraisablehook = _take_up
+
+
+def _take_up(told: sys.UnraisableHookArgs) -> None:
+    """Ask anew for an end that Python dropped, as it does in what it calls while it cleans up."""
+    if issubclass(told.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        sys.__unraisablehook__(told)
 
 
 def _interrupt(_signal: int, frame: FrameType | None) -> None:
