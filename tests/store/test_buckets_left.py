@@ -10,11 +10,13 @@ from pathlib import Path
 
 import obstore
 import pytest
+from click.testing import CliRunner
 
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from tests.support.refusing import refused_at_every
+from zexport.cli.main import cli
 from zexport.errors import CheckpointError, NotACheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import ExportDType, ExportOptions, ReshardOptions
@@ -99,6 +101,19 @@ def test_what_is_refused_anything_ends_with_one_sentence_or_well(
     far, options = server.put(run, f"{name}/run"), ReshardOptions(world_size=3)
     work = partial(zexport.reshard, far, options=options)
     assert refused_at_every(17, server, f"{name}/out", work)
+
+
+def test_a_bucket_that_is_not_there_is_told_whatever_is_asked_of_it(run: Path) -> None:
+    nowhere = "s3://no-such-bucket/model"
+    told = "there is no such bucket"
+    with pytest.raises(OutputError, match=told):
+        zexport.consolidate(run, nowhere, ExportOptions(overwrite=True))
+    with pytest.raises(OutputError, match=told):
+        zexport.finish_export(nowhere)
+    with pytest.raises(CheckpointError, match=told):
+        zexport.diff_models(nowhere, run)
+    done = CliRunner().invoke(cli, ["diff", nowhere, str(run)])
+    assert told in str(done.exception)
 
 
 def test_parts_of_another_plan_are_told_by_what_is_other_in_it(

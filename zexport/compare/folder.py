@@ -94,7 +94,8 @@ class ModelWeights(Struct, frozen=True):
 
 def has_rank_files(path: Path) -> bool:
     """Whether a folder is a checkpoint's: a tag folder, or one with tags right below it."""
-    return is_folder(path) and (is_tag_dir(path) or bool(list_tags(path)))
+    with reading(path):
+        return is_folder(path) and (is_tag_dir(path) or bool(list_tags(path)))
 
 
 def open_weights(path: Path) -> ModelWeights:

@@ -27,6 +27,7 @@ from zexport.model.sidecars import BASE, Sidecars, stating_files
 from zexport.model.vocabulary import vocabulary_statements
 from zexport.resume.state import CellState
 from zexport.store.contents import read_json_object
+from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder
 from zexport.store.json import Json, JsonObject
 
@@ -127,7 +128,8 @@ def _of_files(a: Path, b: Path) -> Iterator[Setting]:
 
     So B stands where a base does, whose rules of a tokenizer may be written in other words.
     """
-    files = stating_files(a), stating_files(b)
+    with reading(a):
+        files = stating_files(a), stating_files(b)
     sides = Sidecars(None, None, files[0], (), base=None, folders={BASE: files[1]})
     stated = chain(
         template_statements(sides),

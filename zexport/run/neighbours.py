@@ -15,7 +15,7 @@ from zexport.plan.plan import ExportPlan, Origin
 from zexport.run.manifest import read_manifest
 from zexport.run.staging import real_path
 from zexport.store.address import Address
-from zexport.store.files import reading
+from zexport.store.files import reading, writing
 from zexport.store.folders import is_file, is_folder
 
 _COUNTED = re.compile(r"checkpoint-(\d+)")
@@ -64,7 +64,9 @@ def checked(plan: ExportPlan) -> ExportPlan:
 
 def _replaced(target: Path, plan: ExportPlan) -> Iterator[str]:
     """Tells which other checkpoint the folder was made from that is replaced."""
-    if plan.overwrite and is_file(target / MANIFEST_NAME):
+    with writing(target):
+        is_there = plan.overwrite and is_file(target / MANIFEST_NAME)
+    if is_there:
         with suppress(VerificationError):
             older = Origin.recorded(read_manifest(target).provenance.get("checkpoint"))
             own = Origin.recorded(plan.provenance.get("checkpoint"))

@@ -36,7 +36,7 @@ from zexport.run.receipts import Compared, clear_receipts, read_request
 from zexport.run.shares import Share, shares_of
 from zexport.run.staging import check_content, check_place, real_path
 from zexport.store.address import Address, local_path
-from zexport.store.files import writing
+from zexport.store.files import changed_ns, writing
 from zexport.store.folders import children, exists, is_file, is_folder, make_folder
 from zexport.store.json import JsonObject
 from zexport.store.publish import (
@@ -228,7 +228,9 @@ def finish_left(
     """Publish a folder that lacks its name alone; ``None`` where something else is lacking."""
     target = real_path(out_dir)
     partial, _ = workplaces(target)
-    if not is_file(partial / MANIFEST_NAME) or read_request(partial) is not None:
+    with writing(target):
+        is_complete = is_file(partial / MANIFEST_NAME)
+    if not is_complete or read_request(partial) is not None:
         return None
     with parents(target.parent), _alone(target):
         return None if isinstance(target, Address) else publish_made(target, None, progress)
@@ -321,6 +323,7 @@ def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]
     """
     plan, is_first = work.plan, share.number == 1
     stretches = shares_of(plan, share.count)[share.number - 1]
+    _forget_changed(work, share)
     rest = without_written(work, stretches)
     own = plan if is_first else replace(plan, replicas=(), gathered=())
     with WeightReader.of_plan(own) as sources:
@@ -328,6 +331,29 @@ def _write(work: Workplace, share: Share) -> tuple[int, int, tuple[Finding, ...]
         write_part(work, rest, FileReader(sources))
         work.receipts.add_part(share.number, Compared(findings, sources.compared))
         return sources.nbytes_read, sum(stretch.nbytes for stretch in rest), findings
+
+
+def _forget_changed(work: Workplace, share: Share) -> None:
+    """Forget what others wrote into this worker's files where somebody has changed it since.
+
+    Afterwards the times of a file tell nothing of that: this worker changes it, too. So what others
+    write to at this moment is not looked at.
+    """
+    shares = [*enumerate(shares_of(work.plan, share.count), 1)]
+    own = {one.file.filename for one in shares[share.number - 1][1] if not one.is_whole}
+    at_work = {*parts_at_work(real_path(work.plan.out_dir))}
+    others = [(number, one) for number, found in shares if number != share.number for one in found]
+    near = [(number, one) for number, one in others if one.file.filename in own]
+    if isinstance(work.folder, Address) or at_work & {number for number, _ in near}:
+        return
+    noted = [(n, one, found) for n, one in near if (found := work.receipts.find(one)) is not None]
+    times = {(one.file.filename, found.changed_ns) for _, one, found in noted}
+    with work.checks() as checks:
+        for number, one, found in noted:
+            name = one.file.filename
+            is_same = (name, changed_ns(work.folder / name)) in times
+            if not (is_same or checks.holds(one, found)):
+                work.receipts.drop(one, number)
 
 
 def _missing(work: Workplace, parts: int) -> tuple[int, ...]:

@@ -174,6 +174,12 @@ class Receipts:
         }
         self._write(self._entry(stretch.name), table)
 
+    def drop(self, stretch: Stretch, number: int) -> None:
+        """Forget a stretch of this part: it is to be written again, and the part is not done."""
+        for name in (f"{_PART}{number}", stretch.name):
+            with writing(self._entry(name)), suppress(FileNotFoundError):
+                remove(self._entry(name))
+
     def of(self, stretch: Stretch) -> Receipt:
         """What was noted of a stretch, which has to be there."""
         if (receipt := self.find(stretch)) is None:

@@ -16,6 +16,9 @@ SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "abfs", "abf
 _NODE = "node"
 """What the address of a file on the disk of a cluster's node begins with; no user writes one."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""What the store library takes for no part of a name."""
+
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
 
 
@@ -111,7 +114,7 @@ def _address(given: str, text: str, scheme: str) -> Address:
             "give a path on this machine, or an address that begins with s3://, gs:// or az://"
         )
     address = Address(SCHEMES[scheme.lower()] + text[len(scheme) :])
-    if len(address.parts) == 1 or ".." in address.parts:
+    if len(address.parts) == 1 or ".." in address.parts or _CONTROL.search(str(address)):
         raise UsageError(f"{given!r} is no address", expected=f"{scheme}://BUCKET/FOLDER")
     if find_spec("obstore") is None:
         raise MissingExtraError(
