@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import zexport
 from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint
 from zexport.errors import UnsafeError, UsageError, ZexportError
@@ -63,6 +64,20 @@ def _blocks(value: Any) -> None:
     states[0]["__bnb_optimizer_quant_state__"] = {"absmax1": torch.ones(3)}
 
 
+def _history(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["past"] = [torch.ones(3)]
+
+
+def _depths(value: Any) -> None:
+    own = value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    own["a"] = {"b": {"c": torch.tensor(2.0)}}
+
+
+def _by_number(value: Any) -> None:
+    own = value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    own["momenta"] = {0.9: torch.clone(own["exp_avg"])}
+
+
 def _odd_length(value: Any) -> None:
     value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["memory"] = torch.ones(3)
 
@@ -77,6 +92,9 @@ def _odd_scaler(value: Any) -> None:
         (_no_moments, 3, "lacks the states of the optimizer"),
         (_no_optimizer, 3, "lacks the states of the optimizer"),
         (_blocks, 4, "__bnb_optimizer_quant_state__.absmax1"),
+        (_history, 4, r"'past\.0' lies within another"),
+        (_depths, 4, r"'a\.b\.c' lies within another"),
+        (_by_number, 4, r"'momenta\.0\.9' lies within another"),
         (_odd_length, 4, "'memory' is not one element for each"),
         (_odd_scaler, 5, "loss scaler"),
     ],
@@ -89,6 +107,21 @@ def test_an_optimizer_whose_states_cannot_be_cut_is_refused_by_the_state(
     with pytest.raises(ZexportError, match=words) as refused:
         _plan(root)
     assert refused.value.exit_code == code
+
+
+def test_numbers_within_a_state_and_a_step_in_a_list_stay_as_they_are(tmp_path: Path) -> None:
+    root, odd = copied("z2_w2_fp16", tmp_path), {"count": 3, 0.5: [1, {"x": 2.5}], "none": {}}
+
+    def change(value: Any) -> None:
+        for own in _inner(value)["state"].values():
+            own |= {"stats": odd, "step": torch.full((1,), 4.0)}
+
+    _edit(root, "*_optim_states.pt", change)
+    zexport.reshard(root, tmp_path / "out", world_size=3)
+    for path in (tmp_path / "out").glob("*/*_optim_states.pt"):
+        for own in _inner(torch.load(path, weights_only=False))["state"].values():
+            assert own["stats"] == odd
+            assert own["step"].tolist() == [4.0]
 
 
 def test_adagrad_is_refused_under_zero_3_which_does_not_load_it(tmp_path: Path) -> None:
@@ -156,6 +189,10 @@ def _steps_apart(value: Any) -> None:
         state["step"] = number
 
 
+def _number_within(value: Any) -> None:
+    value["optimizer"]["optimizer_state_dict"]["state"][0]["past"] = {"x": torch.tensor(2.0)}
+
+
 def _later_in_one_sub_group(value: Any) -> None:
     _inner(value)["state"][1]["step"] += 1
 
@@ -196,6 +233,7 @@ _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
         ("z0_w2_bf16_groups", _MODEL, _no_masters, 3, "no fp32 masters"),
         ("z0_w2_bf16_groups", _MODEL, _short_state, 4, "'exp_avg' of"),
         ("z0_w2_bf16_groups", _MODEL, _steps_apart, 4, "another 'step'"),
+        ("z0_w2_bf16_groups", _MODEL, _number_within, 4, r"'past\.x' lies within another"),
         ("z0_w1_fp32_odd", _MODEL, _nothing_kept, 4, "nothing is kept of parameter 0"),
     ],
 )

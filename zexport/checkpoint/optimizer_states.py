@@ -30,12 +30,13 @@ Fragments = Mapping[str, tuple[int, int]]
 class GroupState(Struct, frozen=True):
     """What an optimizer keeps of one flat group, beside the masters: this rank's part of it.
 
-    A state within another dictionary, as 8-bit optimizers have, is named by both, with a dot
-    between.
+    A tensor within another state, a dictionary as 8-bit optimizers have or a list, is named by
+    both, with a dot between.
 
     Attributes:
         tensors: its state tensors by name, flat ones and others.
         scalars: its other states by name, tensors without a dimension among them, such as a step.
+        within: the names of the tensors, with a dimension or none, that lie within another state.
         settings: those of its parameter group, a step that is counted there among them; nothing
             where they are not recorded (``elastic_checkpoint``).
     """
@@ -43,6 +44,7 @@ class GroupState(Struct, frozen=True):
     tensors: Mapping[str, TensorRef]
     scalars: Mapping[str, object]
     settings: Mapping[str, object]
+    within: tuple[str, ...] = ()
 
 
 class ParameterGroup(Struct, frozen=True):
@@ -200,22 +202,45 @@ def group_state(base: object, index: int) -> GroupState:
     by_number = root.get("state")
     if isinstance(by_number, list):
         by_number = dict(enumerate(by_number))
-    found = dict(_states(by_number.get(index) if isinstance(by_number, dict) else None))
-    tensors = {name: one for name, one in found.items() if isinstance(one, TensorRef) and one.shape}
+    own = by_number.get(index) if isinstance(by_number, dict) else None
+    found: dict[str, object] = {}
+    within: list[str] = []
+    for key, value in own.items() if isinstance(own, dict) else ():
+        if inner := dict(_tensors_in(value, str(key))):
+            found |= inner
+            within += inner
+        else:
+            found[str(key)] = value
+    refs = {name: one for name, one in found.items() if isinstance(one, TensorRef)}
+    tensors = {name: ref for name, ref in refs.items() if _is_of_elements(name, ref)}
     return GroupState(
         tensors=tensors,
         scalars={name: one for name, one in found.items() if name not in tensors},
         settings=next(_settings(root.get("param_groups"), index), {}),
+        within=tuple(within),
     )
 
 
-def _states(state: object, above: str = "") -> Iterator[tuple[str, object]]:
-    """The states of one parameter by name, those within another dictionary by both names."""
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, dict) and not above:
-            yield from _states(value, f"{name}.")
-        elif isinstance(name, str):
-            yield above + name, value
+def _is_of_elements(name: str, ref: TensorRef) -> bool:
+    """Whether a state is of the weights' elements: a step is not, even as a list of one number."""
+    return bool(ref.shape) and not (name == "step" and ref.numel == 1)
+
+
+def _tensors_in(value: object, above: str) -> Iterator[tuple[str, TensorRef]]:
+    """The tensors within a state, at any depth, by all names on the way to them."""
+    waiting: list[tuple[str, object]] = [(above, value)]
+    seen: set[int] = set()  # a list may hold itself
+    while waiting:
+        name, one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, TensorRef) and name != above:
+            yield name, one
+        elif isinstance(one, dict):
+            waiting += ((f"{name}.{key}", part) for key, part in one.items())
+        elif isinstance(one, list | tuple):
+            waiting += ((f"{name}.{number}", part) for number, part in enumerate(one))
 
 
 def _settings(groups: object, index: int) -> Iterator[dict[str, object]]:

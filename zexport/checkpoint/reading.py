@@ -53,6 +53,7 @@ from zexport.store.folders import is_folder
 
 now = time.time
 _RECENT_SECONDS = 600
+_WAIT = "if it is still being saved or copied, wait: files changed in the last minutes"
 
 
 def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
@@ -340,8 +341,7 @@ def _unless_unfinished(
                 path=problem.path,
                 found=problem.found,
                 expected=problem.expected,
-                hint=f"{problem.hint}; if it is still being saved or copied, wait: files "
-                "changed in the last minutes",
+                hint=f"{problem.hint}; {_WAIT}" if problem.hint else _WAIT.capitalize(),
             )
         else:
             yield problem

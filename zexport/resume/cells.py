@@ -263,10 +263,10 @@ class GroupReader:
                     expected=", ".join(names[0]) or "none",
                     hint="Copy all rank files of one save again",
                 )
-        if nested := [name for name in names[0] if "." in name]:
+        if within := sorted({one for own in owners for one in own.group_states[number].within}):
             raise UnsupportedError(
-                f"the optimizer's state {nested[0]!r} is of blocks that begin anew on every rank "
-                "and cannot be cut for other ranks",
+                f"the optimizer's state {within[0]!r} lies within another, as blocks do that begin "
+                "anew on every rank, and cannot be cut for other ranks",
                 path=owners[0].file.path,
                 hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
             )

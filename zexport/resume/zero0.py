@@ -202,7 +202,7 @@ class NumberedGroups:
 
     def _check_shape(self, key: str, name: str, ref: TensorRef, shape: tuple[int, ...]) -> None:
         """Refuse a state that is not one element for each of the masters'."""
-        if ref.shape != shape or "." in key:
+        if ref.shape != shape:
             raise UnsupportedError(
                 f"the optimizer's state {key!r} of {name!r} is not one element for each of the "
                 "weight's, and cannot be cut for ranks",
@@ -222,6 +222,13 @@ class NumberedGroups:
 
     def _scalars(self, states: Sequence[GroupState]) -> dict[str, object]:
         """What is kept of single parameters; a group of ZeRO's has it once, so all are alike."""
+        if within := sorted({name for state in states for name in state.within}):
+            raise UnsupportedError(
+                f"the optimizer's state {within[0]!r} lies within another, and cannot be cut for "
+                "ranks",
+                path=self._file.path,
+                hint="Begin anew from an export's weights, with a new optimizer",
+            )
         first = dict(states[0].scalars) if states else {}
         for state in states[1:]:
             for name, value in {**first, **state.scalars}.items():
