@@ -13,7 +13,7 @@ import torch
 import zexport
 from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint
-from zexport.errors import UnsafeError, UsageError, ZexportError
+from zexport.errors import UnsafeError, UnsupportedError, UsageError, ZexportError
 from zexport.options import ReshardOptions
 from zexport.resume.plan import plan_reshard
 
@@ -130,6 +130,20 @@ def test_adagrad_is_refused_under_zero_3_which_does_not_load_it(tmp_path: Path) 
     with pytest.raises(UsageError, match=r"torch's Adagrad under ZeRO-3.* Pass --stage 2"):
         _plan(root, stage=3)
     assert _plan(root, stage=1).shards
+
+
+def test_what_each_rank_works_out_by_itself_is_exported_and_refused_for_other_ranks(
+    tmp_path: Path,
+) -> None:
+    """As Prodigy does: ``d`` of what one partition holds."""
+    root = copied("z2_w2_fp16", tmp_path)
+    for rank in (0, 1):
+        estimate = {"d": 1e-6 * (rank + 1)}
+        _edit(root, f"*rank_{rank}_*", lambda v, e=estimate: _inner(v)["param_groups"][0].update(e))
+    assert zexport.consolidate(root, tmp_path / "model").findings == ()
+    told = "another 'd' in parameter group 0 than on the first rank .found 2e-06, expected 1e-06"
+    with pytest.raises(UnsupportedError, match=told):
+        _plan(root)
 
 
 def _of_adagrad(value: Any) -> None:

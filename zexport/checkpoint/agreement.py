@@ -37,6 +37,16 @@ _TRAINED_WITH = (
     TrainingFact.LOSS_SCALE,
     TrainingFact.SCHEDULE,
 )
+_SETTINGS = frozenset(
+    {
+        *("lr", "initial_lr", "max_lr", "min_lr", "lr_decay", "weight_decay", "eps", "lambd"),
+        *("betas", "alpha", "rho", "momentum", "base_momentum", "max_momentum", "dampening"),
+        *("nesterov", "amsgrad", "maximize", "centered", "bias_correction", "use_muon"),
+    }
+)
+"""What users and schedules set of a parameter group. In others ranks may honestly differ: under
+ZeRO, Prodigy works its ``d`` out of what one rank holds."""
+
 _OFFLOAD = "zero_optimization.offload"
 _SCHEDULE = ("last_batch_iteration", "last_epoch", "base_lrs", "_last_lr")
 """What a scheduler's state says of all ranks; others may watch a loss of their own."""
@@ -128,10 +138,10 @@ def _trained_with(file: TorchFile) -> dict[TrainingFact, dict[str, object]]:
 
 
 def _settings(group: object) -> object:
-    """A parameter group's settings, without what is counted or held elsewhere."""
+    """What of a parameter group's settings the user or the schedule sets, for all ranks alike."""
     if not isinstance(group, dict):
         return None
-    return {key: value for key, value in group.items() if key not in ("params", "step")}
+    return {key: value for key, value in group.items() if key in _SETTINGS}
 
 
 def stated_by_rank(

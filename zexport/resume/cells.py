@@ -177,7 +177,32 @@ class GroupReader:
                 found=f"{len(first.flat_groups)} flat groups",
                 hint="Resume the run as it was, save again, and reshard that",
             )
-        return tuple(self._group(group) for group in first.parameter_groups)
+        groups = first.parameter_groups
+        for owner in self.owners[1:]:
+            for number, pair in enumerate(zip(groups, owner.parameter_groups, strict=False)):
+                self._check_settings(number, owner, *(one.settings or {} for one in pair))
+        return tuple(map(self._group, groups))
+
+    def _check_settings(
+        self,
+        number: int,
+        owner: OptimizerStates,
+        first: Mapping[str, object],
+        own: Mapping[str, object],
+    ) -> None:
+        """Refuse a setting that the optimizer works out on each rank, as Prodigy does ``d``."""
+        for name in [] if own == first else sorted({*first, *own}, key=str):
+            expected = _told(self.owners[0], first.get(name))
+            if (found := _told(owner, own.get(name))) != expected:
+                raise UnsupportedError(
+                    f"the optimizer has another {name!r} in parameter group {number} than on the "
+                    "first rank",
+                    path=owner.file.path,
+                    found=found,
+                    expected=expected,
+                    hint="Resume with as many ranks, or from an export's weights, with a new "
+                    "optimizer",
+                )
 
     def _group(self, group: ParameterGroup) -> Group:
         first = self.owners[0]
