@@ -260,6 +260,31 @@ def test_a_full_disk_does_not_end_a_watch(tmp_path: Path, monkeypatch: pytest.Mo
     assert [*watch(run, outs, ONCE)] == []
 
 
+def test_what_waits_takes_no_room_that_the_next_save_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the run has removed does: else a training would end for want of an export."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4, 6):
+        _save(run, step)
+    (outs / "checkpoint-2").mkdir(parents=True)
+    (outs / "checkpoint-2" / "thesis.tex").write_text("mine")
+    events = watch(run, outs, OFTEN)
+    assert next(events).event is EventKind.FAILED
+    free = os.statvfs(run)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*free[:4], 0, *free[5:])))
+    shutil.rmtree(run / "checkpoint-2")
+    told = [next(events) for _ in range(3)]
+    events.close()
+    assert _told(told) == [
+        (EventKind.LOST, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-4"),
+        (EventKind.EXPORTED, "checkpoint-6"),
+    ]
+    assert "its disk needs the room" in told[0].why
+    assert [*(outs / ".zexport-watch" / "pins").iterdir()] == []
+
+
 def test_links_are_read_as_an_export_reads_them(tmp_path: Path) -> None:
     """One that leads elsewhere and is not needed, and a tag that lies elsewhere in the run."""
     run, outs = tmp_path / "run", tmp_path / "outs"

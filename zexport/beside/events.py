@@ -16,7 +16,7 @@ class EventKind(StrEnum):
     EXPORTED = "exported"
     FAILED = "failed"
     LOST = "lost"
-    """The run removed it before it could be kept."""
+    """The run removed it before it could be kept, or its disk needs the room."""
     CHANGED = "changed"
     """The run saved it anew while it was exported; what came of that is not kept."""
     SKIPPED = "skipped"

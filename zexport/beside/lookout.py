@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from zexport.beside.choices import WatchOptions
@@ -15,9 +16,13 @@ from zexport.beside.sightings import Sighting, look
 from zexport.errors import OutputError, ZexportError
 from zexport.report.failure import Told
 from zexport.store.boundary import Boundary
+from zexport.store.files import free_nbytes
 
 _RETRY_S = 60.0
 """A full disk may have room again after so long, or the machine memory for what it has killed."""
+
+_A_SAVE = 1.5
+"""What the next save may take of a disk, for each byte of the rank files of one before."""
 
 
 class Lookout:
@@ -80,6 +85,7 @@ class Lookout:
             self.waits.pop(one.name, None)
             yield from self._keep(one)
         self.seen = seen
+        yield from self._make_room()
 
     def _is_handled(self, one: Sighting) -> bool:
         is_decided = one.name in self._line or self._decided.get(one.name) == one.mark
@@ -104,6 +110,21 @@ class Lookout:
                 del self._decided[one.name]
                 self._not_before[one.name] = time.monotonic() + _RETRY_S
             yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
+
+    def _make_room(self) -> Iterator[WatchEvent]:
+        """Let go of what the run has removed, oldest first, where its disk is full without that.
+
+        A training that is refused room for its next save ends.
+        """
+        for one in sorted(self._line.values(), key=lambda each: each.seen.written_ns):
+            there = self.seen.get(one.seen.name)
+            if one.folder is None or (there is not None and there.mark == one.seen.mark):
+                continue
+            with suppress(OSError):  # no run's folder, no training
+                if free_nbytes(self.run) < one.seen.nbytes * _A_SAVE:
+                    self.let_go(one.seen.name)
+                    why = "the run removed it, and its disk needs the room for the next save"
+                    yield self._event(EventKind.LOST, one.seen.name, one.step, why=why)
 
     def _is_overtaken(self, one: Age) -> bool:
         """Whether newer exports make that of a checkpoint one that would not be kept."""

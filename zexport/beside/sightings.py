@@ -70,6 +70,11 @@ class Sighting(Struct, frozen=True):
         return max((one.mtime_ns for one in self.versions.values()), default=0)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(one.nbytes for one in self.versions.values())
+
+    @property
     def age_s(self) -> float:
         """Seconds since one of its files last changed."""
         return (time.time_ns() - self.changed_ns) / 1e9

@@ -234,13 +234,18 @@ def writing(path: Path) -> Iterator[None]:
         ) from cause
 
 
+def free_nbytes(folder: Path) -> int:
+    """How many bytes the file system of a folder has room for."""
+    status = steadily(lambda: os.statvfs(folder))
+    return status.f_bavail * status.f_frsize
+
+
 def check_space(folder: Path, nbytes: int) -> None:
     """Refuse a folder whose file system has no room for ``nbytes`` more bytes; a store has room."""
     if isinstance(folder, Address):
         return
     with writing(folder):
-        status = steadily(lambda: os.statvfs(folder))
-    free = status.f_bavail * status.f_frsize
+        free = free_nbytes(folder)
     if free < nbytes:
         raise OutputError(
             "has no room for the output",
