@@ -81,6 +81,24 @@ def test_a_watch_that_was_killed_is_told_of_and_another_does_its_work(
     assert verify_export(tmp_path / "out" / "checkpoint-2").ok
 
 
+def test_of_a_command_that_failed_its_own_words_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    exports = Exports(tmp_path / "out", then="echo of {step} >&2; exit 9", interval_s=0.05)
+    deadline = time.monotonic() + 120
+    for step in (2, 4):
+        trainers_run(run, steps=(step,))
+        before = len(caplog.messages)
+        while not any("ended with code 9" in line for line in caplog.messages[before:]):
+            assert time.monotonic() < deadline
+            exports.begin(run)
+            time.sleep(0.1)
+    exports.collect()
+    told = [line for line in caplog.messages if "ended with code 9" in line]
+    assert [line.splitlines()[1:] for line in told] == [["of 2"], ["of 4"]]
+
+
 def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

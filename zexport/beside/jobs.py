@@ -95,7 +95,7 @@ class Job:
             env=environment,
             process_group=0,  # of this session: niceness counts within one alone (autogroup)
         )
-        self._heard = 0
+        self._heard = self._complained = 0
         with suppress(OSError):  # it has ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
 
@@ -120,9 +120,12 @@ class Job:
         return _read(self._out, 0), self.complaint()
 
     def complaint(self) -> str:
-        """The end of what it has written to stderr."""
-        begin = max(0, size_now(self._err) - 4 * _TAIL)  # a command may have written gigabytes
-        return _read(self._err, begin)[-_TAIL:]
+        """The end of what it has written to stderr since this was asked before."""
+        last = size_now(self._err) - 4 * _TAIL  # a command may have written gigabytes
+        begin = max(self._complained, last)
+        said = _read(self._err, begin)
+        self._complained = begin + len(said.encode(errors="surrogateescape"))
+        return said[-_TAIL:]
 
     def lines(self) -> list[str]:
         """The lines that it has written to stdout since this was asked before."""

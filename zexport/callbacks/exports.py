@@ -162,8 +162,8 @@ def _tell(line: str, job: Job) -> int:
         _LOG.warning("%s", line)
         return 0
     if event.failure is not None:
-        said = f"\n{job.complaint()}" if event.event is EventKind.COMMAND_FAILED else ""
-        _LOG.warning("%s: %s%s", event.checkpoint, event.failure.message, said)
+        said = job.complaint().strip() if event.event is EventKind.COMMAND_FAILED else ""
+        _LOG.warning("%s: %s", event.checkpoint, "\n".join((event.failure.message, said)).strip())
     elif event.event in _NEWS:
         _LOG.info("%s: %s %s", event.checkpoint, event.event.value, event.why or event.out)
     elif event.why:

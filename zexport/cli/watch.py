@@ -121,7 +121,9 @@ def watch(
         verify=verify,
         is_over=_end_of_input() if until_eof else lambda: False,
     )
-    _begin(run, outs, once=asked.once, quiet=quiet)
+    tell_of_options_set()
+    if not (asked.once or until_eof or quiet):
+        _begin(run, outs)
     with closing(events):  # an interrupt may come while one is told
         codes = [event.code for event in _told(events, json=json, quiet=quiet)]
     if asked.once and not (codes or quiet):
@@ -130,12 +132,10 @@ def watch(
     click.get_current_context().exit(max(codes, default=0))
 
 
-def _begin(run: Path, outs: Path, *, once: bool, quiet: bool) -> None:
+def _begin(run: Path, outs: Path) -> None:
     """Say what is watched, and that a run which is not there is waited for."""
-    tell_of_options_set()
-    if not (once or quiet):
-        absent = "" if exists(run) else ", which is not there yet"
-        click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
+    absent = "" if exists(run) else ", which is not there yet"
+    click.echo(f"Watching {run}{absent}; exports go to {outs}. Ctrl-C ends it.", err=True)
 
 
 def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[WatchEvent]:
