@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,33 @@ def test_a_pruned_checkpoint_gives_the_same_weights_and_no_training_takes_it(
         "checkpoint-4",
         "pruned-checkpoint-2",
     ]
+
+
+@pytest.mark.parametrize("delete", [False, True])
+@pytest.mark.parametrize(
+    ("at", "named"),
+    [("run", "checkpoint-2"), ("run/checkpoint-2", "."), ("run/checkpoint-2/global_step2", "..")],
+)
+def test_a_checkpoint_may_be_named_from_where_somebody_stands(
+    at: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, delete: bool
+) -> None:
+    """In the run, or in the checkpoint itself, whose name goes under the working directory."""
+    old = trainers_run(tmp_path / "run")
+    consolidate(old, tmp_path / "out")
+    monkeypatch.chdir(tmp_path / at)
+    out = os.path.relpath(tmp_path / "out")
+    prune(named, out, delete=delete)
+    left = [] if delete else ["pruned-checkpoint-2"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-4", *left]
+    if at == "run":
+        with pytest.raises(NotACheckpointError) if delete else nullcontext():
+            prune(named, out, delete=delete)
+
+
+def test_the_root_of_all_folders_is_no_checkpoint(tmp_path: Path) -> None:
+    for delete in (False, True):
+        with pytest.raises(NotACheckpointError):
+            prune("/", tmp_path / "out", delete=delete)
 
 
 def test_deepspeed_finds_no_optimizer_state_where_moments_were(tmp_path: Path) -> None:

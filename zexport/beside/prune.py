@@ -161,9 +161,9 @@ def _check_told(places: Sequence[Place], out: Path) -> None:
 
 
 def _local(checkpoint: Checkpoint) -> list[Path]:
-    """The folders of a checkpoint; one in object storage is refused."""
+    """The folders of a checkpoint from the root on; one in object storage is refused."""
     listed = [checkpoint] if isinstance(checkpoint, Path | str) else checkpoint
-    paths = [place(one) for one in listed]
+    paths = [absolute(place(one)) for one in listed]
     far = next((one for one in paths if isinstance(one, Address)), None)
     if far is not None:
         raise OutputError(

@@ -76,7 +76,7 @@ def original_name(name: str) -> str:
 
 def pruned_name(path: Path) -> Path:
     """The folder's name once it is pruned; one that is has it."""
-    return path.with_name(PREFIX + original_name(path.name))
+    return path.parent / (PREFIX + original_name(path.name))
 
 
 def read_note(tag_dir: Path) -> Note | None:

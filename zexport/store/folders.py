@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zexport.store import objects
-from zexport.store.address import Address
+from zexport.store.address import Address, place
 
 
 def is_file(path: Path) -> bool:
@@ -141,8 +141,8 @@ def may_change(folder: Path) -> bool:
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root on, its links as they are."""
-    return path if isinstance(path, Address) else path.absolute()
+    """The path from the root on, its links as they are, and without detours."""
+    return path if isinstance(path, Address) else place(path.absolute())
 
 
 def real(path: Path) -> Path:
