@@ -114,6 +114,23 @@ def test_a_checkpoint_may_be_named_from_where_somebody_stands(
             prune(named, out, delete=delete)
 
 
+def test_a_removed_working_directory_is_told_by_watch_and_prune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the checkpoint's own, which somebody has removed: whole, or by another prune."""
+    old = trainers_run(tmp_path / "run")
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(NotACheckpointError):
+        prune("checkpoint-2", tmp_path / "out")
+    with pytest.raises(OutputError, match="lies in a working directory that was removed"):
+        prune(old, "out")
+    for run, outs in ((tmp_path / "run", "outs"), ("run", tmp_path / "outs")):
+        with pytest.raises(OutputError, match="lies in a working directory that was removed"):
+            watch(run, outs)
+
+
 def test_the_root_of_all_folders_is_no_checkpoint(tmp_path: Path) -> None:
     for delete in (False, True):
         with pytest.raises(NotACheckpointError):

@@ -9,7 +9,8 @@ from zexport.beside.prunable import is_one_checkpoint
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.printable import shell_word
-from zexport.store.folders import exists, is_folder, real
+from zexport.run.staging import real_path
+from zexport.store.folders import exists, is_folder
 
 
 def check_places(run: Path, outs: Path, *, once: bool) -> None:
@@ -37,7 +38,7 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
             hint=f"Watch the run: zexport watch {watched} {all_outs}{' --once' * once}; or export "
             f"this one: zexport consolidate {one} OUT. Other options stay as they are",
         )
-    if real(outs).is_relative_to(real(run)):
+    if real_path(outs).is_relative_to(real_path(run)):
         raise UsageError(
             "lies in the run, into which nothing is written",
             path=outs,

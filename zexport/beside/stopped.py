@@ -17,6 +17,7 @@ from zexport.checkpoint.pruned import NOTE, Note, original_name, pruned_name, re
 from zexport.errors import CheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.run.manifest import read_manifest
+from zexport.run.staging import real_path
 from zexport.store.address import place
 from zexport.store.contents import read_whole
 from zexport.store.files import writing
@@ -28,7 +29,6 @@ from zexport.store.folders import (
     is_link,
     leaves,
     matching,
-    real,
     remove,
 )
 from zexport.store.publish import locked
@@ -104,7 +104,7 @@ def _is_manifest(out: Path, note: Note) -> bool:
 def check_apart(places: Sequence[Place], out: Path) -> None:
     """Refuse an export that would go with the checkpoint that it is to stand for."""
     for one in places:
-        if real(out).is_relative_to(real(one.folder)):
+        if real_path(out).is_relative_to(real_path(one.folder)):
             raise OutputError(
                 "lies in the checkpoint that it is to stand for",
                 path=out,

@@ -141,8 +141,12 @@ def may_change(folder: Path) -> bool:
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root on, its links as they are, and without detours."""
-    return path if isinstance(path, Address) else place(path.absolute())
+    """The path from the root on, its links as they are, and without detours.
+
+    Where the working directory was removed, a path from there leads nowhere, and stays as it is.
+    """
+    is_far = isinstance(path, Address) or not (path.is_absolute() or working_folder())
+    return path if is_far else place(path.absolute())
 
 
 def real(path: Path) -> Path:
