@@ -131,6 +131,19 @@ def test_a_removed_working_directory_is_told_by_watch_and_prune(
             watch(run, outs)
 
 
+def test_a_place_that_the_system_refuses_is_told_by_watch_and_prune(tmp_path: Path) -> None:
+    """As one that nobody may read, or a bucket for which there are no credentials."""
+    trainers_run(tmp_path / "run")
+    refused = tmp_path / ("x" * 300)
+    for delete in (False, True):
+        with pytest.raises(ZexportError, match="name too long"):
+            prune(refused, tmp_path / "out", delete=delete)
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        watch(refused, tmp_path / "outs")
+    with pytest.raises(OutputError, match="cannot be written: File name too long"):
+        watch(tmp_path / "run", refused)
+
+
 def test_the_root_of_all_folders_is_no_checkpoint(tmp_path: Path) -> None:
     for delete in (False, True):
         with pytest.raises(NotACheckpointError):

@@ -10,6 +10,7 @@ from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.printable import shell_word
 from zexport.run.staging import real_path
+from zexport.store.files import reading, writing
 from zexport.store.folders import exists, is_folder
 
 
@@ -19,15 +20,23 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
     A run that is not there is waited for, but by no single look.
 
     Raises:
+        CheckpointError: nobody may look at ``run``, or its store refuses.
+        OutputError: the same of ``outs``.
         NotACheckpointError: ``run`` is not there, and it is to be looked at once.
         UsageError: ``run`` is no run, or ``outs`` lies in it, or is one.
     """
-    for place, holding in ((run, "of the run's checkpoints"), (outs, "that is to hold exports")):
-        if exists(place) and not is_folder(place):
+    for place, at_work, holding in (
+        (run, reading, "of the run's checkpoints"),
+        (outs, writing, "that is to hold exports"),
+    ):
+        with at_work(place):
+            is_other = exists(place) and not is_folder(place)
+        if is_other:
             raise UsageError("is no folder", path=place, hint=f"Give the folder {holding}")
-    is_tag = exists(run) and is_tag_dir(run)
-    folder = run.parent if is_tag else run
-    is_wrapped = exists(run) and is_one_checkpoint(folder)
+    with reading(run):
+        is_tag = exists(run) and is_tag_dir(run)
+        folder = run.parent if is_tag else run
+        is_wrapped = exists(run) and is_one_checkpoint(folder)
     if is_tag or is_wrapped:
         above = folder.parent if is_wrapped else folder
         watched, one, all_outs = map(shell_word, (above, run, outs))
@@ -44,8 +53,11 @@ def check_places(run: Path, outs: Path, *, once: bool) -> None:
             path=outs,
             hint="Give the exports a folder beside the run",
         )
-    is_known = exists(outs / OWN_FOLDER)  # to look into a thousand exports takes long
-    if not is_known and is_folder(outs) and (list_tags(outs) or list_run_checkpoints(outs)):
+    with writing(outs):
+        is_known = exists(outs / OWN_FOLDER)  # to look into a thousand exports takes long
+        is_new = not is_known and is_folder(outs)
+        is_run = is_new and bool(list_tags(outs) or list_run_checkpoints(outs))
+    if is_run:
         raise UsageError(
             "holds checkpoints, and is to hold exports",
             path=outs,

@@ -24,11 +24,7 @@ from zexport.beside.hollowing import (
     stage,
     unstage,
 )
-from zexport.beside.prunable import (
-    Place,
-    check_prunable,
-    place_of,
-)
+from zexport.beside.prunable import Place, check_prunable, place_of
 from zexport.beside.standing import check_nothing_else, check_stands_for
 from zexport.beside.stopped import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
@@ -133,7 +129,9 @@ def prune(
     began = time.monotonic()
     out = absolute(place(export))
     paths = _local(checkpoint)
-    if delete and (stopped := stopped_removal(paths, tag)) is not None:
+    with reading(paths[0]):
+        stopped = stopped_removal(paths, tag) if delete else None
+    if stopped is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
     job = _Job.of(paths, out, tag, is_deletion=delete)
     tensors = job.verify(base, adapter_config, check, progress)
