@@ -141,7 +141,8 @@ def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:
     _check_own(place)
     if not place.is_renamed and exists(place.target):
         hint = "Remove that, or move it elsewhere"
-        raise _refused(place.target, "is in the way: an older save was pruned", hint)
+        why = f"would be called `{place.target.name}`, as an older save is that was pruned"
+        raise _refused(place.folder, why, hint)
     if not is_pruned:
         _check_not_needed(place, others)
 
