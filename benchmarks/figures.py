@@ -1,4 +1,4 @@
-"""Costs at the edges: start, many ranks, many parameters, many tensors (``benchmarks.figures``).
+"""Costs at the edges: start, many ranks, many parameters, tensors, states (``benchmarks.figures``).
 
 The checkpoints are holes in files, so that they take no room. Each figure is the least CPU time of
 some runs, interleaved with those of another checkout where one is given, or the peak of memory.
@@ -150,6 +150,16 @@ def tensors(work: Path, trees: Sequence[Path], rounds: int) -> None:
         _tell(f"{name}: {usage.peak_mib} MiB, {usage.seconds:.1f} s")
 
 
+def states(work: Path, trees: Sequence[Path], rounds: int) -> None:
+    """The state of 20,000 tensors from 64 ranks to 48: at most 200 MB."""
+    experts = (f"layers.{number // 256}.experts.{number % 256}.w" for number in range(20_000))
+    _apart(_write, work / "states", dict.fromkeys(experts, (16, 64)), 64)
+    words = [*_run("reshard", work / "states", work / "out"), "--world-size", "48"]
+    commands = {f"{tree}": (tree, words) for tree in trees}
+    for name, usage in least(commands, work / "out", rounds).items():
+        _tell(f"{name}: {usage.peak_mib} MiB, {usage.seconds:.1f} s")
+
+
 def _tell(line: str) -> None:
     print(f"  {line}", flush=True)
 
@@ -159,6 +169,7 @@ _SECTIONS: dict[str, Callable[[Path, Sequence[Path], int], None]] = {
     "ranks": ranks,
     "plan": plan,
     "tensors": tensors,
+    "states": states,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from tests.support.oracles import same
 from tests.support.raw_states import raw_states
 from tests.support.real_cases import FIXTURES
+from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, open_checkpoint, run_export
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.options import ExportOptions, NameLayout, ReshardOptions
@@ -211,3 +213,17 @@ def test_tied_and_frozen_weights_are_one_tensor_in_the_file_as_they_were(tmp_pat
     (model,) = _files(tmp_path / "out", "mp_rank_00_model_states.pt")
     (alias, name), *_ = model["shared_params"].items()
     assert model["module"][alias].data_ptr() == model["module"][name].data_ptr()
+
+
+def test_memory_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    """What was written of a rank's files, and noted of it, is let go before the last is begun."""
+    write_sparse_zero3(tmp_path / "run", {f"layers.{i}.weight": (40,) for i in range(700)}, 12)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    peaks = []
+    for ranks in (2, 16):
+        plan = plan_reshard(checkpoint, tmp_path / f"on-{ranks}", ReshardOptions(world_size=ranks))
+        tracemalloc.start()
+        run_export(plan)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]

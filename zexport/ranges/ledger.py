@@ -143,6 +143,7 @@ class FileLedger:
                     if (*edges,) == one[:2]:
                         self._new.extend(one)
                         members.add(member)
+        self.ranges()  # those of many files are not kept until all are noted
         return members
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Member, int, int]]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock
 from typing import TypeAlias
@@ -87,11 +86,12 @@ def _write_stretches(
             else:
                 flusher.written(writer, chunk.nbytes)
 
-        for writer, chunk, turn in _announced(_schedule(work, stretches, reader, closing), reader):
+        for writer, chunk, turn in _schedule(work, stretches, reader, closing):
             if len(in_flight) == 2 * jobs:
                 land()
             future = workers.submit(writer.move, chunk, turn, buffers)
             in_flight.append((future, writer, chunk))
+            del writer  # what it holds goes with its last chunk
         while in_flight:
             land()
         flusher.wait()
@@ -116,31 +116,39 @@ class _Turn:
             self._before.wait()
 
 
-_Scheduled: TypeAlias = "tuple[_StretchWriter, Chunk, _Turn]"
 _Split: TypeAlias = tuple[int, Piece, memoryview, Statistics]
 """A piece of the tensor of an index, its bytes as written, and what was seen of its values."""
 
 
-def _announced(schedule: Iterator[_Scheduled], reader: TensorReader) -> Iterator[_Scheduled]:
-    """The same, of which the reader is told before."""
-
-    def expect(batch: Sequence[_Scheduled]) -> None:
-        reader.expect(piece for _, chunk, _ in batch for piece in chunk.pieces)
-
-    return announced(schedule, lambda one: one[1].nbytes, expect)
-
-
 def _schedule(
     work: Workplace, stretches: Sequence[Stretch], reader: TensorReader, closing: ExitStack
-) -> Iterator[_Scheduled]:
-    """Every chunk in order, with its writer and its turn."""
-    for stretch in stretches:
-        writer = _StretchWriter(work.folder / stretch.file.filename, stretch, reader)
-        closing.callback(writer.close)
-        turn = _Turn()
-        for chunk in chunks(stretch.tensors, work.plan.chunk_nbytes):
-            yield writer, chunk, turn
-            turn = _Turn(turn)
+) -> Iterator[tuple[_StretchWriter, Chunk, _Turn]]:
+    """Every chunk in order, with its turn, and its stretch's writer, made for the first of them."""
+    writer, turn = None, _Turn()
+    for stretch, chunk in _announced(work, stretches, reader):
+        if writer is None:
+            path = work.folder / stretch.file.filename
+            output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
+            closing.callback(output.close)
+            writer, turn = _StretchWriter(output, stretch, reader), _Turn()
+        yield writer, chunk, turn
+        writer, turn = (None, turn) if chunk.is_last else (writer, _Turn(turn))
+
+
+def _announced(
+    work: Workplace, stretches: Sequence[Stretch], reader: TensorReader
+) -> Iterator[tuple[Stretch, Chunk]]:
+    """The chunks of all stretches in order; the reader is told of them before."""
+
+    def expect(batch: Sequence[tuple[Stretch, Chunk]]) -> None:
+        reader.expect(piece for _, chunk in batch for piece in chunk.pieces)
+
+    every = (
+        (stretch, chunk)
+        for stretch in stretches
+        for chunk in chunks(stretch.tensors, work.plan.chunk_nbytes)
+    )
+    return announced(every, lambda one: one[1].nbytes, expect)
 
 
 class _Passed:
@@ -206,8 +214,9 @@ class FrameWriter:
 class _StretchWriter:
     """One stretch of a file on its way to the disk."""
 
-    def __init__(self, path: Path, stretch: Stretch, reader: TensorReader) -> None:
+    def __init__(self, output: OutputFile, stretch: Stretch, reader: TensorReader) -> None:
         self.stretch = stretch
+        self._output = output
         self._reader = reader
         self._edges = stretch.edges
         self._digests = bytearray(DIGEST_NBYTES * len(stretch.tensors))
@@ -216,7 +225,6 @@ class _StretchWriter:
         self._lock = Lock()
         self._split = self._passed()
         self._ledger = reader.new_ledger()
-        self._output = open_output(path, is_new=False, nbytes=stretch.file.nbytes)
         self._frame = FrameWriter(self._output, stretch.file) if stretch.is_whole else None
 
     def _passed(self) -> _Passed:
@@ -287,12 +295,8 @@ class _StretchWriter:
     def finish(self, then: Callable[[], None]) -> None:
         """Put all of it on the disk, close it, and do ``then``."""
         self.flush()
-        self.close()
-        then()
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
         self._output.close()
+        then()
 
 
 class _Flusher:
