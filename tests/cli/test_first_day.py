@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import zexport
+from tests.support.pruning import trainers_run
 from zexport.cli import main
 from zexport.cli.main import cli
 from zexport.cli.options import allow_option
@@ -129,6 +130,16 @@ def test_no_single_look_waits_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = CliRunner().invoke(cli, ["watch", f"{tmp_path}/empty", f"{tmp_path}/outs", "--once"])
     assert (done.exit_code, done.stderr) == (0, f"No ZeRO checkpoint in {tmp_path}/empty.\n")
+
+
+def test_warnings_that_every_export_of_a_run_has_are_told_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainers_run(run, steps=(2, 4, 6))
+    told = CliRunner().invoke(cli, ["watch", str(run), f"{tmp_path}/outs", "--once"])
+    assert told.exit_code == 0, told.output
+    assert told.stdout.count("exported to") == 3
+    assert told.stdout.count("Warning: weights only") == 1
+    assert told.stdout.count("Warnings: the same as of the export before") == 2
 
 
 def test_one_checkpoint_of_a_run_is_not_watched_for_more(tmp_path: Path) -> None:

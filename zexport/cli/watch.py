@@ -143,11 +143,13 @@ def _told(events: Iterator[WatchEvent], *, json: bool, quiet: bool) -> Iterator[
     from zexport.report.beside import print_event
     from zexport.report.text import PlainConsole
 
+    warnings: tuple[str, ...] = ()
     for event in events:
         if json:
             click.echo(json_text.dumps(event.to_json(), allow_nan=False))
         elif event.code or event.warnings or not quiet:
-            print_event(PlainConsole(sys.stdout), event)
+            print_event(PlainConsole(sys.stdout), event, warnings)
+            warnings = event.warnings or warnings
         sys.stdout.flush()
         yield event
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zexport.report.text import Console, duration, near, plural, print_line, print_list, size
@@ -27,8 +28,8 @@ _SAID = {
 }
 
 
-def print_event(console: Console, event: WatchEvent) -> None:
-    """One line, and one for each warning."""
+def print_event(console: Console, event: WatchEvent, known: Sequence[str] = ()) -> None:
+    """One line, and one for each warning, or for all where they are ``known`` from the last one."""
     why = event.why if event.failure is None else event.failure.message
     told = {
         "out": near(event.out),
@@ -39,8 +40,11 @@ def print_event(console: Console, event: WatchEvent) -> None:
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
     print_line(console, f"{event.checkpoint}{step}: {said}", style)
-    for warning in event.warnings:
+    same = bool(event.warnings) and event.warnings == known
+    for warning in () if same else event.warnings:
         print_line(console, f"  Warning: {warning}", "yellow")
+    if same:
+        print_line(console, "  Warnings: the same as of the export before", "yellow")
 
 
 def print_prune(console: Console, done: PruneReport) -> None:

@@ -300,7 +300,7 @@ def _check_replaceable(target: Path) -> None:
         )
     if names - own:
         raise OutputError(
-            "holds what is not the export's own, and --overwrite would remove it",
+            "holds what is not the export's own, which would be removed with it",
             path=target,
             found=some(sorted(names - own)),
             expected=f"what {MANIFEST_NAME} lists, or a model's files and no more",
