@@ -256,6 +256,22 @@ def test_none_waits_while_another_works_out_what_the_plan_is(
     assert isinstance(run_part(plan, Share(2, 2)), ExportReport)
 
 
+def test_a_folder_is_not_begun_anew_under_those_that_write_to_it(
+    plan: ExportPlan, tmp_path: Path
+) -> None:
+    """A note that is damaged, or of another version's form, says of nothing that it was begun."""
+    expected = files_of(plan)
+    run_part(plan, Share(1, 3))
+    partial = tmp_path / "out.partial"
+    (partial / RECEIPTS / "plan").write_bytes(b"of another form\n{}")
+    before = files(partial)
+    with locked_part(plan.out_dir, 2), pytest.raises(OutputError, match="written to by other"):
+        run_part(_again(tmp_path), Share(3, 3), verify=VerifyMode.NONE)
+    assert files(partial) == before
+    _parts(tmp_path, 3, 3, 1, 2)
+    assert files(plan.out_dir) == expected
+
+
 def test_two_workers_of_one_number_do_not_meet(plan: ExportPlan, tmp_path: Path) -> None:
     with (
         locked_part(plan.out_dir, 1),

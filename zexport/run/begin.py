@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -131,8 +131,13 @@ def begin(work: Workplace) -> list[Stretch]:
     return rest
 
 
-def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
-    """Make a folder ready for several workers, unless another of them has done so."""
+def begin_together(
+    work: Workplace, parts: int, request: JsonObject, *, at_work: Collection[int] = ()
+) -> None:
+    """Make a folder ready for several workers, unless another of them has done so.
+
+    ``at_work`` are the others of them that may be writing to it now, or wait for their turn.
+    """
     begun = work.receipts.begun()
     if begun is None or begun.parts == 1:  # one process alone has stopped
         if isinstance(work.folder, Address):  # where others may be writing already
@@ -141,6 +146,15 @@ def begin_together(work: Workplace, parts: int, request: JsonObject) -> None:
             first = Begun(entries, parts, request, work.names)
             begun = work.receipts.begin_together(first, is_new=begun is None)
         else:
+            if begun is None and at_work and work.receipts.is_noted:
+                raise OutputError(
+                    "is written to by other parts, and its note of what it was begun for is damaged"
+                    ", or of another zexport",
+                    path=work.folder,
+                    found=f"parts {some([*map(str, at_work)])} at work",
+                    hint="Run all parts with one zexport; or end them, and remove the folder to "
+                    "begin anew",
+                )
             work.receipts.keep_only(())
             _make_ready(work, work.plan.shards, parts, request)
             return

@@ -90,7 +90,8 @@ def run_part(
                 work = None
                 if not _is_made(plan, target):
                     work = _workplace(plan, target, verify, meter, digest)
-                    begin_together(work, share.count, request or {})
+                    others = [one for one in parts_at_work(target) if one != share.number]
+                    begin_together(work, share.count, request or {}, at_work=others)
             if work is None:
                 nbytes_read = _compared(plan, share, target, meter)
                 return report_of_part(plan, share, began, (), (nbytes_read, 0, ()))
@@ -127,7 +128,7 @@ def begun_parts(plan: ExportPlan, count: int, request: JsonObject) -> Iterator[i
             work = _workplace(plan, target, VerifyMode.NONE, meter, PlanDigest(plan))
             begun = work.receipts.begun()
             parts = begun.parts if begun is not None and begun.parts > 1 else count
-            begin_together(work, parts, request)
+            begin_together(work, parts, request, at_work=parts_at_work(target))
         try:
             yield parts
         except BaseException as error:  # Ctrl-C too

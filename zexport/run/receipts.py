@@ -125,6 +125,11 @@ class Receipts:
         table = {"plan": self._digest.whole, "unproven": self._unproven}
         return table | {"choices": self._choices, **to_builtins(begun)}
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether anything says what the folder was begun for, be it whole or not."""
+        return is_file(self._folder / _PLAN)
+
     def begun(self) -> Begun | None:
         """What the folder was begun with, for this very plan; ``None`` where it is not begun."""
         if (table := _read(self._folder / _PLAN)) is None:
