@@ -846,8 +846,9 @@ def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_pat
     bf16 = ExportOptions(dtype=ExportDType.BF16)
     told = [(one.event, one.checkpoint) for one in watch(run, outs, options, bf16)]
     assert told == [
-        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (2, 4, 6)),
-        (EventKind.PRUNED, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-2"),
+        (EventKind.PRUNED, "checkpoint-2"),  # though exports wait: the disk may be filling
+        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (4, 6)),
     ]
     assert not old.exists()
     state.write_text(json.dumps({"global_step": 6}))

@@ -164,6 +164,8 @@ class _Work:
     command: _Task | None = None
     """The command that runs, which no export waits for."""
     pruner: Pruner | None = None
+    has_exported: bool = False
+    """Whether the pruner has not had its turn since the last export."""
 
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
@@ -252,13 +254,14 @@ class _Work:
         """Start what is next, if nothing runs."""
         while self.owed and self.options.then and self.command is None:
             self._command(self.owed.pop(0))
+        if self.has_exported:  # else nothing would be pruned while exports wait, on a disk that fills
+            self._prune()
         if not self._is_busy():
             yield from self.lookout.skip()
             running = None if self.command is None else self.command.event.checkpoint
             if (one := self.lookout.take(but=running)) is not None:
                 self._export(one)
-        if self.pruner is not None and not self._is_busy():
-            self._prune(self.pruner)
+        self._prune()
 
     def _export(self, one: Pin) -> None:
         name, step = one.seen.name, one.step
@@ -283,11 +286,14 @@ class _Work:
             event = self._event(EventKind.RAN, name, entry.step)
             self.command = _Task(job, event, time.monotonic())
 
-    def _prune(self, pruner: Pruner) -> None:
-        checkpoint = pruner.next(self.lookout.run, self.lookout.seen)
+    def _prune(self) -> None:
+        if self.pruner is None or self._is_busy():
+            return
+        self.has_exported = False
+        checkpoint = self.pruner.next(self.lookout.run, self.lookout.seen)
         if checkpoint is not None:
             name = checkpoint.name
-            job = start_prune(checkpoint, self.ledger.out(name), pruner.words)
+            job = start_prune(checkpoint, self.ledger.out(name), self.pruner.words)
             event = self._event(EventKind.PRUNED, name, self.ledger.entries[name].step)
             self.task = _Task(job, event, time.monotonic())
 
@@ -308,7 +314,7 @@ class _Work:
         if task is self.command:
             self.command = None
         else:
-            self.task = None
+            self.task, self.has_exported = None, task.pin is not None
         look_anew(task.event.out)
         ended = self._ended(task, code)
         yield replace(ended, seconds=time.monotonic() - task.began)
