@@ -254,7 +254,7 @@ class _Work:
         """Start what is next, if nothing runs."""
         while self.owed and self.options.then and self.command is None:
             self._command(self.owed.pop(0))
-        if self.has_exported:  # else nothing would be pruned while exports wait, on a disk that fills
+        if self.has_exported:  # else the disk may fill while exports wait
             self._prune()
         if not self._is_busy():
             yield from self.lookout.skip()
