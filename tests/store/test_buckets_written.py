@@ -135,6 +135,36 @@ def test_a_rerun_goes_on_from_whole_shards(
     assert zexport.verify_export(out, against=run).ok
 
 
+_READ_AGAIN = {
+    "model-00004-of-00004.safetensors": lambda ckpt, out: zexport.consolidate(ckpt, out, _SHARDS),
+    "zero_pp_rank_1_mp_rank_00_optim_states.pt": lambda ckpt, out: zexport.reshard(
+        ckpt, out, ReshardOptions(world_size=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", _READ_AGAIN)
+def test_a_refusal_to_read_what_was_written_is_the_stores_and_drops_nothing(
+    ending: str, run: Path, out: str, name: str, server: Server
+) -> None:
+    """Whatever is read first of a file: its header, or a zip's directory."""
+    act, source = _READ_AGAIN[ending], _REAL if ending.endswith(".pt") else run
+    act(source, f"{out}-whole")
+
+    def refuse(one: Request) -> Answer | None:
+        is_read = one.method == "GET" and one.key.endswith(ending)
+        return Answer("403 Forbidden", "AccessDenied") if is_read else None
+
+    server.fault = refuse
+    with pytest.raises(OutputError, match="the store refuses access") as caught:
+        act(source, out)
+    assert caught.value.exit_code == 6
+    assert any("Kept" in note for note in caught.value.__notes__)
+    server.fault = lambda _: None
+    assert act(source, out).resumed
+    assert server.get(name) == server.get(f"{name}-whole")
+
+
 _PASSING = (
     Answer("500 Internal Server Error", "InternalError"),
     Answer("503 Service Unavailable", "SlowDown", (("Retry-After", "1"),)),

@@ -8,7 +8,13 @@ from pathlib import Path
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
-from zexport.errors import CheckpointError, UnsafeError, UnsupportedError, VerificationError
+from zexport.errors import (
+    CheckpointError,
+    OutputError,
+    UnsafeError,
+    UnsupportedError,
+    VerificationError,
+)
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import FileTensor, read_header
 from zexport.formats.torch_file import read_torch_file
@@ -51,7 +57,8 @@ def read_written(path: Path, filename: str) -> WrittenFile:
     try:
         return WrittenFile(path, _in_torch_file(path, filename))
     except (CheckpointError, UnsupportedError, UnsafeError) as cause:
-        raise VerificationError(cause.problem, path=path, found=cause.found) from cause
+        origin = cause.__cause__ if isinstance(cause.__cause__, OSError) else cause
+        raise VerificationError(cause.problem, path=path, found=cause.found) from origin
 
 
 def _in_torch_file(path: Path, filename: str) -> dict[str, FileTensor]:
@@ -76,16 +83,15 @@ def check_opens(path: Path, file: FilePlan) -> None:
 
     Raises:
         VerificationError: it does not.
+        OutputError: the system refuses to read it, which says nothing of what is in it.
     """
-    if is_safetensors(file.filename):
-        found = _names_by_library(path, file.filename)
-        names = {tensor.name for tensor in file.tensors}
-        holds = len(found) == len(names) and names.issuperset(found)
-    else:
-        tensors = read_written(path, file.filename).tensors
-        found = [*tensors]
-        planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
-        holds = planned == {n: (t.dtype, t.shape, t.offset) for n, t in tensors.items()}
+    try:
+        found, holds = _found(path, file)
+    except VerificationError as error:
+        with reading(path, OutputError):
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+        raise
     if not holds:
         raise VerificationError(
             "was written, but holds other tensors than planned",
@@ -93,6 +99,17 @@ def check_opens(path: Path, file: FilePlan) -> None:
             found=f"{len(found)} tensors",
             expected=len(file.tensors),
         )
+
+
+def _found(path: Path, file: FilePlan) -> tuple[list[str], bool]:
+    """The tensors in a file, and whether they are the planned ones."""
+    if is_safetensors(file.filename):
+        found = _names_by_library(path, file.filename)
+        names = {tensor.name for tensor in file.tensors}
+        return found, len(found) == len(names) and names.issuperset(found)
+    tensors = read_written(path, file.filename).tensors
+    planned = {one.name: (one.dtype, one.shape, one.offset) for one in file.tensors}
+    return [*tensors], planned == {n: (t.dtype, t.shape, t.offset) for n, t in tensors.items()}
 
 
 def _names_by_library(path: Path, filename: str) -> list[str]:
