@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import obstore
@@ -14,6 +15,7 @@ import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
 from zexport.errors import CheckpointError, MissingExtraError, UsageError
+from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import Engine, ExportOptions
 from zexport.store import client
 from zexport.store.address import Address, place
@@ -21,6 +23,7 @@ from zexport.store.blocks import BLOCK_NBYTES, joined
 from zexport.store.folders import children, exists, is_folder, matching
 
 _MODEL = Model([{f"layers.{n}.w": values((64, 48), n) for n in range(12)}], {"f": values((5,), 99)})
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
 _LARGE = Model([{f"layers.{n}.w": values((512, 1024), n) for n in range(6)}])
 
 
@@ -90,6 +93,38 @@ def test_a_model_in_a_bucket_is_verified_compared_and_taken_as_a_base(
     left_out = save(_MODEL, Run(stage=2, exclude_frozen=True), tmp_path / "left")
     zexport.consolidate(left_out, tmp_path / "whole", ExportOptions(base=place(model)))
     assert zexport.verify_export(tmp_path / "whole", against=left_out, base=model).ok
+
+
+def test_a_base_whose_export_is_not_finished_is_refused(
+    saved: Path, server: Server, tmp_path: Path
+) -> None:
+    """In a bucket it has its name already, and may have all its weights."""
+    zexport.consolidate(saved, tmp_path / "model")
+    base = server.put(tmp_path / "model", "unfinished")
+    obstore.delete(server.store, f"unfinished/{MANIFEST_NAME}")
+    obstore.put(server.store, f"unfinished/{RECEIPTS}/plan", b"")
+    with pytest.raises(CheckpointError, match="is not finished"):
+        zexport.consolidate(saved, tmp_path / "out", ExportOptions(base=place(base)))
+
+
+_AT_ONCE = [Answer("403 Forbidden", "AccessDenied"), Answer("404 Not Found", "NoSuchKey")]
+
+
+@pytest.mark.parametrize("answer", _AT_ONCE, ids=lambda answer: answer.code)
+def test_a_refusal_of_a_file_beside_the_weights_is_not_taken_for_its_content(
+    answer: Answer, server: Server, tmp_path: Path
+) -> None:
+    far = server.put(FIXTURE, f"beside-{answer.code}")
+    numbers = count()
+
+    def refuse(one: Request) -> Answer | None:
+        is_asked = one.method == "GET" and one.key.endswith("/tokenizer.json")
+        return answer if is_asked and next(numbers) == 0 else None
+
+    server.fault = refuse
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read: the"):
+        zexport.consolidate(far, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_of_torchs_old_layout_are_read_by_range(server: Server, tmp_path: Path) -> None:

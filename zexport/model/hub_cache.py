@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from zexport.errors import NotACheckpointError, ZexportError
+from zexport.errors import CheckpointError, NotACheckpointError, ZexportError
 from zexport.store.address import last_names
 from zexport.store.contents import read_json_object, read_regular
 from zexport.store.files import reading
 from zexport.store.folders import exists, hub_cache_folder, is_folder, real
+from zexport.store.publish import check_finished
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -88,9 +89,14 @@ def plain_name(name: str) -> str:
 
 
 def model_folder(given: Path) -> Path:
-    """A model's folder: the path itself, or the cached copy of what the hub has by this name."""
+    """A model's folder: the path itself, or the cached copy of what the hub has by this name.
+
+    Raises:
+        CheckpointError: there is neither, or it is an export that is not finished.
+    """
     name = str(given)
     with reading(given, hint="Check the path and its permissions"):
+        check_finished(given, CheckpointError)
         if exists(given) or not is_hub_id(name):
             return given
     if (cached := cached_snapshot(name)) is not None:

@@ -155,6 +155,9 @@ def is_json(path: Path) -> bool:
     """Whether a file is whole JSON.
 
     Of a large one, such as a vocabulary of tens of megabytes, only the two ends are looked at.
+
+    Raises:
+        OSError: it cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -164,7 +167,7 @@ def is_json(path: Path) -> bool:
                 return True
             file.seek(-_PARSED_NBYTES_MAX, 2)
             tail = file.read().rstrip()
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return False
     return _BRACKETS.get(head.lstrip()[:1]) == tail[-1:]
 
