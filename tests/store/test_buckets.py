@@ -297,7 +297,7 @@ def test_an_address_never_becomes_a_path_of_this_machine() -> None:
     for act in (one.exists, one.read_bytes, lambda: open(one)):  # noqa: PTH123, SIM115
         with pytest.raises(TypeError, match="is an address, not a path on this machine"):
             act()
-    for wrong in ("s3://", "gs:///", "s3://b/../c", "s3://b/a\tb"):
+    for wrong in ("s3://", "gs:///", "s3:///run/out", "s3://b/../c", "s3://b/a\tb"):
         with pytest.raises(UsageError, match="is no address"):
             place(wrong)
 

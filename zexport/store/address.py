@@ -114,7 +114,8 @@ def _address(given: str, text: str, scheme: str) -> Address:
             "give a path on this machine, or an address that begins with s3://, gs:// or az://"
         )
     address = Address(SCHEMES[scheme.lower()] + text[len(scheme) :])
-    if len(address.parts) == 1 or ".." in address.parts or _CONTROL.search(str(address)):
+    has_bucket = len(address.parts) > 1 and not given.startswith(f"{scheme}:///")
+    if not has_bucket or ".." in address.parts or _CONTROL.search(str(address)):
         raise UsageError(f"{given!r} is no address", expected=f"{scheme}://BUCKET/FOLDER")
     if find_spec("obstore") is None:
         raise MissingExtraError(
