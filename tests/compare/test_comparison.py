@@ -448,9 +448,13 @@ def test_it_says_what_of_a_checkpoint_was_compared(tmp_path: Path) -> None:
         written(side, {"x": torch.ones(2)})
     assert not are_checkpoints(*sides)
     told = "model.safetensors; --states compares the rank files beside it"
-    assert diff_models(*sides).compared == told
+    found = diff_models(*sides)
+    assert found.compared == told
+    assert found.verdict.sentence.endswith("byte for byte; the rank files beside were not compared")
     model, other = (written(tmp_path / n, {"x": torch.ones(2)}) for n in ("model", "other"))
-    assert diff_models(model, other).compared == "model.safetensors"
+    found = diff_models(model, other)
+    assert found.compared == "model.safetensors"
+    assert found.verdict.sentence.endswith("byte for byte")
 
 
 def test_a_folder_that_loads_from_a_pickle_is_not_compared_by_other_files(tmp_path: Path) -> None:

@@ -152,11 +152,15 @@ def diff_tensors(
         nbytes_read = reader.nbytes_read
     tensors = tuple(sorted(found, key=_order))
     adapters = (a_weights.is_adapter, b_weights.is_adapter)
+    verdict = judge(tensors, adapters, _exported(a_weights, b_weights), later)
+    if verdict.cause is Cause.NONE and _has_more(a_weights, b_weights):
+        sentence = f"{verdict.sentence}; the rank files beside were not compared"
+        verdict = structs.replace(verdict, sentence=sentence)
     return DiffReport(
         a=paths[0],
         b=paths[1],
         compared=_compared(a_weights, b_weights),
-        verdict=judge(tensors, adapters, _exported(a_weights, b_weights), later),
+        verdict=verdict,
         settings=(),
         counts=Counts(**{o.value: sum(t.outcome is o for t in tensors) for o in Outcome}),
         modules=_by_module(tensors),
@@ -170,9 +174,14 @@ def _compared(a: ModelWeights, b: ModelWeights) -> str:
     files = a.words if a.words == b.words else f"{a.words} of A, {b.words} of B"
     if {real(one.path) for one in a.files} == {real(one.path) for one in b.files}:
         files += " (A and B are the same files: nothing was compared with anything else)"
-    if has_rank_files(a.path) or has_rank_files(b.path):
+    if _has_more(a, b):
         return f"{files}; --states compares the rank files beside it"
     return files
+
+
+def _has_more(a: ModelWeights, b: ModelWeights) -> bool:
+    """Whether what was compared lies beside rank files, whose masters may differ all the same."""
+    return has_rank_files(a.path) or has_rank_files(b.path)
 
 
 def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:
