@@ -864,6 +864,22 @@ def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_pat
     assert [*watch(run, outs, options, bf16)] == []
 
 
+def test_a_watch_that_had_nothing_to_prune_looks_again_after_the_next_export(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    trainers_run(run, steps=(2, 4, 6))
+    state = {"global_step": 6, "best_model_checkpoint": "run/checkpoint-2"}
+    (run / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    options = WatchOptions(once=True, prune=True, keep_resumable=1)
+    told = [(one.event, one.checkpoint) for one in watch(run, tmp_path / "outs", options)]
+    assert told == [
+        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (2, 4)),
+        (EventKind.PRUNED, "checkpoint-4"),
+        (EventKind.EXPORTED, "checkpoint-6"),
+    ]
+
+
 def test_an_export_that_is_removed_later_has_its_checkpoint_pruned_before(tmp_path: Path) -> None:
     """One that cannot be, as an older save of it was pruned, is told of."""
     run, outs = tmp_path / "run", tmp_path / "outs"

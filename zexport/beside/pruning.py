@@ -64,7 +64,7 @@ class Pruner:
         self._boundary = boundary
         self._keep = keep
         self._tried: dict[str, str] = {}
-        self._seen: frozenset[str] | None = None
+        self._seen: frozenset[tuple[str, bool]] | None = None
         self._until = 0.0
 
     def failed(self, name: str, seen: Mapping[str, Sighting]) -> None:
@@ -73,7 +73,7 @@ class Pruner:
 
     def next(self, run: Path, seen: Mapping[str, Sighting]) -> Path | None:
         """The oldest checkpoint that may be pruned, under the name that it was saved by."""
-        marks = frozenset(one.mark for one in seen.values())
+        marks = frozenset((one.mark, self._ledger.is_exported(one)) for one in seen.values())
         if marks == self._seen and time.monotonic() < self._until:
             return None
         self._sweep(run)
