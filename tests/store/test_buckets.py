@@ -17,7 +17,7 @@ from tests.support.checkpoints import Model, Run, save, values
 from zexport.errors import CheckpointError, MissingExtraError, UsageError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import Engine, ExportOptions
-from zexport.store import client
+from zexport.store import client, objects
 from zexport.store.address import Address, place
 from zexport.store.blocks import BLOCK_NBYTES, joined
 from zexport.store.folders import children, exists, is_folder, matching
@@ -105,6 +105,29 @@ def test_a_base_whose_export_is_not_finished_is_refused(
     obstore.put(server.store, f"unfinished/{RECEIPTS}/plan", b"")
     with pytest.raises(CheckpointError, match="is not finished"):
         zexport.consolidate(saved, tmp_path / "out", ExportOptions(base=place(base)))
+
+
+@pytest.mark.parametrize("is_short", [True, False], ids=["as if whole", "told"])
+def test_a_listing_that_is_cut_off_is_asked_for_again(is_short: bool, server: Server) -> None:
+    for number in range(4):
+        obstore.put(server.store, f"listed/{number}/x", b"")
+    folder = place(f"s3://{BUCKET}/listed")
+    assert isinstance(folder, Address)
+    cut = Answer(cut=300, is_short=is_short)
+
+    def after(times: int) -> None:
+        objects.forget_listings()
+        numbers = count()
+        is_list = lambda one: "list-type" in one.query  # noqa: E731
+        server.fault = lambda one: cut if is_list(one) and next(numbers) < times else None
+
+    after(1)
+    assert [path.name for path in children(folder)] == ["0", "1", "2", "3"]
+    after(2)
+    assert len([*objects.below(folder)]) == 4
+    after(99)
+    with pytest.raises(OSError, match="the store's listing was cut off"):
+        children(folder)
 
 
 _AT_ONCE = [Answer("403 Forbidden", "AccessDenied"), Answer("404 Not Found", "NoSuchKey")]

@@ -71,6 +71,7 @@ _SENTENCES = (
     (r"status code: 40[13]", errno.EACCES, "the store refuses access"),
     (r"status code", errno.EIO, "the store answers"),
     (r"error sending request", errno.EIO, "the store cannot be reached"),
+    (r"list response body|invalid list response", errno.EAGAIN, "the store's listing was cut off"),
     (r"HTTP error", errno.EIO, "the store's answer was cut off"),
 )
 """What the library's words mean; the first that fits. ``the store ...`` goes on with the answer."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
@@ -19,11 +20,11 @@ from msgspec.structs import asdict
 from zexport.store import node_files
 from zexport.store.address import Address
 from zexport.store.client import refusals, store_of
-from zexport.store.retries import steadily
+from zexport.store.retries import CUT_SHORT, steadily
 from zexport.store.versions import Version
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ListResult, ObjectMeta
 
 _LISTING_SECONDS = 1.0
 
@@ -177,8 +178,11 @@ def listing(folder: Address) -> Listing:
 def _listing(folder: Address) -> Listing:
     import obstore
 
-    with refusals(folder):
-        found = obstore.list_with_delimiter(store_of(folder.root_url), folder.key or None)
+    def ask() -> ListResult[Sequence[ObjectMeta]]:
+        with refusals(folder):
+            return obstore.list_with_delimiter(store_of(folder.root_url), folder.key or None)
+
+    found = steadily(ask, on=CUT_SHORT)
     files = {_name(one["path"]): version_of_meta(one) for one in found["objects"]}
     return Listing(files, frozenset(map(_name, found["common_prefixes"])))
 
@@ -217,12 +221,16 @@ def below(folder: Address) -> Iterator[Address]:
     yield from (top / key for key in sorted(meta["path"] for meta in _metas(folder)))
 
 
-def _metas(folder: Address) -> Iterator[ObjectMeta]:
+def _metas(folder: Address) -> list[ObjectMeta]:
+    """All below a folder; a page that is cut off is not asked for again by the library."""
     import obstore
 
-    with refusals(folder):
-        for page in obstore.list(store_of(folder.root_url), folder.key or None):
-            yield from page
+    def ask() -> list[ObjectMeta]:
+        with refusals(folder):
+            pages = obstore.list(store_of(folder.root_url), folder.key or None)
+            return [*chain.from_iterable(pages)]
+
+    return steadily(ask, on=CUT_SHORT)
 
 
 def listed(address: Address) -> Version | None:

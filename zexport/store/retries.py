@@ -15,25 +15,35 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 PAUSES_SECONDS = (0.01, 0.05, 0.2, 0.5)
 """One pause before each further try."""
 
-_CUT_SHORT = frozenset({errno.EINTR, errno.EAGAIN})
-_FALTERING = _CUT_SHORT | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+CUT_SHORT = frozenset({errno.EINTR, errno.EAGAIN})
+"""What is worth another try of whatever it was: also a listing of a store that ended too early."""
+
+_FALTERING = CUT_SHORT | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 
 _T = TypeVar("_T")
 
 
-def steadily(act: Callable[[], _T], *, recover: Callable[[], None] | None = None) -> _T:
-    """What ``act`` returns, tried again after ``recover`` a few times while the storage falters."""
+def steadily(
+    act: Callable[[], _T],
+    *,
+    recover: Callable[[], None] | None = None,
+    on: Collection[int] = _FALTERING,
+) -> _T:
+    """What ``act`` returns, tried again after ``recover`` a few times while the storage falters.
+
+    ``on`` are the errors that are taken for that.
+    """
     for pause in PAUSES_SECONDS:
         try:
             return act()
         except OSError as error:
-            if error.errno not in _FALTERING:
+            if error.errno not in on:
                 raise
         time.sleep(pause)
         if recover is not None:
@@ -62,7 +72,7 @@ def synced(descriptor: int, sync: Callable[[int], None] | None = None) -> None:
         try:
             return sync(descriptor)
         except OSError as error:
-            if error.errno not in _CUT_SHORT:
+            if error.errno not in CUT_SHORT:
                 raise
         time.sleep(pause)
     return sync(descriptor)
