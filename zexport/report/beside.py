@@ -37,6 +37,8 @@ def print_event(console: Console, event: WatchEvent, known: Sequence[str] = ()) 
         "freed": size(event.nbytes_freed),
     }
     said = _SAID[event.event.value].format(why=why, **told)
+    if event.event.value == "pruned" and not event.nbytes_freed:
+        said = "pruned: one that was stopped had freed its room already"
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
     print_line(console, f"{event.checkpoint}{step}: {said}", style)
