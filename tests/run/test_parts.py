@@ -228,6 +228,19 @@ def test_files_beside_the_weights_do_not_change_between_parts(tmp_path: Path) ->
     assert isinstance(consolidate_part(root, out, Share(2, 2)), ExportReport)
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}"], ids=["emptied", "changed"])
+def test_a_small_file_that_a_power_cut_has_emptied_is_written_again(
+    damage: bytes, tmp_path: Path
+) -> None:
+    one, out = tmp_path / "one", tmp_path / "out"
+    consolidate(FIXTURE, one)
+    consolidate_part(FIXTURE, out, Share(1, 2))
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "out.partial" / name).write_bytes(damage)
+    assert isinstance(consolidate_part(FIXTURE, out, Share(2, 2)), ExportReport)
+    assert files(out) == files(one)
+
+
 def test_workers_that_count_differently_do_not_meet(tmp_path: Path) -> None:
     _parts(tmp_path, 2, 1)
     with pytest.raises(OutputError, match=r"another number of workers \(found 2, expected 3\)"):

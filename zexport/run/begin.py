@@ -17,6 +17,7 @@ from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan, FilePlan, SideFile
 from zexport.plan.summary import side_nbytes
 from zexport.printable import some
+from zexport.ranges.digests import digest_file
 from zexport.run.manifest import FileEntry, check_inside
 from zexport.run.progress import Meter
 from zexport.run.readback import Checks, VerifyMode
@@ -168,12 +169,29 @@ def begin_together(
         )
     if not isinstance(work.folder, Address) and is_file(work.folder / MANIFEST_NAME):
         remove(work.folder / MANIFEST_NAME)  # the folder is not as it says
-    check_copied(work, begun.side_files)
-    there = [side for side in work.first_sides if side.filename in begun.side_files]
-    write_sides(work, [side for side in there if not is_file(work.folder / side.filename)])
+    check_sides(work, begun.side_files)
 
 
-def check_copied(work: Workplace, begun: Mapping[str, FileEntry]) -> None:
+def check_sides(work: Workplace, begun: Mapping[str, FileEntry]) -> None:
+    """Have small files that were written first hold what the folder was begun with.
+
+    Those that are gone or hold something else, as after a power cut, are written again.
+    """
+    _check_copied(work, begun)
+    for side in work.first_sides:
+        path, entry = work.folder / side.filename, begun.get(side.filename)
+        if entry is None:
+            continue
+        with writing(path):
+            is_there = is_file(path)
+            if is_there and digest_file(path) == entry.blake3:
+                continue
+            if is_there:
+                remove(path)
+        write_sides(work, [side])
+
+
+def _check_copied(work: Workplace, begun: Mapping[str, FileEntry]) -> None:
     """Refuse files beside the weights that are no longer what the folder was begun with."""
     copied = [side for side in work.plan.side_files if side.origin and side.filename in begun]
     changed = [side for side in copied if begun[side.filename] != entry_of(side)]

@@ -23,7 +23,7 @@ from zexport.findings import Finding
 from zexport.plan.digest import PlanDigest
 from zexport.plan.plan import ExportPlan
 from zexport.printable import some
-from zexport.run.begin import Workplace, begin_together, check_copied, without_written
+from zexport.run.begin import Workplace, begin_together, check_sides, without_written
 from zexport.run.execute import ExportReport, PartReport, compare, report_of_part
 from zexport.run.finish import finish
 from zexport.run.made_again import holds_share, looks_made
@@ -210,7 +210,7 @@ def finish_parts(
         _check_content(plan, target)
         work = Workplace.of(plan, partial, verify, meter)
         begun = work.receipts.need_begun()
-        check_copied(work, begun.side_files)
+        check_sides(work, begun.side_files)
         parts = begun.parts
         if missing := _missing(work, parts):
             raise OutputError(
