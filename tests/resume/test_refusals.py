@@ -82,6 +82,11 @@ def _odd_length(value: Any) -> None:
     value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["memory"] = torch.ones(3)
 
 
+def _quantized(value: Any) -> None:
+    own = value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    own["state1"] = own["exp_avg"].to(torch.uint8)
+
+
 def _odd_scaler(value: Any) -> None:
     value["optimizer_state_dict"]["loss_scaler"].hook = 1
 
@@ -95,7 +100,8 @@ def _odd_scaler(value: Any) -> None:
         (_history, 4, r"'past\.0' lies within another"),
         (_depths, 4, r"'a\.b\.c' lies within another"),
         (_by_number, 4, r"'momenta\.0\.9' lies within another"),
-        (_odd_length, 4, "'memory' is not one element for each"),
+        (_odd_length, 4, "'memory' cannot be cut for other ranks .*do not add up"),
+        (_quantized, 4, "'state1' cannot be cut for other ranks .*floating-point type: uint8"),
         (_odd_scaler, 5, "loss scaler"),
     ],
 )

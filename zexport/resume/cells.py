@@ -311,8 +311,7 @@ class GroupReader:
             if state == MASTERS:
                 raise
             raise UnsupportedError(
-                f"the optimizer's state {state!r} is not one element for each of the weights', and "
-                "cannot be cut for other ranks",
+                f"the optimizer's state {state!r} cannot be cut for other ranks",
                 path=owners[0].file.path,
                 found=f"{cause.problem}: {cause.found}",
                 expected=cause.expected,
