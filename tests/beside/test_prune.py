@@ -919,8 +919,8 @@ def test_no_variable_of_the_environment_has_a_whole_checkpoint_removed(
     run, outs = tmp_path / "run", tmp_path / "outs"
     old = trainers_run(run)
     before = tensors_of(old, tmp_path / "scratch")
-    *_, last = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
-    assert last.event is EventKind.PRUNED
+    events = [*watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))]
+    assert EventKind.PRUNED in [one.event for one in events]
     assert tensors_of(run / "pruned-checkpoint-2", tmp_path / "scratch") == before
     done = typed("prune", run / "checkpoint-4", "--export", outs / "checkpoint-4")
     assert done.returncode == UsageError.exit_code
