@@ -43,7 +43,7 @@ from zexport.run.parts import finish_parts, run_part, write_share
 from zexport.run.pieces import FileReader
 from zexport.run.progress import Meter
 from zexport.run.readback import VerifyMode
-from zexport.run.receipts import _sealed
+from zexport.run.receipts import _sealed, finished_files
 from zexport.run.shares import Share, divide, whole
 from zexport.store.publish import locked, locked_part
 from zexport.weights.proof import WeightReader
@@ -105,6 +105,18 @@ def test_a_worker_that_was_stopped_goes_on_from_its_receipts(
     assert isinstance(first, PartReport)
     assert first.nbytes_written < sum(file.data_nbytes for file in plan.shards[:2])
     assert isinstance(last, ExportReport)
+    assert files(plan.out_dir) == expected
+
+
+def test_the_only_worker_goes_on_from_its_receipts_too(plan: ExportPlan, tmp_path: Path) -> None:
+    expected, request = files_of(plan), {"paths": ["ckpt"]}
+    with stopped_after(2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        run_part(_again(tmp_path), Share(1, 1), request=request)
+    partial = tmp_path / "out.partial"
+    left = {name: (partial / name).stat().st_mtime_ns for name in finished_files(partial)}
+    assert left
+    assert isinstance(run_part(_again(tmp_path), Share(1, 1), request=request), ExportReport)
+    assert {name: (plan.out_dir / name).stat().st_mtime_ns for name in left} == left
     assert files(plan.out_dir) == expected
 
 

@@ -140,7 +140,8 @@ def begin_together(
     ``at_work`` are the others of them that may be writing to it now, or wait for their turn.
     """
     begun = work.receipts.begun()
-    if begun is None or begun.parts == 1:  # one process alone has stopped
+    goes_on = begun is not None and (begun.parts > 1 or (parts == 1 and bool(begun.request)))
+    if begun is None or not goes_on:  # or one process alone has stopped, which has no request
         if isinstance(work.folder, Address):  # where others may be writing already
             copied = (side for side in work.plan.side_files if side.origin is not None)
             entries = {side.filename: entry_of(side) for side in copied}
