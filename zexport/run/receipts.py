@@ -191,7 +191,8 @@ class Receipts:
             raise OutputError(
                 f"has no receipt for {stretch.name}",
                 path=self._folder.parent,
-                hint="Run the same command again: it goes on from what is there",
+                hint="Run the same command again, where there are several parts each of them: it "
+                "goes on from what is there",
             )
         return receipt
 
