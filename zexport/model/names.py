@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.model.config import ConfigFile
@@ -122,24 +122,16 @@ class _Described(Struct, frozen=True):
         """The names that it tells."""
         if not (self.tied.keys() | set(self.tied.values())) <= self.shapes.keys():
             raise ValueError("a tie of names that the model does not have")
-        return ModelNames(
-            architecture=self.architecture,
-            shapes=self.shapes,
-            buffers=self.buffers,
-            tied=self.tied,
-            layouts=tuple(layout.unfolded(self.shapes) for layout in self.layouts),
-            provenance=provenance,
-            unsaved=self.unsaved,
-            keep_fp32={
-                dtype: self.keep_fp32.get(dtype.torch_name, frozenset())
-                for dtype in (DType.BF16, DType.F16)
-            },
-            refused=self.refused,
-            ignored=tuple(sorted(self.ignored)),
-            base_prefix=self.base_prefix,
-            other_type=self.other_type,
-            defaults=self.defaults,
-        )
+        kept = {
+            dtype: self.keep_fp32.get(dtype.torch_name, frozenset())
+            for dtype in (DType.BF16, DType.F16)
+        }
+        told = asdict(self) | {
+            "layouts": tuple(layout.unfolded(self.shapes) for layout in self.layouts),
+            "keep_fp32": kept,
+            "ignored": tuple(sorted(self.ignored)),
+        }
+        return ModelNames(provenance=provenance, **told)
 
 
 class _Shaped(Struct, frozen=True):

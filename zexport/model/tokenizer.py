@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import asdict
 
 from zexport.errors import ZexportError
 from zexport.filenames import TOKENIZER
@@ -25,9 +26,6 @@ _FIELD_1 = 0x0A
 _VARINT_NBITS = 64
 
 
-TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
-
-
 class _Added(Struct, frozen=True):
     id: int
     content: str
@@ -40,13 +38,7 @@ class _Added(Struct, frozen=True):
     @property
     def flags(self) -> dict[str, object]:
         """How the token is found in a text."""
-        return {key: getattr(self, key) for key in TOKEN_FLAGS}
-
-
-_SWITCHES = (
-    *("unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
-    *("byte_fallback", "ignore_merges"),
-)
+        return {key: said for key, said in asdict(self).items() if key not in ("id", "content")}
 
 
 class _Model(Struct, frozen=True):
@@ -62,7 +54,8 @@ class _Model(Struct, frozen=True):
     @property
     def switches(self) -> dict[str, object]:
         """What is said of how a word is made of tokens; an empty text says what none does."""
-        return {key: getattr(self, key) or None for key in _SWITCHES}
+        said = asdict(self).items()
+        return {key: one or None for key, one in said if key not in ("vocab", "merges", "dropout")}
 
 
 class Tokenizer(Struct, frozen=True):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zexport.ranges.mosaic import row_major
+
 _aten = torch.ops.aten
 
 _VIEWS = {
@@ -98,27 +100,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_whole = _place(tensor) == _place(whole)
         if is_whole and part < 0:
             return source
-        if is_whole:
-            made = self._parts[part]
-            boxes = [self._box(start, box, made.shape) for start, box in made.boxes]
-            return [list(made.shape), *boxes]
-        return [list(tensor.shape), self._box((0,) * tensor.dim(), tensor, tuple(tensor.shape))]
+        return self._entry(self._parts[part] if is_whole else _all_of(tensor))
 
     def parts(self) -> list[Entry]:
         """What was laid together on the way, each of tensors before it."""
-        return [
-            [list(part.shape), *(self._box(start, box, part.shape) for start, box in part.boxes)]
-            for part in self._parts
-        ]
+        return [self._entry(part) for part in self._parts]
+
+    def _entry(self, part: _Part) -> Entry:
+        boxes = (self._box(start, box, part.shape) for start, box in part.boxes)
+        return [list(part.shape), *boxes]
 
     def _box(self, start: tuple[int, ...], box: torch.Tensor, whole: tuple[int, ...]) -> Entry:
-        stride = list(box.stride())
-        entry: Entry = [self._source_of(box), box.storage_offset(), stride, list(start)]
-        entry.append(list(box.shape))
+        place = (box.stride(), start, box.shape)
+        entry: Entry = [self._source_of(box), box.storage_offset(), *map(list, place)]
         if tuple(box.shape) != whole:
             return entry
         del entry[3:]
-        if stride == _row_major(box.shape):
+        if box.stride() == row_major(box.shape):
             del entry[2:]
             if entry[1] == 0:
                 del entry[1:]
@@ -130,10 +128,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             return func(tensor, shape)
         except RuntimeError:  # its elements do not lie so that they could be seen in that shape
-            return func(self._copied(tensor), shape)
-
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._add_part(tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+            return func(self._made(_all_of(tensor)), shape)
 
     def _joined(self, tensors: Sequence[torch.Tensor], dim: int, *, is_stack: bool) -> torch.Tensor:
         if is_stack:
@@ -147,13 +142,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begin += tensor.shape[dim]
         shape = list(tensors[0].shape)
         shape[dim] = begin
-        return self._add_part(tuple(shape), boxes)
+        return self._made(_Part(tuple(shape), tuple(boxes)))
 
-    def _add_part(
-        self, shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], torch.Tensor]]
-    ) -> torch.Tensor:
-        self._parts.append(_Part(shape, tuple(boxes)))
-        made = torch.empty(shape, device="meta")
+    def _made(self, part: _Part) -> torch.Tensor:
+        self._parts.append(part)
+        made = torch.empty(part.shape, device="meta")
         self._add_root(made)
         return made
 
@@ -168,6 +161,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UntraceableError("a result comes from none of the tensors") from None
 
 
+def _all_of(tensor: torch.Tensor) -> _Part:
+    return _Part(tuple(tensor.shape), (((0,) * tensor.dim(), tensor),))
+
+
 def _storage_number(tensor: torch.Tensor) -> int:
     number: int = tensor.untyped_storage()._cdata
     return number
@@ -175,10 +172,3 @@ def _storage_number(tensor: torch.Tensor) -> int:
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return strides
