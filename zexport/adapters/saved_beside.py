@@ -108,14 +108,19 @@ def adapter_copies(
     found: list[tuple[SafetensorsHeader, tuple[CastReplica, ...]]] = []
     for adapter in adapters:
         header = _read_file(checkpoint, adapter)
-        own = _tensors_of(adapter, stored)
-        if header is None or not own.keys() <= header.tensors.keys():
-            continue
-        copies = [copy_of(tensor, header, name) for name, tensor in own.items()]
-        whole = tuple(copy for copy in copies if copy is not None)
-        if len(whole) == len(copies):
-            found.append((header, whole))
+        if header is not None:
+            copies = _copies(header, _tensors_of(adapter, stored))
+            found += [] if copies is None else [(header, copies)]
     return found
+
+
+def _copies(
+    header: SafetensorsHeader, own: Mapping[str, StoredTensor]
+) -> tuple[CastReplica, ...] | None:
+    """A file's tensors as copies of these; ``None`` where it has not all, or in another shape."""
+    found = [copy_of(t, header, name) for name, t in own.items() if name in header.tensors]
+    whole = tuple(copy for copy in found if copy is not None)
+    return whole if len(whole) == len(own) else None
 
 
 def _tensors_of(adapter: Adapter, stored: Weights) -> dict[str, StoredTensor]:
@@ -165,12 +170,8 @@ def _holds(
     And how much was read to tell. That proves no record: where damage lets it differ, nothing of
     the file is taken.
     """
-    copies = [
-        copy_of(tensor, header, name) if name in header.tensors else None
-        for name, tensor in own.items()
-    ]
-    whole = [copy for copy in copies if copy is not None]
-    if len(whole) < len(copies):
+    whole = _copies(header, own)
+    if whole is None:
         return False, 0
     with SourceReader([*checkpoint.torch_files, header]) as reader:
         full = check is CheckMode.FULL

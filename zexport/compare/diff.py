@@ -197,19 +197,13 @@ def _paired(
     """What there is on both sides, ties taken into account, and what is on one side alone."""
     shared = a.tensors.keys() & b.tensors.keys()
     pairs = [Pair(a.tensors[name], b.tensors[name]) for name in a.tensors if name in shared]
-    a_names, b_names = a.tensors.keys() - shared, b.tensors.keys() - shared
+    a_names, b_names = (sorted(side.tensors.keys() - shared) for side in (a, b))
     ties = {**a.learn_ties(), **b.learn_ties()} if a_names or b_names else {}
-    a_alone, b_alone = [], []
-    for name in sorted(a_names):
-        if partner := _partner(name, b, ties):
-            pairs.append(Pair(a.tensors[name], partner))
-        else:
-            a_alone.append(a.tensors[name])
-    for name in sorted(b_names):
-        if partner := _partner(name, a, ties):
-            pairs.append(Pair(partner, b.tensors[name]))
-        else:
-            b_alone.append(b.tensors[name])
+    of_a = [(a.tensors[name], _partner(name, b, ties)) for name in a_names]
+    of_b = [(b.tensors[name], _partner(name, a, ties)) for name in b_names]
+    pairs += [Pair(one, partner) for one, partner in of_a if partner]
+    pairs += [Pair(partner, one) for one, partner in of_b if partner]
+    a_alone, b_alone = ([one for one, partner in side if not partner] for side in (of_a, of_b))
     return list(dict.fromkeys(pairs)), a_alone, b_alone
 
 
