@@ -19,7 +19,7 @@ from zexport.filenames import ADAPTER_CONFIG
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file
-from zexport.store.json import Json
+from zexport.store.json import Json, as_list, as_table, several
 
 DEFAULT_ADAPTER = "default"
 """The name of an adapter that was given none; peft saves it without a folder of its own."""
@@ -216,7 +216,7 @@ class AdapterConfig(Struct, frozen=True):
             found = (v for k, v in said.items() if self._names(TRAINED_TOKENS, [k], module))
             said = next(found, None)
             return said if isinstance(said, list) else None
-        return said if isinstance(said, list) else []
+        return as_list(said)
 
     def is_feedforward(self, module: str) -> bool | None:
         """Whether IA3 scales what goes into a module, and not what comes out of it.
@@ -248,9 +248,8 @@ class AdapterConfig(Struct, frozen=True):
     @property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the layers that are to be updated; none where all are."""
-        layers = self.content.get("layers_to_transform")
-        several = layers if isinstance(layers, list) else [layers]
-        return tuple(one for one in several if isinstance(one, int))
+        layers = several(self.content.get("layers_to_transform"))
+        return tuple(one for one in layers if isinstance(one, int))
 
     def layer_of(self, module: str) -> int | None:
         """The number of the layer that a module is of."""
@@ -302,8 +301,7 @@ class AdapterConfig(Struct, frozen=True):
 
     def _by_pattern(self, name: str, key: str, default: Json) -> Json:
         """The value of the first pattern that ``key`` ends with, as peft matches them."""
-        patterns = self.content.get(name)
-        for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
+        for pattern, value in as_table(self.content.get(name)).items():
             if self.means(name, pattern, key):
                 return value
         return default
@@ -342,6 +340,4 @@ def other_adapter_configs(
 
 
 def _strings(value: Json) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
+    return tuple(one for one in several(value) if isinstance(one, str))

@@ -30,6 +30,7 @@ from zexport.store.address import place
 from zexport.store.boundary import Boundary
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder
+from zexport.store.json import as_table
 from zexport.store.publish import check_finished
 
 _GIVE_BASE = "Name the model that the export was given, as in --base MODEL"
@@ -122,7 +123,7 @@ def _open_source(
     against: Checkpoint, made_from: object, *, follow_symlinks: bool
 ) -> ZeroCheckpoint:
     """The checkpoint that an export was made from, by the tag and step in its manifest."""
-    recorded = made_from if isinstance(made_from, dict) else {}
+    recorded = as_table(made_from)
     tag, step = recorded.get("tag"), recorded.get("global_steps")
     tag = tag if isinstance(tag, str) else None
     step = step if isinstance(step, int) else None

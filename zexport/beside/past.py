@@ -14,7 +14,7 @@ from msgspec import Struct
 from zexport.beside.sightings import TRAINER_STATE
 from zexport.errors import ZexportError
 from zexport.store.contents import read_json_object
-from zexport.store.json import Json
+from zexport.store.json import Json, tables_in
 
 
 class Past(Struct, frozen=True):
@@ -43,8 +43,8 @@ class Past(Struct, frozen=True):
 def _digests(history: Json) -> Iterator[tuple[int, str]]:
     """Source: transformers 5.23, ``trainer_callback.py`` (``TrainerState``)."""
     digest = blake3()
-    for entry in history if isinstance(history, list) else ():
-        step = entry.get("step") if isinstance(entry, dict) else None
+    for entry in tables_in(history):
+        step = entry.get("step")
         if isinstance(step, int):
             digest.update(json.dumps(entry, sort_keys=True).encode())
             yield step, digest.hexdigest()

@@ -24,7 +24,7 @@ from zexport.printable import some
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
 from zexport.store.folders import children, is_file
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, JsonObject, tables_in
 
 _STATE = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
@@ -157,8 +157,7 @@ def _apart(
 
 def _logged(state: JsonObject) -> list[JsonObject]:
     """What a state has logged, in order."""
-    found = state.get("log_history")
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return tables_in(state.get("log_history"))
 
 
 def _parted(one: tuple[JsonObject, str], other: tuple[JsonObject, str]) -> Iterator[Statement]:

@@ -22,6 +22,7 @@ from zexport.ranges.extents import ByteSource
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
+from zexport.store.json import as_table
 from zexport.store.publish import check_finished
 from zexport.weights.base import weights_file
 
@@ -79,10 +80,8 @@ class ModelWeights(Struct, frozen=True):
         Nothing is known of a single file.
         """
         manifest, config = self.path / MANIFEST_NAME, self.path / "config.json"
-        if is_file(manifest):
-            tied = read_json_object(manifest).get("tied")
-            if isinstance(tied, dict) and tied:
-                return {alias: str(source) for alias, source in tied.items()}
+        if is_file(manifest) and (tied := as_table(read_json_object(manifest).get("tied"))):
+            return {alias: str(source) for alias, source in tied.items()}
         if not is_file(config):
             return {}
         content = ConfigFile(config, read_json_object(config))

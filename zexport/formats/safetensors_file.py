@@ -17,6 +17,7 @@ from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent, Member
 from zexport.store.contents import LFS_POINTER, read_json_object
 from zexport.store.files import open_regular, reading, version_of
+from zexport.store.json import as_table
 from zexport.store.versions import Version
 
 HEADER_NBYTES_LIMIT = 100_000_000
@@ -168,9 +169,9 @@ def read_index(path: Path, hint: str) -> dict[Path, set[str]]:
 
     Nothing where it has no ``weight_map``; ``hint`` is for one who has an index of other folders.
     """
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = as_table(read_json_object(path).get("weight_map"))
     placed: dict[Path, set[str]] = {}
-    for tensor, name in weight_map.items() if isinstance(weight_map, dict) else ():
+    for tensor, name in weight_map.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or "/" in name:
             raise UnsafeError(
                 "names a file that does not lie beside it",

@@ -36,7 +36,7 @@ from zexport.model.tokenizer import content_of, read_tokenizer, table_of
 from zexport.printable import some
 from zexport.store.contents import read_json_list, repeated_keys
 from zexport.store.folders import children
-from zexport.store.json import Json
+from zexport.store.json import Json, as_table, tables_in
 
 _TOKENIZER_KEYS = re.compile(
     r"add_\w+|do_\w+|\w+_side|(?:bos|eos|unk|sep|pad|cls|mask)_token|model_max_length|legacy"
@@ -194,7 +194,7 @@ def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
     processor, alone = (table_of(sidecars.copied, name) for name in PROCESSOR[:2])
     inner = processor.get("image_processor")
     for by, table in ((PROCESSOR_CONFIG, inner), ("preprocessor_config.json", alone)):
-        for key, value in table.items() if isinstance(table, dict) and inner else ():
+        for key, value in as_table(table).items() if inner else ():
             if _ANY_KEY.fullmatch(key):
                 yield Statement(Fact.PROCESSOR, _plain(value), by, key)
 
@@ -206,8 +206,8 @@ def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
     for where, files in sidecars.folders.items() if steps else ():
         fact = Fact.BASE_FILE if where == BASE else Fact.RUN_FILE
         for by, others in (("the export's", steps), (f"{where}'s", _steps(files))):
-            kinds = [one.get("type") for one in others if isinstance(one, dict)]
-            yield Statement(fact, ", ".join(map(str, kinds)) or None, by, "modules.json, type:")
+            kinds = [str(one.get("type")) for one in tables_in(others)]
+            yield Statement(fact, ", ".join(kinds) or None, by, "modules.json, type:")
     hidden = None if config is None else _hidden_size(config)
     given, by = hidden, CONFIG
     for step in steps:
@@ -221,7 +221,7 @@ def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
             yield Statement(Fact.SENTENCE_SIZE, takes, name, name)
         if (gives := content.get("out_features")) is not None:
             given, by = gives, name
-        path = step.get("path") if isinstance(step, dict) else None
+        path = as_table(step).get("path")
         if path and name not in copied:
             yield Statement(Fact.SENTENCE_STEP, "a step", "modules.json", str(path))
             yield Statement(Fact.SENTENCE_STEP, "no files", "the export", str(path))
@@ -302,8 +302,7 @@ def _sentence_files(files: Files) -> list[str]:
 
 def _hidden_size(config: ConfigFile) -> Json:
     content = config.content
-    inner = content.get("text_config")
-    tables = (content, inner if isinstance(inner, dict) else {})
+    tables = (content, as_table(content.get("text_config")))
     return next((table[key] for table in tables for key in _HIDDEN if key in table), None)
 
 

@@ -17,7 +17,7 @@ from zexport.filenames import TOKENIZER_CONFIG
 from zexport.model.sidecars import BASE, CHAT_TEMPLATES, MORE_TEMPLATES, Files, Sidecars
 from zexport.model.tokenizer import table_of
 from zexport.store.contents import read_json_object, read_regular
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, tables_in
 
 TEMPLATE_FILES = (*CHAT_TEMPLATES, TOKENIZER_CONFIG)
 """Files that hold one, that first which goes before the others.
@@ -71,7 +71,7 @@ def _more(files: Files) -> dict[str, str]:
     """The templates that have names, for tools or documents, say; files go before a table."""
     named = {
         str(one.get("name")): str(one.get("template")).strip()
-        for one in _several(table_of(files, TOKENIZER_CONFIG).get("chat_template"))
+        for one in tables_in(table_of(files, TOKENIZER_CONFIG).get("chat_template"))
         if one.get("name") != "default"
     }
     paths = {Path(name).stem: path for name, path in files.items() if fnmatch(name, MORE_TEMPLATES)}
@@ -112,10 +112,7 @@ def _templates(files: Files) -> Iterator[tuple[str, str]]:
     for name in TEMPLATE_FILES:
         text = _read(files[name]).strip() if name in files else ""
         if text or (name in files and name.endswith(".jinja")):  # which is taken, if empty
-            yield (
-                name,
-                _in_brief(text),
-            )
+            yield name, _in_brief(text)
 
 
 def _in_brief(text: str) -> str:
@@ -131,14 +128,9 @@ def _read(path: Path) -> str:
     except (OSError, ZexportError):
         return ""
     if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in _several(found)}
+        named = {one.get("name"): one.get("template") for one in tables_in(found)}
         found = named.get("default", _text(found))
     return found if isinstance(found, str) else _text(found)
-
-
-def _several(found: Json) -> list[JsonObject]:
-    """Templates by name, where there are several."""
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _text(value: Json) -> str:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.ranges.dtypes import DType, Shape
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, JsonObject, as_table
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """transformers 5 writes the first; transformers 4 wrote the second, which older engines read."""
@@ -52,7 +52,7 @@ class ConfigFile(Struct, frozen=True):
         """
         keys = [key for key in _TEXT_CONFIGS if isinstance(self.content.get(key), dict)]
         sizes: dict[tuple[str, ...], Json] = {
-            (key,): _table(self.content[key]).get("vocab_size") for key in keys
+            (key,): as_table(self.content[key]).get("vocab_size") for key in keys
         }
         if not keys or "vocab_size" in self.content:
             sizes[()] = self.content.get("vocab_size")
@@ -67,7 +67,7 @@ class ConfigFile(Struct, frozen=True):
         content: JsonObject = dict(self.content)
         for path in self.vocab_sizes:
             if path:
-                content[path[0]] = {**_table(content[path[0]]), "vocab_size": size}
+                content[path[0]] = {**as_table(content[path[0]]), "vocab_size": size}
             else:
                 content["vocab_size"] = size
         return replace(self, content=content)
@@ -156,10 +156,6 @@ def _with_dtype(table: Mapping[str, Json], name: str) -> JsonObject:
 
 def _drop_quantization(table: Mapping[str, Json]) -> JsonObject:
     return {key: value for key, value in table.items() if key not in _QUANTIZATION_KEYS}
-
-
-def _table(value: Json) -> JsonObject:
-    return value if isinstance(value, dict) else {}
 
 
 def _json_bytes(content: JsonObject) -> bytes:

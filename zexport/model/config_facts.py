@@ -10,7 +10,7 @@ from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames
 from zexport.printable import some
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, JsonObject, as_table
 
 _BUILT = re.compile(
     r"model_type|head_dim|n_(?:embd|layer|head|inner)|d_(?:model|ff|kv)|\w*hidden_(?:act|activation)"
@@ -112,8 +112,7 @@ def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
 def layers_of(config: ConfigFile | None) -> int:
     """How many layers a config tells of, or its language model's; 0 where it tells of none."""
     content = {} if config is None else config.content
-    inner = content.get("text_config")
-    tables = (inner if isinstance(inner, dict) else {}, content)
+    tables = (as_table(content.get("text_config")), content)
     told = (table.get(key) for table in tables for key in ("num_hidden_layers", "n_layer"))
     return next((count for count in told if type(count) is int), 0)
 
@@ -152,10 +151,8 @@ def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
     Source: transformers 5.23, ``modeling_rope_utils.py``, and 4.57, which reads the older alone.
     """
     content = {} if config is None else config.content
-    newer, scaling = content.get("rope_parameters"), content.get("rope_scaling")
-    older = {"rope_theta": content.get("rope_theta")}
-    older |= scaling if isinstance(scaling, dict) else {}
-    newer = newer if isinstance(newer, dict) else {}
+    newer = as_table(content.get("rope_parameters"))
+    older = {"rope_theta": content.get("rope_theta"), **as_table(content.get("rope_scaling"))}
     for key in sorted(older.keys() & newer.keys()):
         yield Statement(Fact.CONFIG_ROPE, newer[key], "rope_parameters", key)
         yield Statement(Fact.CONFIG_ROPE, older[key], "rope_theta and rope_scaling", key)
@@ -164,9 +161,8 @@ def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
 def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
     """What a config says of its language model, beside the others and in the part that has it."""
     content = {} if config is None else config.content
-    inner = content.get("text_config")
     outer = built_of(_without(content, _inner(content)))
-    part = built_of(inner) if isinstance(inner, dict) else {}
+    part = built_of(as_table(content.get("text_config")))
     for key in sorted(outer.keys() & part.keys()):
         if not key.endswith("_size"):  # which may be that of all parts' results
             yield Statement(Fact.CONFIG_LEVELS, part[key], "text_config", key)
@@ -176,8 +172,7 @@ def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
 def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
     """The name of each class, as both tables of a config have it."""
     content = {} if config is None else config.content
-    table = content.get("label2id")
-    numbers = table if isinstance(table, dict) else {}
+    numbers = as_table(content.get("label2id"))
     labels = _labels(content)
     if labels:
         yield Statement(Fact.LABELS, len(labels), "id2label", "the number of classes,")
@@ -209,8 +204,7 @@ def _labels_of_both(fact: Fact, own: ConfigFile, other: ConfigFile, by: str) -> 
 
 
 def _labels(content: Mapping[str, Json]) -> dict[str, str]:
-    table = content.get("id2label")
-    return {key: str(name) for key, name in table.items()} if isinstance(table, dict) else {}
+    return {key: str(name) for key, name in as_table(content.get("id2label")).items()}
 
 
 def type_statements(config: ConfigFile | None, names: ModelNames) -> Iterator[Statement]:
@@ -273,8 +267,7 @@ def rope_of(content: Mapping[str, Json]) -> dict[str, Json]:
     ``rope_theta`` and ``rope_scaling``, which goes first where both are there, and whose
     ``rope_type`` was called ``type`` before.
     """
-    table = content.get("rope_scaling") or content.get("rope_parameters")
-    found = dict(table) if isinstance(table, dict) else {}
+    found = {**as_table(content.get("rope_scaling") or content.get("rope_parameters"))}
     kinds = {kind: inner for kind, inner in found.items() if isinstance(inner, dict)}
     if kinds and len(kinds) == len(found):  # one for each kind of layer
         return {f"{kind}.{key}": v for kind, inner in kinds.items() for key, v in inner.items()}

@@ -11,7 +11,7 @@ from zexport.errors import DamagedCheckpointError
 from zexport.store.contents import read_regular
 from zexport.store.files import reading, version
 from zexport.store.folders import is_file
-from zexport.store.json import Json
+from zexport.store.json import Json, as_table, several
 
 _SOURCE_NBYTES_MAX = 4 << 20
 _FILES_MAX = 256
@@ -31,11 +31,11 @@ def modules_named(content: Mapping[str, Json]) -> set[str]:
     A reference into another repository (``owner/name--module.Class``) names none. Source:
     transformers 5.23, ``dynamic_module_utils.py``, ``get_class_from_dynamic_module``.
     """
-    auto_map, pipelines = content.get("auto_map"), content.get("custom_pipelines")
+    auto_map = content.get("auto_map")
     references: list[Json] = list(auto_map.values()) if isinstance(auto_map, dict) else [auto_map]
-    entries = pipelines.values() if isinstance(pipelines, dict) else ()
-    references += [entry.get("impl") for entry in entries if isinstance(entry, dict)]
-    flat = [r for ref in references for r in (ref if isinstance(ref, list) else [ref])]
+    pipelines = as_table(content.get("custom_pipelines"))
+    references += [as_table(entry).get("impl") for entry in pipelines.values()]
+    flat = [reference for one in references for reference in several(one)]
     modules = {r.split(".")[0] for r in flat if isinstance(r, str) and "--" not in r}
     return {module for module in modules if re.fullmatch(r"\w+", module)}
 

@@ -11,7 +11,7 @@ from zexport.filenames import GENERATION_CONFIG
 from zexport.model.sidecars import Files
 from zexport.model.special_tokens import numbers_in
 from zexport.model.tokenizer import table_of
-from zexport.store.json import JsonObject
+from zexport.store.json import JsonObject, as_list
 
 _SAMPLING = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, 50)}
 """Settings that only sampling goes by, with the values that say nothing."""
@@ -31,10 +31,8 @@ def generation_statements(files: Files) -> Iterator[Statement]:
     Source: transformers 5.23, ``generation/configuration_utils.py`` (``validate``).
     """
     table = table_of(files, GENERATION_CONFIG)
-    ends, words = numbers_in(table.get("eos_token_id")), table.get("bad_words_ids")
-    alone = (
-        [word for word in words if len(numbers_in(word)) == 1] if isinstance(words, list) else []
-    )
+    ends, words = numbers_in(table.get("eos_token_id")), as_list(table.get("bad_words_ids"))
+    alone = [word for word in words if len(numbers_in(word)) == 1]
     forbidden = {*numbers_in(table.get("suppress_tokens")), *chain(*map(numbers_in, alone))}
     if ends and forbidden.issuperset(ends):
         yield Statement(Fact.END_FORBIDDEN, ends, "eos_token_id")

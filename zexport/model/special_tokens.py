@@ -22,7 +22,7 @@ from zexport.model.chat_template import marks
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import MODULES, Files
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
-from zexport.store.json import Json, JsonObject
+from zexport.store.json import Json, JsonObject, as_list, as_table, several
 
 _END, _PAD = "eos_token", "pad_token"
 _END_OF_TURN = re.compile(
@@ -60,10 +60,12 @@ Source: transformers 5.23, ``__init__`` of the most used tokenizers.
 
 def decoder_tokens(files: Files) -> dict[str, int]:
     """The added tokens that a tokenizer's config tells of."""
-    found = table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
-    table = found if isinstance(found, dict) else {}
-    named = {_text(token): number for number, token in table.items()}
+    named = {_text(token): number for number, token in _decoder(files).items()}
     return {token: int(n) for token, n in named.items() if token and re.fullmatch(r"\d{1,12}", n)}
+
+
+def _decoder(files: Files) -> JsonObject:
+    return as_table(table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder"))
 
 
 def added_statements(files: Files) -> Iterator[Statement]:
@@ -82,8 +84,7 @@ def added_statements(files: Files) -> Iterator[Statement]:
 
 def _flags(files: Files, tokenizer: Tokenizer) -> Iterator[Statement]:
     """How added tokens are found in a text, as both files of a tokenizer have it."""
-    found = table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder")
-    table = found if isinstance(found, dict) else {}
+    table = _decoder(files)
     for one in tokenizer.added_tokens:
         other = table.get(str(one.id))
         if not isinstance(other, dict) or _text(other) != one.content:
@@ -224,9 +225,8 @@ def _more_names(files: Files) -> Iterator[Statement]:
 def _listed(files: Files, by: str) -> list[str]:
     """The special tokens that a file lists, by the newer key and the older."""
     table = table_of(files, by)
-    lists = (table.get(key) for key in ("extra_special_tokens", "additional_special_tokens"))
-    tokens = (token for one in lists if isinstance(one, list) for token in one)
-    return [text for token in tokens if (text := _text(token))]
+    keys = ("extra_special_tokens", "additional_special_tokens")
+    return [text for key in keys for token in as_list(table.get(key)) if (text := _text(token))]
 
 
 def lacking_statements(files: Files) -> Iterator[Statement]:
@@ -263,9 +263,8 @@ def _named_special(files: Files) -> dict[str, str]:
     for by in (TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_CONFIG):
         for key, value in table_of(files, by).items():
             is_table = isinstance(value, dict) and key.endswith("_special_tokens")
-            several = value if isinstance(value, list) else [value]
-            several = [*value.values()] if isinstance(value, dict) and is_table else several
-            tokens = several if key.endswith(("_token", "_special_tokens")) else []
+            every = [*as_table(value).values()] if is_table else several(value)
+            tokens = every if key.endswith(("_token", "_special_tokens")) else []
             named |= {text: by for token in tokens if (text := _text(token))}
     return named
 
@@ -315,8 +314,7 @@ def _in_vocabulary(token: str, found: Tokenizer, then: bytes) -> list[bytes]:
 
 def numbers_in(value: Json) -> list[int]:
     """One number or several, in order; what is below zero means none."""
-    several = value if isinstance(value, list) else [value]
-    return sorted({number for number in several if isinstance(number, int) and number >= 0})
+    return sorted({number for number in several(value) if isinstance(number, int) and number >= 0})
 
 
 def _text(token: Json) -> str:

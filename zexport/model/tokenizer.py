@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -14,7 +14,7 @@ from zexport.errors import ZexportError
 from zexport.filenames import TOKENIZER
 from zexport.model.sidecars import Files
 from zexport.store.contents import read_json_object, read_regular
-from zexport.store.json import JsonObject
+from zexport.store.json import JsonObject, as_list, as_table
 
 _NBYTES_MAX = 64 << 20
 _NUMBERED = re.compile(rb'("(?:[^"\\]|\\.)*+")\s*:\s*(\d{1,12})')
@@ -84,15 +84,14 @@ class Tokenizer(Struct, frozen=True):
         is_list = bytes(vocabulary[:1]) == b"["
         for found in () if is_list else _NUMBERED.finditer(vocabulary):
             if int(found[2]) in numbers:
-                with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                with suppress(ValueError, RecursionError):
                     yield int(found[2]), msgspec.json.decode(found[1], type=str)
 
     @property
     def normalizing(self) -> JsonObject:
         """What is done to a text before it is cut, where that is one step that can be read."""
-        with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            rules = msgspec.json.decode(self.normalizer)
-            return rules if isinstance(rules, dict) else {}
+        with suppress(ValueError, RecursionError):
+            return as_table(msgspec.json.decode(self.normalizer))
         return {}
 
     @property
@@ -106,8 +105,7 @@ class Tokenizer(Struct, frozen=True):
         """The tokens that are put behind every text."""
         found: list[str] = []
         for step in self._posts:
-            single = _of(step, "single")
-            for one in single if isinstance(single, list) else ():
+            for one in as_list(_of(step, "single")):
                 token = _of(_of(one, "SpecialToken"), "id")
                 found = [*found, token] if isinstance(token, str) else []
         return found
@@ -117,10 +115,9 @@ class Tokenizer(Struct, frozen=True):
         """The tokens that are put around every text, with the numbers that are put there."""
         found: dict[str, int] = {}
         for step in self._posts:
-            tokens = _of(step, "special_tokens")
-            for token, one in tokens.items() if isinstance(tokens, Mapping) else ():
-                ids = _of(one, "ids")
-                if isinstance(ids, list) and len(ids) == 1 and type(ids[0]) is int:
+            for token, one in as_table(_of(step, "special_tokens")).items():
+                ids = as_list(_of(one, "ids"))
+                if len(ids) == 1 and type(ids[0]) is int:
                     found[token] = ids[0]
         return found
 
@@ -139,12 +136,12 @@ class Tokenizer(Struct, frozen=True):
 
 
 def _of(table: object, key: str) -> object:
-    return table.get(key) if isinstance(table, Mapping) else None
+    return as_table(table).get(key)
 
 
 def read_tokenizer(files: Files) -> Tokenizer:
     """The tokenizer of some files; an empty one where there is none, or none that can be read."""
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         return msgspec.json.decode(content_of(files, TOKENIZER) or b"", type=Tokenizer)
     return Tokenizer()
 

@@ -15,7 +15,7 @@ from zexport.model.sidecars import Files
 from zexport.model.special_tokens import decoder_tokens
 from zexport.model.tokenizer import content_of, older_tokens, read_tokenizer, table_of
 from zexport.ranges.dtypes import Shape
-from zexport.store.json import Json
+from zexport.store.json import Json, as_table, several
 
 ADDED_TOKENS = "added tokens up to"
 _VOCABULARY = "vocabulary up to"
@@ -72,8 +72,7 @@ def _ids(content: Mapping[str, Json], by: str) -> Iterator[TokenNumber]:
     for key, value in content.items():
         if not _IDS.fullmatch(key):
             continue
-        numbers = value if isinstance(value, list) else [value]
-        known = [number for number in numbers if type(number) is int]
+        known = [number for number in several(value) if type(number) is int]
         if known:
             yield TokenNumber(key, max(known), by)
 
@@ -92,10 +91,10 @@ def stated_rows(config: ConfigFile | None) -> int | None:
 
 def config_numbers(config: ConfigFile | None) -> Iterator[TokenNumber]:
     """The tokens that a config names, of its language model too."""
-    content = {} if config is None else config.content
+    content = {} if config is None else dict(config.content)
     inner = () if config is None else (key for path in config.vocab_sizes for key in path)
     for table in (content, *map(content.get, inner)):
-        yield from _ids(table if isinstance(table, Mapping) else {}, CONFIG)
+        yield from _ids(as_table(table), CONFIG)
 
 
 def token_statements(

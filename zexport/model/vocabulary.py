@@ -141,7 +141,7 @@ def _of_folder(files: Files, by: str) -> _Vocabulary | None:
     """The vocabulary of a folder's tokenizer, or, where it has none, of its older form."""
     if TOKENIZER in files:
         return _of_tokenizer(read_tokenizer(files), f"{by} {TOKENIZER}")
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         tokens = _tokens(content_of(files, _VOCABULARY) or b"")
         lines = (content_of(files, f"{_MERGES}.txt") or b"").splitlines()
         merges = _merges(b"".join(one for one in lines if not one.startswith(b"#version")))
@@ -150,7 +150,7 @@ def _of_folder(files: Files, by: str) -> _Vocabulary | None:
 
 
 def _of_tokenizer(found: Tokenizer, by: str) -> _Vocabulary | None:
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         tokens = _tokens(found.model.vocab)
         merges = _merges(bytes(found.model.merges))
         rules = {_MERGES: merges, "normalizer": _rule(found.normalizer)}

@@ -20,6 +20,7 @@ from zexport.formats.known_globals import FRAGMENT
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
 from zexport.resume.state import Recorded
+from zexport.store.json import as_table
 
 _DEPTH_MAX = 100
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -185,8 +186,7 @@ def dynamic_loss_scaler(said: Value, config: Mapping[str, object]) -> Opaque:
     Source: DeepSpeed 0.19.8, ``runtime/fp16/unfused_optimizer.py`` (``state_dict``) and
     ``runtime/fp16/loss_scaler.py``; the rest is in the configuration (``runtime/constants.py``).
     """
-    found = config.get("fp16")
-    fp16 = found if isinstance(found, dict) else {}
+    fp16 = as_table(config.get("fp16"))
     kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     state = {key: said.need(key).value for key in kept}
     hysteresis = fp16.get("hysteresis", 2)

@@ -19,6 +19,26 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 _T = TypeVar("_T")
 
 
+def as_table(value: object) -> JsonObject:
+    """A table of a file that may say anything; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Json]:
+    """A list of such a file; an empty one in place of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def several(value: Json) -> list[Json]:
+    """The values of what may be one alone, or a list of them."""
+    return value if isinstance(value, list) else [value]
+
+
+def tables_in(value: object) -> list[JsonObject]:
+    """The tables of a list."""
+    return [one for one in as_list(value) if isinstance(one, dict)]
+
+
 def values_of(value: object) -> JsonObject:
     """A result in JSON: fields by name, enums by value, paths as text; tables and sets sorted."""
     return cast("JsonObject", json.loads(json.dumps(plain_of(value))))

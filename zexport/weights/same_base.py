@@ -33,6 +33,7 @@ from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
+from zexport.store.json import tables_in
 from zexport.weights.base import Base, base_of, read_base
 
 _OF_OPTIMIZER = "optim_states"
@@ -262,8 +263,7 @@ def _are_sources(files: Sequence[ReadableFile], told: object) -> bool:
     here = {(file.path.name, file.version.nbytes, file.version.mtime_ns) for file in files}
     there = {
         (str(one.get("path")).rpartition("/")[2], one.get("nbytes"), one.get("mtime_ns"))
-        for one in (told if isinstance(told, list) else ())
-        if isinstance(one, dict)
+        for one in tables_in(told)
     }
     return any(_OF_OPTIMIZER in name for name, _, _ in here & there)
 
