@@ -28,8 +28,8 @@ from zexport.adapters.stated import (
     adapter_statements,
     base_form_statements,
     class_statements,
+    effect_statements,
 )
-from zexport.adapters.untrained import effect_statements
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before

@@ -1,4 +1,4 @@
-"""What an adapter's configuration and its tensors both say: method, targets, rank and parts.
+"""What an adapter's configuration and its tensors say: method, targets, rank, parts and effect.
 
 peft loads an adapter by its configuration alone: what that does not tell of is left out of the
 model without a word, and updates of another rank are not taken.
@@ -16,12 +16,15 @@ from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_s
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, read_name
+from zexport.checkpoint.contents import StoredTensor
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.model.config import ConfigFile
 from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.store.json import as_table
 from zexport.weights.named import Weights
 
 _SIZES = {
@@ -89,6 +92,12 @@ _OF_TASK = {
 """What a head that was trained is for."""
 
 
+_SECOND = ("lora_B.weight", "lora_embedding_B")
+"""What peft begins with zeros (0.19, ``tuners/lora/layer.py``, ``reset_lora_parameters``)."""
+
+_CHUNK_NBYTES = 1 << 16
+
+
 def adapter_statements(
     adapter: Adapter, stored: Weights, base: Iterable[str] = (), layers: int = 0
 ) -> Iterator[Statement]:
@@ -121,6 +130,22 @@ def kept_statements(adapter: Adapter) -> Iterator[Statement]:
         yield Statement(AdapterFact.KEPT_BASE, "a hub id", "a file for others")
 
 
+def effect_statements(
+    adapter: str, stored: Weights, files: Iterable[ReadableFile]
+) -> Iterator[Statement]:
+    """Whether all second factors are zero, as before the first step; else hardly one is read."""
+    named = ((read_name(name), tensor) for name, tensor in stored.every_tensor.items())
+    factors = [
+        t for part, t in named if part.adapter == adapter and t.name.endswith(_ends(adapter))
+    ]
+    with SourceReader(files) as reader:
+        if factors and all(_is_zero(reader, one) for one in factors):
+            yield Statement(AdapterFact.ADAPTER_EFFECT, "zero", f"every lora_B of {adapter!r}")
+            yield Statement(
+                AdapterFact.ADAPTER_EFFECT, "other values", "an adapter that was trained"
+            )
+
+
 def base_form_statements(
     taken: DType | None, cast: DType | None, config: ConfigFile | None
 ) -> Iterator[Statement]:
@@ -135,8 +160,7 @@ def base_form_statements(
 
 def class_statements(adapter: Adapter, config: ConfigFile | None) -> Iterator[Statement]:
     """The class of the model that an adapter was trained on, and of the one it is merged into."""
-    mapping = adapter.config.content.get("auto_mapping")
-    trained = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    trained = as_table(adapter.config.content.get("auto_mapping")).get("base_model_class")
     named = None if config is None else next(iter(config.architectures), None)
     if isinstance(trained, str) and named and _family(trained) != _family(named):
         yield Statement(AdapterFact.ADAPTER_CLASS, trained, f"{adapter.folder}{ADAPTER_CONFIG}")
@@ -277,3 +301,21 @@ def _copied(config: AdapterConfig, module: str) -> str:
     named = any(module.endswith(name) for name in config.saved_modules)
     by_task = config.text("task_type") and module.rpartition(".")[2] in HEADS
     return "trained whole" if named or config.keeps_ties or by_task else "not in modules_to_save"
+
+
+def _ends(adapter: str) -> tuple[str, ...]:
+    """How the names of second factors end in memory."""
+    parts = (one.partition(".") for one in _SECOND)
+    return tuple(".".join(filter(None, (name, adapter, rest))) for name, _, rest in parts)
+
+
+def _is_zero(reader: SourceReader, tensor: StoredTensor) -> bool:
+    if tensor.source is None:
+        return False
+    buffer = memoryview(bytearray(_CHUNK_NBYTES))
+    for start in range(0, tensor.source.nbytes, _CHUNK_NBYTES):
+        part = buffer[: min(_CHUNK_NBYTES, tensor.source.nbytes - start)]
+        reader.read_into(tensor.source, start, part)
+        if any(part):
+            return False
+    return True
