@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.rank_files import RankFileKind
-from zexport.ranges.extents import ByteSource, Extent
+from zexport.ranges.extents import ByteSource, Extent, Places
 from zexport.ranges.mosaic import Mosaic
 
 _PIECES = 1000
@@ -70,26 +68,28 @@ def strips(checkpoint: ZeroCheckpoint) -> tuple[Strip, ...]:
     Padding is what a flat group holds and no tensor claims.
     """
     names = {file.path: (n, file) for n, file in enumerate(checkpoint.files)}
-    flats = _Flats(flat.source for flat in checkpoint.flats)
+    flats = Places(flat.source for flat in checkpoint.flats)
+    cuts = {run: _Cut(run.offset, run.nbytes) for runs in flats.ranges.values() for run in runs}
     whole: dict[str, _Cut] = {}
     order: dict[str, int] = {}
     for number, tensor in enumerate(checkpoint.tensors):
         for extent in _runs(tensor.source):
-            if (cut := flats.find(extent)) is None:
+            run = flats.find(extent)
+            if run is None:
                 index, file = names.get(extent.path, (len(names), None))
                 own = file is not None and file.kind is RankFileKind.PARAMETER
                 name = extent.path.name if file is None else file.kind.value if own else file.name
                 order.setdefault(name, index)
-                cut = whole.setdefault(name, _Cut(None, 0))
+            cut = whole.setdefault(name, _Cut(None, 0)) if run is None else cuts[run]
             cut.add(extent, fill_of(tensor), number)
     numbers = {tensor.name: number for number, tensor in enumerate(checkpoint.tensors)}
     for replica in checkpoint.replicas:
         for extent in _runs(replica.other):
-            if (cut := flats.find(extent)) is not None:
-                cut.add(extent, Fill.COPY, numbers.get(replica.name, -1))
+            if (run := flats.find(extent)) is not None:
+                cuts[run].add(extent, Fill.COPY, numbers.get(replica.name, -1))
     drawn = [
-        (names.get(path, (len(names), None))[0], 0, Strip(path.name, cut.offset, cut.pieces()))
-        for path, cut in flats.cuts()
+        (names.get(run.path, (len(names), 0))[0], 0, Strip(run.path.name, run.offset, cut.pieces()))
+        for run, cut in cuts.items()
     ]
     drawn += [(order[name], 1, Strip(name, None, cut.pieces())) for name, cut in whole.items()]
     return _within_bounds([strip for _, _, strip in sorted(drawn, key=lambda one: one[:2])])
@@ -126,10 +126,6 @@ class _Cut:
         self._pieces: list[tuple[int, Piece]] = []
         self._last = Piece(Fill.PADDING, -1, -1, 0)
         self._at = self._begin
-
-    def holds(self, extent: Extent) -> bool:
-        """Whether some bytes of the same file are of this strip."""
-        return self._begin <= extent.offset < self._end
 
     def add(self, extent: Extent, fill: Fill, number: int) -> None:
         """Some bytes that are a tensor's; where no offset counts, they follow those before."""
@@ -168,34 +164,6 @@ def _joined(one: Piece, fill: Fill, first: int, nbytes: int, narrow: int) -> Pie
         if one.last + 1 != first or small >= narrow or large >= 4 * narrow:
             return None
     return Piece(fill, one.first, first, one.nbytes + nbytes)
-
-
-class _Flats:
-    """The flat data by file, and the cut of each run of it."""
-
-    def __init__(self, sources: Iterable[ByteSource]) -> None:
-        spans: dict[Path, list[tuple[int, int]]] = {}
-        for source in sources:
-            for extent in source.extents(0, source.nbytes):
-                spans.setdefault(extent.path, []).append((extent.offset, extent.nbytes))
-        self._cuts = {
-            path: [_Cut(offset, nbytes) for offset, nbytes in sorted(found)]
-            for path, found in spans.items()
-        }
-        self._offsets = {path: [offset for offset, _ in sorted(f)] for path, f in spans.items()}
-
-    def find(self, extent: Extent) -> _Cut | None:
-        """The cut that some bytes are of; ``None`` where they are in no flat data."""
-        if (offsets := self._offsets.get(extent.path)) is None:
-            return None
-        cut = self._cuts[extent.path][max(0, bisect_right(offsets, extent.offset) - 1)]
-        return cut if cut.holds(extent) else None
-
-    def cuts(self) -> Iterator[tuple[Path, _Cut]]:
-        """Every one with its file."""
-        for path, cuts in self._cuts.items():
-            for cut in cuts:
-                yield path, cut
 
 
 def _within_bounds(found: Sequence[Strip]) -> tuple[Strip, ...]:

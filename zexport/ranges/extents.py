@@ -174,3 +174,23 @@ def all_within(sources: Iterable[ByteSource]) -> Iterator[ByteSource]:
                 continue
             shared[id(parts)] = parts
         waiting.extend(parts)
+
+
+class Places:
+    """The ranges of some sources, by file: which of them a byte of a file is in."""
+
+    def __init__(self, sources: Iterable[ByteSource]) -> None:
+        found: dict[Path, list[Extent]] = {}
+        for source in sources:
+            for extent in source.extents(0, source.nbytes):
+                found.setdefault(extent.path, []).append(extent)
+        for ranges in found.values():
+            ranges.sort(key=lambda one: (one.offset, one.nbytes))
+        self.ranges = found
+
+    def find(self, extent: Extent) -> Extent | None:
+        """The range that some bytes begin in; ``None`` where that is none."""
+        ranges = self.ranges.get(extent.path, [])
+        at = bisect_right(ranges, extent.offset, key=lambda one: one.offset) - 1
+        is_within = at >= 0 and extent.offset < ranges[at].offset + ranges[at].nbytes
+        return ranges[at] if is_within else None

@@ -6,7 +6,6 @@ all fit. What shows it is that the checkpoint holds most weights twice.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +22,7 @@ from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
 from zexport.ranges.copies import CastReplica, Comparison, Replica, are_equal, compare_casts
-from zexport.ranges.extents import ByteSource, paths_of
+from zexport.ranges.extents import ByteSource, Places, paths_of
 from zexport.ranges.ledger import Ledger, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.json import Natural
@@ -104,30 +103,18 @@ def _reached(sources: Iterable[ByteSource | None], known: Set[int]) -> set[int]:
     return seen & known
 
 
-class _Places:
-    """Where flat data lies: for a byte of a file, whether it is part of some."""
+class _Places(Places):
+    """Where flat data lies, and whether sources are part of it."""
 
-    def __init__(self, flats: Iterable[FlatData]) -> None:
-        flats = tuple(flats)
+    def __init__(self, flats: Sequence[FlatData]) -> None:
+        super().__init__(flat.source for flat in flats)
         self.itemsize = max((flat.dtype.itemsize for flat in flats), default=1)
-        spans: dict[Path, list[tuple[int, int]]] = {}
-        for flat in flats:
-            for extent in flat.source.extents(0, flat.source.nbytes):
-                spans.setdefault(extent.path, []).append(
-                    (extent.offset, extent.offset + extent.nbytes)
-                )
-        self._spans: Mapping[Path, list[tuple[int, int]]] = {
-            path: sorted(found) for path, found in spans.items()
-        }
 
     def hold(self, source: ByteSource | None) -> bool:
         """Whether a source begins in flat data; then it lies there as a whole."""
         if source is None or not source.nbytes:
             return False
-        first = next(iter(source.extents(0, 1)))
-        spans = self._spans.get(first.path, [])
-        at = bisect_right(spans, (first.offset, 1 << 63)) - 1
-        return at >= 0 and first.offset < spans[at][1]
+        return self.find(next(iter(source.extents(0, 1)))) is not None
 
     def count(self, source: ByteSource | None, role: Role) -> bool:
         """Whether a tensor is accounted for: a trained one, or one in flat data."""
