@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from zexport.compare.roundings import Rounding, Side
-from zexport.compare.values import ROW_NUMEL_MIN, PairSums
+from zexport.compare.values import ROW_NUMEL_MIN, PairSums, number
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType, Shape
 from zexport.store.json import Natural
@@ -144,7 +144,13 @@ class PairValues:
     def of(cls, sums: PairSums, shape: Shape, *, is_complex: bool) -> PairValues:
         """What is told of the sums of a tensor."""
         at = None if sums.worst is None else sums.worst // (2 if is_complex else 1)
+        count, norm, apart = sums.finite, math.sqrt(sums.a_squares), sums.difference_squares
+        relative = number(math.sqrt(apart) / norm) if norm else None
         return cls(
+            max_abs=number(sums.abs_max) if count else None,
+            mean_abs=number(sums.abs_sum / count) if count else None,
+            norm=number(norm) if count else None,
+            relative_norm=relative if apart else 0.0,
             worst_at=None if at is None else tuple(map(int, np.unravel_index(at, shape))),
             a_zero=sums.a_lost.count,
             b_zero=sums.b_lost.count,

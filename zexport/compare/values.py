@@ -96,34 +96,11 @@ class PairSums(Struct, frozen=True):
         )
 
     @property
-    def max_abs(self) -> float | None:
-        """Largest absolute difference; ``None`` without finite pairs."""
-        return _number(self.abs_max) if self.finite else None
-
-    @property
-    def mean_abs(self) -> float | None:
-        """Mean absolute difference; ``None`` without finite pairs."""
-        return _number(self.abs_sum / self.finite) if self.finite else None
-
-    @property
     def cosine(self) -> float | None:
         """Of the angle between the two; ``None`` where one of them has no direction."""
         norms = math.sqrt(self.a_squares) * math.sqrt(self.b_squares)
-        cosine = _number(self.products / norms) if norms else None
+        cosine = number(self.products / norms) if norms else None
         return None if cosine is None else max(-1.0, min(1.0, cosine))
-
-    @property
-    def norm(self) -> float | None:
-        """Norm of A; ``None`` without finite pairs."""
-        return _number(math.sqrt(self.a_squares)) if self.finite else None
-
-    @property
-    def relative_norm(self) -> float | None:
-        """Norm of the difference over the norm of A; ``None`` where A is zero and B is not."""
-        if not self.difference_squares:
-            return 0.0
-        norm = math.sqrt(self.a_squares)
-        return _number(math.sqrt(self.difference_squares) / norm) if norm else None
 
     def lost(self, side: Side) -> Lost:
         """Where this side alone is zero."""
@@ -140,7 +117,7 @@ class PairSums(Struct, frozen=True):
     @property
     def shift(self) -> float | None:
         """Mean of A less that of B; ``None`` without finite pairs."""
-        return _number((self.a_sum - self.b_sum) / self.finite) if self.finite else None
+        return number((self.a_sum - self.b_sum) / self.finite) if self.finite else None
 
     @property
     def shift_rest(self) -> float:
@@ -156,14 +133,14 @@ class PairSums(Struct, frozen=True):
     @property
     def factor(self) -> float | None:
         """What of B is in A: the number by which B comes closest to A."""
-        return _number(self.products / self.b_squares) if self.b_squares else None
+        return number(self.products / self.b_squares) if self.b_squares else None
 
 
 _NO_SPREAD = 1e-12
 _ADDED = {one.name for one in fields(PairSums)} - {"roundings", "abs_max", "worst"}
 
 
-def _number(value: float) -> float | None:
+def number(value: float) -> float | None:
     """The value, unless it is beyond what a double holds."""
     return value if math.isfinite(value) else None
 
