@@ -62,9 +62,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from above_statements(sidecars)
     yield from length_statements(sidecars)
     yield from rule_statements(sidecars.copied)
-    yield from repeated_statements(sidecars.copied)
-    if sidecars.config is not None:
-        yield from repeated_statements({CONFIG: sidecars.config.path})
+    yield from repeated_statements(sidecars.files)
     yield from code_statements(sidecars)
     yield from processor_statements(sidecars)
     yield from sentence_statements(sidecars)

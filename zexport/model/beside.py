@@ -19,7 +19,7 @@ from zexport.filenames import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from zexport.model.config import ConfigFile
+from zexport.model.config import settings_of
 from zexport.model.custom_code import modules_named
 from zexport.model.sidecars import (
     ABOVE,
@@ -155,7 +155,7 @@ def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
 
 def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The processor that files name, and the sizes that it and the model's config give images."""
-    config = {} if sidecars.config is None else sidecars.config.content
+    config = settings_of(sidecars.config)
     inner = (config.get(key) for key in _VISION)
     vision = next((table for table in inner if isinstance(table, dict)), config)
     yield from _image_processors(sidecars)
@@ -201,15 +201,14 @@ def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
 
 def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """The size of what each step of a sentence-transformers model is given, and what it has."""
-    copied, config = sidecars.copied, sidecars.config
+    copied = sidecars.copied
     steps = _steps(copied)
     for where, files in sidecars.folders.items() if steps else ():
         fact = Fact.BASE_FILE if where == BASE else Fact.RUN_FILE
         for by, others in (("the export's", steps), (f"{where}'s", _steps(files))):
             kinds = [str(one.get("type")) for one in tables_in(others)]
             yield Statement(fact, ", ".join(kinds) or None, by, "modules.json, type:")
-    hidden = None if config is None else _hidden_size(config)
-    given, by = hidden, CONFIG
+    given, by = _hidden_size(settings_of(sidecars.config)), CONFIG
     for step in steps:
         name = f"{step.get('path')}/config.json" if isinstance(step, dict) else ""
         content = table_of(copied, name)
@@ -240,10 +239,8 @@ def _steps(files: Files) -> list[Json]:
 
 def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
     """The positions that a model has, and the longest text that a file lets in."""
-    config = sidecars.config
-    positions = None if config is None else config.content.get("max_position_embeddings")
-    for name in _sentence_files(sidecars.copied):
-        most = table_of(sidecars.copied, name).get("max_seq_length")
+    positions = _positions(sidecars)
+    for name, most in _sentence_lengths(sidecars.copied).items():
         if isinstance(positions, int) and most is not None:
             yield Statement(Fact.SENTENCE_LENGTH, positions + 1, "one more than all positions")
             yield Statement(Fact.SENTENCE_LENGTH, most, name)
@@ -254,8 +251,7 @@ def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
 
     Source: transformers 5.23, ``tokenization_utils_base.py``: what names no length has 10**30.
     """
-    copied, config = sidecars.copied, sidecars.config
-    positions = None if config is None else config.content.get("max_position_embeddings")
+    copied, positions = sidecars.copied, _positions(sidecars)
     longest = {
         TOKENIZER_CONFIG: table_of(copied, TOKENIZER_CONFIG).get("model_max_length"),
         GENERATION_CONFIG: table_of(copied, GENERATION_CONFIG).get("max_length"),
@@ -268,8 +264,7 @@ def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
     if isinstance(positions, int) and isinstance(cut, int) and 2 * cut <= positions:
         yield Statement(Fact.TEXT_CUT, cut, f"{TOKENIZER_CONFIG}, model_max_length")
         yield Statement(Fact.TEXT_CUT, positions, f"{CONFIG}, max_position_embeddings")
-    named = [positions, cut]
-    named += [table_of(copied, name).get("max_seq_length") for name in _sentence_files(copied)]
+    named = [positions, cut, *_sentence_lengths(copied).values()]
     known = sorted({n for n in named if isinstance(n, int) and n < _NO_LENGTH})
     for done, length in read_tokenizer(copied).lengths.items():
         yield Statement(Fact.TEXT_LENGTH, known or "no length", "the other files", done)
@@ -296,12 +291,16 @@ def rule_statements(files: Files) -> Iterator[Statement]:
         yield Statement(Fact.TOKENIZER_RULE, settings.get(key), TOKENIZER_CONFIG, key)
 
 
-def _sentence_files(files: Files) -> list[str]:
-    return [name for name in files if name.startswith("sentence_")]
+def _positions(sidecars: Sidecars) -> Json:
+    return settings_of(sidecars.config).get("max_position_embeddings")
 
 
-def _hidden_size(config: ConfigFile) -> Json:
-    content = config.content
+def _sentence_lengths(files: Files) -> dict[str, Json]:
+    names = [name for name in files if name.startswith("sentence_")]
+    return {name: table_of(files, name).get("max_seq_length") for name in names}
+
+
+def _hidden_size(content: Mapping[str, Json]) -> Json:
     tables = (content, as_table(content.get("text_config")))
     return next((table[key] for table in tables for key in _HIDDEN if key in table), None)
 

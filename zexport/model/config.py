@@ -166,6 +166,11 @@ def _json_bytes(content: JsonObject) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
+def settings_of(config: ConfigFile | None) -> Mapping[str, Json]:
+    """What a config says; nothing where there is none."""
+    return {} if config is None else config.content
+
+
 ShapesFor = Callable[[ConfigFile], Mapping[str, Shape] | None]
 """The shapes that a model has for a config; ``None`` where they cannot be learnt."""
 

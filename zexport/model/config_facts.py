@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
-from zexport.model.config import ConfigFile
+from zexport.model.config import ConfigFile, settings_of
 from zexport.model.fit import ModelNames
 from zexport.printable import some
 from zexport.store.json import Json, JsonObject, as_table
@@ -111,7 +111,7 @@ def built_of(table: Mapping[str, Json]) -> dict[str, Json]:
 
 def layers_of(config: ConfigFile | None) -> int:
     """How many layers a config tells of, or its language model's; 0 where it tells of none."""
-    content = {} if config is None else config.content
+    content = settings_of(config)
     tables = (as_table(content.get("text_config")), content)
     told = (table.get(key) for table in tables for key in ("num_hidden_layers", "n_layer"))
     return next((count for count in told if type(count) is int), 0)
@@ -150,7 +150,7 @@ def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
 
     Source: transformers 5.23, ``modeling_rope_utils.py``, and 4.57, which reads the older alone.
     """
-    content = {} if config is None else config.content
+    content = settings_of(config)
     newer = as_table(content.get("rope_parameters"))
     older = {"rope_theta": content.get("rope_theta"), **as_table(content.get("rope_scaling"))}
     for key in sorted(older.keys() & newer.keys()):
@@ -160,7 +160,7 @@ def rope_statements(config: ConfigFile | None) -> Iterator[Statement]:
 
 def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
     """What a config says of its language model, beside the others and in the part that has it."""
-    content = {} if config is None else config.content
+    content = settings_of(config)
     outer = built_of(_without(content, _inner(content)))
     part = built_of(as_table(content.get("text_config")))
     for key in sorted(outer.keys() & part.keys()):
@@ -171,7 +171,7 @@ def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
 
 def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
     """The name of each class, as both tables of a config have it."""
-    content = {} if config is None else config.content
+    content = settings_of(config)
     numbers = as_table(content.get("label2id"))
     labels = _labels(content)
     if labels:

@@ -19,7 +19,7 @@ from zexport.filenames import (
     TOKENIZER_CONFIG,
 )
 from zexport.model.chat_template import marks
-from zexport.model.config import ConfigFile
+from zexport.model.config import ConfigFile, settings_of
 from zexport.model.sidecars import MODULES, Files
 from zexport.model.tokenizer import Tokenizer, read_tokenizer, table_of
 from zexport.store.json import Json, JsonObject, as_list, as_table, several
@@ -116,7 +116,7 @@ def end_statements(files: Files, config: ConfigFile | None) -> Iterator[Statemen
     Source: transformers 5.23, ``generation/configuration_utils.py``: without a generation config it
     is made of the model's, and what that leaves out of its language model's.
     """
-    content = {} if config is None else config.content
+    content = settings_of(config)
     stated = {GENERATION_CONFIG: table_of(files, GENERATION_CONFIG), CONFIG: content}
     is_generating = any(c.endswith(_GENERATING) for c in (config.architectures if config else ()))
     if is_generating and "eos_token_id" not in stated[GENERATION_CONFIG]:
@@ -186,7 +186,7 @@ def id_statements(files: Files, config: ConfigFile | None) -> Iterator[Statement
 
     Those that end texts and fill them up are stated apart.
     """
-    tables = {CONFIG: {} if config is None else config.content}
+    tables = {CONFIG: settings_of(config)}
     tables[GENERATION_CONFIG] = table_of(files, GENERATION_CONFIG)
     for by, table in tables.items():
         for key, value in table.items():

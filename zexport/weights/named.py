@@ -53,6 +53,11 @@ class Weights(Struct, frozen=True):
         return "Weights({} tensors, {} aliases, {} left out)".format(*counts)
 
     @property
+    def names(self) -> list[str]:
+        """Every name: of tensors, tied ones, and those without a value."""
+        return [*self.tensors, *self.aliases, *self.left_out]
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         """Every name that has a value with its shape, tied names included."""
         shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -114,13 +119,13 @@ class Weights(Struct, frozen=True):
 
     def without_inner_wrappers(self) -> tuple[Weights, tuple[str, ...]]:
         """The same under names without the wrappers of single modules, and what was left out."""
-        bare = without_inner_wrappers([*self.tensors, *self.aliases, *self.left_out])
+        bare = without_inner_wrappers(self.names)
         parts = {part for name, new in bare.items() if new != name for part in name.split(".")}
         return self.named(bare.__getitem__), tuple(p for p in INNER_WRAPPERS if p in parts)
 
     def rename_statements(self, renames: tuple[tuple[str, str], ...]) -> Iterator[Statement]:
         """The names that renames give which other weights had, and renames that change none."""
-        names = [*self.tensors, *self.aliases, *self.left_out]
+        names = self.names
         had = frozenset(names)
         changed: set[int] = set()
         for name in names:
@@ -137,11 +142,7 @@ class Weights(Struct, frozen=True):
 
     def renamed(self, renames: tuple[tuple[str, str], ...]) -> Weights:
         """The same after every rename that was asked for, in turn."""
-        if not renames:
-            return self
-        return self.named(
-            _rename([*self.tensors, *self.aliases, *self.left_out], renames).__getitem__
-        )
+        return self.named(_rename(self.names, renames).__getitem__) if renames else self
 
     def named(self, new: Callable[[str], str]) -> Weights:
         """The same under new names."""

@@ -9,7 +9,7 @@ from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import CONFIG
-from zexport.model.config import ConfigFile
+from zexport.model.config import ConfigFile, settings_of
 from zexport.model.config_facts import rope_of
 from zexport.store.contents import read_range
 from zexport.weights.named import Weights
@@ -29,7 +29,7 @@ def rope_buffer_statements(stored: Weights, config: ConfigFile | None) -> Iterat
     Source: transformers before 4.32, and code of models' own, which save
     ``inv_freq[i] = rope_theta ** (-i / n)``.
     """
-    content = {} if config is None else config.content
+    content = settings_of(config)
     inner = content.get("text_config")
     ropes = [rope_of(table) for table in (content, inner) if isinstance(table, dict)]
     told = [one.get("rope_theta") for one in ropes if one.get("rope_type") == "default"]
