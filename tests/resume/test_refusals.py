@@ -78,6 +78,14 @@ def _by_number(value: Any) -> None:
     own["momenta"] = {0.9: torch.clone(own["exp_avg"])}
 
 
+def _global(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["state"]["global"] = {"count": 3}
+
+
+def _wrapped(value: Any) -> None:
+    value["optimizer_state_dict"]["base_optimizer_state"]["slow_state"] = {0: torch.ones(3)}
+
+
 def _odd_length(value: Any) -> None:
     value["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["memory"] = torch.ones(3)
 
@@ -100,6 +108,8 @@ def _odd_scaler(value: Any) -> None:
         (_history, 4, r"'past\.0' lies within another"),
         (_depths, 4, r"'a\.b\.c' lies within another"),
         (_by_number, 4, r"'momenta\.0\.9' lies within another"),
+        (_global, 4, "'global' beside the states"),
+        (_wrapped, 4, "'slow_state' beside the states"),
         (_odd_length, 4, "'memory' cannot be cut for other ranks .*do not add up"),
         (_quantized, 4, "'state1' cannot be cut for other ranks .*floating-point type: uint8"),
         (_odd_scaler, 5, "loss scaler"),

@@ -29,6 +29,7 @@ from zexport.ranges.computed import Zeros
 from zexport.ranges.copies import Replica
 from zexport.ranges.extents import Window
 from zexport.resume.state import CellState, Group, ModuleEntry, Parameter, Recorded
+from zexport.resume.values import check_numbered
 from zexport.weights.named import PEFT_PREFIX
 
 _NO_WAY_ON = "without which the training cannot go on as it was"
@@ -178,6 +179,8 @@ class GroupReader:
                 hint="Resume the run as it was, save again, and reshard that",
             )
         groups = first.parameter_groups
+        for owner in self.owners:
+            check_numbered(owner.file, owner.inner)
         for owner in self.owners[1:]:
             for number, pair in enumerate(zip(groups, owner.parameter_groups, strict=False)):
                 self._check_settings(number, owner, *(one.settings or {} for one in pair))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from zexport.checkpoint.untrusted import Value
-from zexport.errors import UnsafeError
+from zexport.errors import UnsafeError, UnsupportedError
 from zexport.formats.inert import (
     FragmentAddress,
     Global,
@@ -140,6 +140,23 @@ def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, U
         except UnsafeError as error:
             found[key] = error
     return found
+
+
+def check_numbered(file: TorchFile, inner: Value) -> None:
+    """Refuse what an optimizer keeps beside its numbered states: nobody knows how to cut it.
+
+    torch's ``Optimizer.state_dict`` takes over keys of its state that are no parameters, and an
+    optimizer around another adds keys of its own.
+    """
+    said = inner.mapping_or_empty()
+    found = [key for key in said if key not in ("state", "param_groups")]
+    if found := [*found, *Value(file.path, "state", said.get("state")).mapping_or_empty()]:
+        raise UnsupportedError(
+            f"the optimizer keeps {found[0]!r} beside the states of its weights, which cannot "
+            "be cut for other ranks",
+            path=file.path,
+            hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
+        )
 
 
 def loss_scaler(said: Recorded) -> Opaque | None:

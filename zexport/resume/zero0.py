@@ -20,7 +20,7 @@ from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent, Window
 from zexport.resume.cells import module_entries, said_by
 from zexport.resume.state import CellState, Group, Parameter, Recorded
-from zexport.resume.values import dynamic_loss_scaler, static_loss_scaler
+from zexport.resume.values import check_numbered, dynamic_loss_scaler, static_loss_scaler
 
 _HINT = "Resume the run with ZeRO stage 1, save, and reshard that"
 
@@ -88,6 +88,7 @@ class NumberedGroups:
             [item.number() for item in group.need("params").items()]
             for group in self._inner.get("param_groups").items()
         ]
+        check_numbered(self._file, self._inner)
         is_fused = self._form == FUSED
         names = {} if is_fused else self._names(numbers)
         flats = self._optimizer.get(FUSED).items() if is_fused else [None] * len(groups)
