@@ -13,7 +13,7 @@ from zexport.adapters.peft_format import (
     find_adapter_config,
     other_adapter_configs,
 )
-from zexport.adapters.peft_names import adapters_of, read_name
+from zexport.adapters.peft_names import adapters_of, of_adapter, read_name
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.errors import (
@@ -257,7 +257,7 @@ def check_whole(
     Frozen parts of an adapter are left out with all that is frozen; of two factors that one is
     there tells that the other was.
     """
-    lost = [name for name in stored.left_out if read_name(name).adapter == adapter.name]
+    lost = [*of_adapter(stored.left_out, adapter.name)]
     for name in kept:
         for one, other in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
             for here, there in ((one, other), (other, one)):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from zexport.adapters.find import Adapter, check_whole
-from zexport.adapters.peft_names import inner_name, read_name
+from zexport.adapters.peft_names import inner_name, of_adapter, read_name
 from zexport.adapters.saved_beside import SavedBeside
 from zexport.adapters.updates import (
     KEEP_ADAPTER,
@@ -111,8 +111,8 @@ def with_saved(
 
 def _adapted(stored: Weights, adapter: Adapter) -> list[str]:
     """The weights of modules that an adapter updates."""
-    parts = [read_name(name) for name in stored.tensors]
-    modules = (p.module for p in parts if p.adapter == adapter.name and not p.is_copy)
+    parts = of_adapter(stored.tensors, adapter.name).values()
+    modules = (part.module for part in parts if not part.is_copy)
     return [f"{module}.weight" for module in dict.fromkeys(modules)]
 
 
@@ -121,8 +121,8 @@ def merge_adapter(
 ) -> Weights:
     """The base model's weights, by its own names, with the adapter worked in."""
     check_method(adapter)
-    parts = {name: read_name(name) for name in stored.tensors}
-    own = {n: t for n, t in stored.tensors.items() if parts[n].adapter == adapter.name}
+    parts = of_adapter(stored.tensors, adapter.name)
+    own = {name: stored.tensors[name] for name in parts}
     check_whole(checkpoint, stored, adapter, {inner_name(n): t for n, t in own.items()})
     copied = {parts[n].of_base: t for n, t in own.items() if parts[n].is_copy}
     copied_ties = _copied_ties(stored, adapter)

@@ -137,6 +137,11 @@ def adapters_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(adapter for name in names if (adapter := read_name(name).adapter)))
 
 
+def of_adapter(names: Iterable[str], adapter: str) -> dict[str, PeftName]:
+    """Those of the names that are of one adapter's tensors, taken apart."""
+    return {name: part for name in names if (part := read_name(name)).adapter == adapter}
+
+
 def inner_name(name: str) -> str:
     """The name within the base model: after peft's prefix, and after any wrapper's around peft."""
     _, found, inner = f".{name}".partition(f".{PEFT_PREFIX}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from msgspec import Struct
 
 from zexport.adapters.find import Adapter
-from zexport.adapters.peft_names import read_name
+from zexport.adapters.peft_names import of_adapter, read_name
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import ZexportError
 from zexport.filenames import ADAPTER_FILE
@@ -125,12 +125,8 @@ def _copies(
 
 def _tensors_of(adapter: Adapter, stored: Weights) -> dict[str, StoredTensor]:
     """The checkpoint's tensors of an adapter, by their names in peft's file."""
-    parts = ((read_name(name), tensor) for name, tensor in stored.tensors.items())
-    return {
-        part.on_disk: tensor
-        for part, tensor in parts
-        if part.adapter == adapter.name and tensor.role is not Role.BUFFER
-    }
+    parts, tensors = of_adapter(stored.tensors, adapter.name), stored.tensors
+    return {p.on_disk: tensors[n] for n, p in parts.items() if tensors[n].role is not Role.BUFFER}
 
 
 def _read_file(checkpoint: ZeroCheckpoint, adapter: Adapter) -> SafetensorsHeader | None:

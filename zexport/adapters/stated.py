@@ -15,13 +15,15 @@ from msgspec.structs import replace
 from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
-from zexport.adapters.peft_names import PeftName, methods_of, read_name
+from zexport.adapters.peft_names import PeftName, methods_of, of_adapter
 from zexport.checkpoint.contents import StoredTensor
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
 from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
-from zexport.model.config import ConfigFile
+from zexport.model.config import ConfigFile, settings_of
+from zexport.ranges.computed import Zeros
+from zexport.ranges.copies import are_equal
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.reader import ReadableFile, SourceReader
 from zexport.store.json import as_table
@@ -95,8 +97,6 @@ _OF_TASK = {
 _SECOND = ("lora_B.weight", "lora_embedding_B")
 """What peft begins with zeros (0.19, ``tuners/lora/layer.py``, ``reset_lora_parameters``)."""
 
-_CHUNK_NBYTES = 1 << 16
-
 
 def adapter_statements(
     adapter: Adapter, stored: Weights, base: Iterable[str] = (), layers: int = 0
@@ -134,10 +134,8 @@ def effect_statements(
     adapter: str, stored: Weights, files: Iterable[ReadableFile]
 ) -> Iterator[Statement]:
     """Whether all second factors are zero, as before the first step; else hardly one is read."""
-    named = ((read_name(name), tensor) for name, tensor in stored.every_tensor.items())
-    factors = [
-        t for part, t in named if part.adapter == adapter and t.name.endswith(_ends(adapter))
-    ]
+    every, ends = stored.every_tensor, _ends(adapter)
+    factors = [every[n] for n in of_adapter(every, adapter) if every[n].name.endswith(ends)]
     with SourceReader(files) as reader:
         if factors and all(_is_zero(reader, one) for one in factors):
             yield Statement(AdapterFact.ADAPTER_EFFECT, "zero", f"every lora_B of {adapter!r}")
@@ -152,7 +150,7 @@ def base_form_statements(
     """The element type that a base is taken in and that of the training, and any quantization."""
     for by, dtype in {"--base-dtype": taken, "DeepSpeed's configuration": cast}.items():
         yield Statement(Fact.BASE_DTYPE, dtype and dtype.torch_name, by)
-    told = config.content.get("quantization_config") if config is not None else None
+    told = settings_of(config).get("quantization_config")
     if isinstance(told, dict):
         yield Statement(Fact.BASE_QUANTIZED, told.get("quant_method") or "some", CONFIG)
         yield Statement(Fact.BASE_QUANTIZED, "plain", "--base")
@@ -178,7 +176,7 @@ def _statements(
     config, by, shapes = adapter.config, f"{adapter.folder}{ADAPTER_CONFIG}", stored.shapes
     for key in SWITCHES:
         config.switch(key)
-    parts = {name: part for name in shapes if (part := read_name(name)).adapter == adapter.name}
+    parts = of_adapter(shapes, adapter.name)
     yield from _of_files(adapter)
     for other in adapter.shares[:1]:
         yield Statement(AdapterFact.ADAPTER_OWN, f"the adapter {adapter.name!r}", "the export")
@@ -201,9 +199,8 @@ def _statements(
     yield from _of_tensors(config, by, {n: p for n, p in parts.items() if not p.is_copy}, shapes)
     if config.variants:  # what a base has is not what was trained
         return
-    known = {name: part for name in stored.left_out if (part := read_name(name)).adapter}
-    own = {name: part for name, part in known.items() if part.adapter == adapter.name}
-    modules = Modules.of({**parts, **own}, stored.known_shapes, base, layers)
+    own = parts | of_adapter(stored.left_out, adapter.name)
+    modules = Modules.of(own, stored.known_shapes, base, layers)
     yield from claimed_statements(config, by, modules)
     yield from row_statements(config, by, {n: p for n, p in parts.items() if p.has_rows}, shapes)
 
@@ -310,12 +307,5 @@ def _ends(adapter: str) -> tuple[str, ...]:
 
 
 def _is_zero(reader: SourceReader, tensor: StoredTensor) -> bool:
-    if tensor.source is None:
-        return False
-    buffer = memoryview(bytearray(_CHUNK_NBYTES))
-    for start in range(0, tensor.source.nbytes, _CHUNK_NBYTES):
-        part = buffer[: min(_CHUNK_NBYTES, tensor.source.nbytes - start)]
-        reader.read_into(tensor.source, start, part)
-        if any(part):
-            return False
-    return True
+    source = tensor.source
+    return source is not None and are_equal(reader.read_into, source, Zeros(source.nbytes))

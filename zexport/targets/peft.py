@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from zexport.adapters.find import Adapter, check_whole, not_just_tensors
 from zexport.adapters.peft_format import EMBEDDINGS, AdapterConfig
-from zexport.adapters.peft_names import inner_name, read_name
+from zexport.adapters.peft_names import inner_name, of_adapter, read_name
 from zexport.adapters.stated import kept_statements
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
@@ -136,11 +136,8 @@ class PeftAdapters(Struct, frozen=True):
             raise not_just_tensors(adapter.config)
         stored, saved = self.collected.weights, self.collected.saved.get(adapter.name)
         every = stored.every_tensor
-        kept = {
-            part.on_disk: tensor
-            for name, tensor in every.items()
-            if (part := read_name(name)).adapter == adapter.name
-        }
+        parts = of_adapter(every, adapter.name)
+        kept = {part.on_disk: every[name] for name, part in parts.items()}
         check_whole(self.collected.checkpoint, stored, adapter, kept)
         kept |= dict(_kept_of_base(every, adapter.config))
         if saved is not None and saved.is_of_step:
