@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.adapters.peft_names import KEPT_BY_NAME
 from zexport.checkpoint.layouts.patterns import match_whole
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.filenames import ADAPTER_CONFIG
@@ -64,35 +65,6 @@ _VARIANTS = (
 )
 """Keys that make LoRA something else than an update added to the weights as they were."""
 
-_KEPT_BY_NAME = frozenset(
-    {
-        "LORA",
-        "IA3",
-        "LOHA",
-        "LOKR",
-        "OFT",
-        "BOFT",
-        "HRA",
-        "HIRA",
-        "FOURIERFT",
-        "LN_TUNING",
-        "C3A",
-        "MISS",
-        "ROAD",
-        "DELORA",
-        "GRALORA",
-        "WAVEFT",
-        "TRAINABLE_TOKENS",
-        "PROMPT_TUNING",
-        "PREFIX_TUNING",
-    }
-)
-"""Methods whose saved state is that of the module with the adapter's name left out.
-
-Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
-some.
-"""
-
 _REWRITING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """How ``init_lora_weights`` begins where peft changed the base weights before training."""
 
@@ -131,7 +103,7 @@ class AdapterConfig(Struct, frozen=True):
     @property
     def is_kept_by_name(self) -> bool:
         """Whether what the method saves can be told by the names of the module's tensors."""
-        return self.peft_type in _KEPT_BY_NAME and not self.switch("prefix_projection")
+        return self.peft_type in KEPT_BY_NAME and not self.switch("prefix_projection")
 
     @property
     def target_parameters(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ Source: peft 0.21, ``utils/save_and_load.py`` (``get_peft_model_state_dict``),
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from msgspec import Struct
 
@@ -48,6 +49,17 @@ _TUNER_PREFIXES = {
 """How the attributes begin that a tuner hangs on a layer, each keyed by the adapter's name, and the
 methods that they are of, where one tells (peft 0.21, ``prefix`` and ``adapter_layer_names`` in
 ``tuners/*``)."""
+
+KEPT_BY_NAME = frozenset(chain(*_TUNER_PREFIXES.values())) - {"ADALORA", "VERA"} | {
+    "TRAINABLE_TOKENS",
+    "PROMPT_TUNING",
+    "PREFIX_TUNING",
+}
+"""Methods whose saved state is that of the module with the adapter's name left out.
+
+Source: peft 0.21, ``_get_adapter_state_dict`` in ``tuners/*``; the others change tensors or add
+some.
+"""
 
 
 def methods_of(attribute: str) -> tuple[str, ...]:
