@@ -20,7 +20,7 @@ from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, open_checkpoint, run_export
 from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.options import ExportOptions, NameLayout, ReshardOptions
+from zexport.options import ExportOptions, NameLayout, ReshardOptions, ResumeFormat
 from zexport.resume.plan import plan_reshard
 
 _MOVES = [
@@ -119,6 +119,16 @@ def test_a_run_without_zero_goes_on_with_it(name: str, tmp_path: Path) -> None:
     after = raw_states(found.location.tag_dir)
     assert before.keys() == after.keys()
     assert not [state for state in before if not same(before[state], after[state])]
+
+
+@pytest.mark.parametrize("form", ResumeFormat)
+@pytest.mark.parametrize(("name", "is_told"), [("z0_w1_fp32_odd", True), ("z0_w2_fp16", False)])
+def test_states_that_have_numbers_alone_are_told_to_be_taken_in_order(
+    name: str, is_told: bool, form: ResumeFormat, tmp_path: Path
+) -> None:
+    options = ReshardOptions(world_size=2, stage=2, format=form)
+    plan = plan_reshard(open_checkpoint(FIXTURES / name / "ckpt"), tmp_path / "out", options)
+    assert any("in the model's order" in note for note in plan.notes) == is_told
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from zexport.errors import UnsafeError, UsageError
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
+from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, paths_of
 from zexport.resume.cells import MEASURED
 from zexport.resume.changes import batch_of, told_of_batch, told_of_given
@@ -42,6 +43,11 @@ from zexport.store.contents import read_json_object
 from zexport.store.json import JsonObject, values_of
 from zexport.weights.proof import Accounting, account
 
+_BY_ORDER = (
+    "the optimizer's states are numbered, and are taken to be of the weights in the model's order: "
+    "where the optimizer was given them in another, resume the run with ZeRO stage 1, save, and "
+    "reshard that"
+)
 _BY_NORMS = frozenset({*MEASURED, "variance"})
 """What those optimizers keep whose steps go by norms of a partition (torch's Adafactor, too)."""
 
@@ -184,8 +190,10 @@ def _around(
     new = settings.world_size if isinstance(settings, TargetSettings) else None
     is_whole = location.framework is Framework.DEEPSPEED
     told: tuple[tuple[bool, str], ...] = ()
+    if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
+        told = ((False, _BY_ORDER),)
     if given is not None:
-        told = tuple(told_of_given(given, config, groups, new, is_whole=is_whole))
+        told += tuple(told_of_given(given, config, groups, new, is_whole=is_whole))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
         told += tuple((False, text) for text in told_of_loading(options, settings, state))
