@@ -7,7 +7,7 @@ Source: peft 0.21, ``tuners/lora/layer.py`` (``merge`` and ``get_delta_weight`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from msgspec import structs
@@ -19,6 +19,7 @@ from zexport.adapters.updates import (
     KEEP_ADAPTER,
     BaseModel,
     Orientation,
+    Tensors,
     Update,
     check_method,
     elements,
@@ -38,8 +39,6 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.weights.base import Base, check_plain, under_names_of, under_prefix
 from zexport.weights.named import Weights
 from zexport.weights.ties import under_tied_sources
-
-Tensors = Mapping[str, StoredTensor]
 
 
 def only_adapter(adapters: Sequence[Adapter], options: ExportOptions) -> Adapter:

@@ -20,6 +20,10 @@ from zexport.ranges.dtypes import DType
 from zexport.weights.base import Base
 from zexport.weights.hub_tensors import tensor_in_memory
 
+Tensors = Mapping[str, StoredTensor]
+
+KEEP_ADAPTER = "Export the adapter with --adapter keep and merge it with peft"
+
 _MATRIX_NDIM = 2
 _STACK_NDIM = 3
 
@@ -28,8 +32,6 @@ _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "ar
 
 Source: transformers 5.23, ``is_transposed=True`` in ``models/*/modeling_*.py``.
 """
-
-_SAME_RUN = "Take the adapter_config.json that this run wrote"
 
 
 class Update(Struct, frozen=True):
@@ -40,7 +42,7 @@ class Update(Struct, frozen=True):
     """
 
     weight: str
-    tensors: Mapping[str, StoredTensor]
+    tensors: Tensors
     key: str
 
     @property
@@ -176,7 +178,7 @@ def _is_transposed(
             f"does not tell how the square weight {update.weight} is stored",
             found="fan_in_fan_out, and other weights stored otherwise",
             expected="all targeted weights stored alike",
-            hint="Export the adapter with --adapter keep and merge it with peft",
+            hint=KEEP_ADAPTER,
         )
     return orientation.is_transposed
 
@@ -199,13 +201,9 @@ def _unlike(
         f"does not fit the adapter's tensors for {update.key}: {what} is {said}",
         path=config.path,
         found=shapes,
-        hint=_SAME_RUN,
+        hint="Take the adapter_config.json that this run wrote",
     )
 
-
-KEEP_ADAPTER = "Export the adapter with --adapter keep and merge it with peft"
-
-Tensors = Mapping[str, StoredTensor]
 
 _KNOWN = frozenset(
     {

@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from zexport.facts.statements import Statement
 from zexport.filenames import CONFIG
-from zexport.model.beside import (
-    above_statements,
-    code_statements,
-    file_statements,
-    length_statements,
-    node_statements,
-    processor_statements,
-    repeated_statements,
-    rule_statements,
-    sentence_statements,
-)
+from zexport.model.beside import beside_statements
 from zexport.model.card import card_statements
 from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
@@ -57,15 +47,7 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from generation_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars.copied, sidecars.folders)
     yield from mark_statements(sidecars.copied)
-    yield from file_statements(sidecars)
-    yield from node_statements(sidecars)
-    yield from above_statements(sidecars)
-    yield from length_statements(sidecars)
-    yield from rule_statements(sidecars.copied)
-    yield from repeated_statements(sidecars.files)
-    yield from code_statements(sidecars)
-    yield from processor_statements(sidecars)
-    yield from sentence_statements(sidecars)
+    yield from beside_statements(sidecars)
     yield from card_statements(sidecars, named_bases)
     yield from dtype_statements(sidecars.config)
     yield from rope_statements(sidecars.config)

@@ -80,6 +80,16 @@ _OF_RUN = re.compile(r"trainer_state\.json|training_args\.bin|(?:checkpoint|step
 _LONG, _NO_LENGTH = 60, 10**9
 
 
+def beside_statements(sidecars: Sidecars) -> Iterator[Statement]:
+    """What small files say of the model, of each other, and as their like in other folders do."""
+    yield from file_statements(sidecars)
+    for told in (_of_nodes, _of_above, _of_lengths, _of_rules):
+        yield from told(sidecars)
+    yield from repeated_statements(sidecars.files)
+    for told in (_of_code, _of_processor, _of_sentences):
+        yield from told(sidecars)
+
+
 def file_statements(sidecars: Sidecars) -> Iterator[Statement]:
     """What files say that are copied, and those of the same names in other folders."""
     for name, keys in _COMPARED.items():
@@ -106,7 +116,7 @@ def _code_of_all(sidecars: Sidecars, name: str) -> Iterator[Statement]:
             yield Statement(fact, told, f"{where}'s" if where else "the export's", f"{name}:")
 
 
-def node_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_nodes(sidecars: Sidecars) -> Iterator[Statement]:
     """What all folders hold in which nodes kept parts of the checkpoint, file by file."""
     nodes = {by: sidecars.folders[by] for by in (THE_CHECKPOINT, *sidecars.nodes)}
     for name in sorted({*chain.from_iterable(nodes.values())}) if sidecars.nodes else ():
@@ -122,7 +132,7 @@ def node_statements(sidecars: Sidecars) -> Iterator[Statement]:
             yield Statement(Fact.NODE_FILE, told, by, f"{name}:")
 
 
-def above_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_above(sidecars: Sidecars) -> Iterator[Statement]:
     """What the export has of the folder above the checkpoint, where nothing shows a run there."""
     taken, folder = sidecars.files_above, sidecars.above
     if folder is None or not taken or ABOVE in sidecars.run_configs:
@@ -141,7 +151,7 @@ def repeated_statements(files: Files) -> Iterator[Statement]:
                 yield Statement(Fact.REPEATED_KEY, _plain(value), f"{name}, {number}.", key)
 
 
-def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_code(sidecars: Sidecars) -> Iterator[Statement]:
     """The modules of its own folder that a config or tokenizer names, and what there is of them."""
     stated = {name: table_of(sidecars.copied, name) for name in (TOKENIZER_CONFIG, *PROCESSOR)}
     if sidecars.config is not None:
@@ -153,7 +163,7 @@ def code_statements(sidecars: Sidecars) -> Iterator[Statement]:
                     yield Statement(Fact.CODE, "no such file", "the export", f"{module}.py")
 
 
-def processor_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_processor(sidecars: Sidecars) -> Iterator[Statement]:
     """The processor that files name, and the sizes that it and the model's config give images."""
     config = settings_of(sidecars.config)
     inner = (config.get(key) for key in _VISION)
@@ -199,7 +209,7 @@ def _image_processors(sidecars: Sidecars) -> Iterator[Statement]:
                 yield Statement(Fact.PROCESSOR, _plain(value), by, key)
 
 
-def sentence_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_sentences(sidecars: Sidecars) -> Iterator[Statement]:
     """The size of what each step of a sentence-transformers model is given, and what it has."""
     copied = sidecars.copied
     steps = _steps(copied)
@@ -246,7 +256,7 @@ def _lengths(sidecars: Sidecars) -> Iterator[Statement]:
             yield Statement(Fact.SENTENCE_LENGTH, most, name)
 
 
-def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
+def _of_lengths(sidecars: Sidecars) -> Iterator[Statement]:
     """The length that ``tokenizer.json`` cuts texts to, or fills them up to, and what others name.
 
     Source: transformers 5.23, ``tokenization_utils_base.py``: what names no length has 10**30.
@@ -271,12 +281,13 @@ def length_statements(sidecars: Sidecars) -> Iterator[Statement]:
         yield Statement(Fact.TEXT_LENGTH, length, TOKENIZER, done)
 
 
-def rule_statements(files: Files) -> Iterator[Statement]:
+def _of_rules(sidecars: Sidecars) -> Iterator[Statement]:
     """What ``tokenizer_config.json`` says of rules that ``tokenizer.json`` has as well.
 
     Source: transformers 5.23, ``models/bert/tokenization_bert.py``, which makes them anew of the
     former, and ``tokenization_utils_tokenizers.py``.
     """
+    files = sidecars.copied
     settings, tokenizer = table_of(files, TOKENIZER_CONFIG), read_tokenizer(files)
     rules = tokenizer.normalizing
     left = {

@@ -106,7 +106,7 @@ class NamesClient:
             return
         _log.info("Asking transformers for the names of this model, once for each config")
         self._process = _NamesProcess()
-        if not self._process.is_ready():
+        if self._process.answered() is None:  # to begin with, that it has imported what it needs
             self._lack = f"transformers {self._version}, but {self._process.last_words()}"
             self._end()
 
@@ -146,10 +146,6 @@ class _NamesProcess:
         os.close(to_answer)
         self._answers = os.fdopen(answers, "rb")
 
-    def is_ready(self) -> bool:
-        """Whether it could import what it needs to answer; else it is over."""
-        return self._answered() is not None
-
     def ask(self, config: bytes) -> JsonObject | None:
         """The answer to one config; ``None`` if the process ended without it."""
         stdin = self._popen.stdin
@@ -158,9 +154,9 @@ class _NamesProcess:
         with contextlib.suppress(BrokenPipeError):
             stdin.write(config.replace(b"\n", b" ") + b"\n")
             stdin.flush()
-        return self._answered()
+        return self.answered()
 
-    def _answered(self) -> JsonObject | None:
+    def answered(self) -> JsonObject | None:
         """The next line that it has for us; ``None`` if it ended without one."""
         watch = Timer(_TIMEOUT_SECONDS, self._popen.kill)
         watch.start()

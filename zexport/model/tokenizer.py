@@ -175,11 +175,7 @@ def _pieces(model: bytes) -> list[str]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of a protocol buffer, and where it ends.
-
-    Raises:
-        IndexError: it does not end, or has more bits than any.
-    """
+    """A number of a protocol buffer, and where it ends; an ``IndexError`` where it does not."""
     value = shift = 0
     while data[at] & 0x80:
         if shift >= _VARINT_NBITS:
