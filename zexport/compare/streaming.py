@@ -116,13 +116,10 @@ def _compared(
     """What is seen of every piece, in order; few are under way at a time."""
     buffers = _Buffers()
 
-    def expect(batch: list[_Piece]) -> None:
-        reader.expect(window for piece in batch for window in piece.windows)
-
     def seen(piece: _Piece) -> PairSums:
         return _seen(piece, reader, buffers)
 
-    ahead = announced(pieces, lambda piece: piece.nbytes, expect)
+    ahead = announced(pieces, lambda one: one.nbytes, lambda one: one.windows, reader.expect)
     workers = ThreadPoolExecutor(jobs)
     try:
         yield from in_order(workers, seen, ahead, ahead=jobs * _AHEAD)

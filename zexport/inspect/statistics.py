@@ -113,11 +113,8 @@ def _parts(
         for tensor, source in sources
         for start in range(0, max(source.nbytes, 1), step)
     )
-
-    def expect(batch: Sequence[_Part]) -> None:
-        reader.expect((source, start, stop) for _, source, start, stop in batch)
-
-    for tensor, source, start, stop in announced(every, lambda one: one[3] - one[2], expect):
+    told = announced(every, lambda one: one[3] - one[2], lambda one: [one[1:]], reader.expect)
+    for tensor, source, start, stop in told:
         reader.read_into(source, start, buffer[: stop - start])
         yield tensor, buffer[: stop - start]
 

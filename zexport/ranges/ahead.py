@@ -17,9 +17,12 @@ _R = TypeVar("_R")
 
 
 def announced(
-    items: Iterable[_T], nbytes: Callable[[_T], int], expect: Callable[[list[_T]], None]
+    items: Iterable[_T],
+    nbytes: Callable[[_T], int],
+    windows: Callable[[_T], Iterable[_R]],
+    expect: Callable[[Iterable[_R]], None],
 ) -> Iterator[_T]:
-    """The same, in the order in which they are read; ``expect`` is told of each batch of them.
+    """The same, in the order in which they are read; ``expect`` is told what a batch will read.
 
     That is while two batches before it are still to be done; the first is as large as both.
     """
@@ -30,12 +33,12 @@ def announced(
         batch.append(one)
         gathered += nbytes(one)
         if gathered >= limit:
-            expect(batch)
+            expect(chain.from_iterable(map(windows, batch)))
             before.append(batch)
             if len(before) > _BATCHES_AHEAD:
                 yield from before.popleft()
             batch, gathered, limit = [], 0, _BATCH_NBYTES
-    expect(batch)
+    expect(chain.from_iterable(map(windows, batch)))
     yield from chain.from_iterable((*before, batch))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,6 +36,7 @@ def digests_from_source(
     plan: ExportPlan, tensors: Sequence[TensorPlan], reader: TensorReader, ledger: Ledger
 ) -> Iterator[tuple[TensorPlan, str]]:
     """Tensors of a plan, in order, each with the digest of what it would be written as."""
+    cut = partial(pieces, chunk_nbytes=plan.chunk_nbytes)
     pool: SimpleQueue[Buffers] = SimpleQueue()
     for _ in range(plan.jobs):
         pool.put(Buffers(plan.chunk_nbytes))
@@ -43,7 +45,7 @@ def digests_from_source(
         buffers = pool.get()
         try:
             digest = blake3()
-            for piece in pieces(tensor, plan.chunk_nbytes):
+            for piece in cut(tensor):
                 out = buffers.out[: piece.nbytes]
                 convert(piece, reader, buffers.stored, out, ledger)
                 digest.update(out)
@@ -51,10 +53,7 @@ def digests_from_source(
         finally:
             pool.put(buffers)
 
-    def expect(batch: Sequence[TensorPlan]) -> None:
-        reader.expect(piece for tensor in batch for piece in pieces(tensor, plan.chunk_nbytes))
-
-    ahead = announced(tensors, lambda tensor: tensor.nbytes, expect)
+    ahead = announced(tensors, lambda tensor: tensor.nbytes, cut, reader.expect)
     with ThreadPoolExecutor(plan.jobs) as workers:
         yield from in_order(workers, digest_of, ahead, ahead=2 * plan.jobs)
 

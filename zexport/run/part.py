@@ -139,16 +139,12 @@ def _announced(
     work: Workplace, stretches: Sequence[Stretch], reader: TensorReader
 ) -> Iterator[tuple[Stretch, Chunk]]:
     """The chunks of all stretches in order; the reader is told of them before."""
-
-    def expect(batch: Sequence[tuple[Stretch, Chunk]]) -> None:
-        reader.expect(piece for _, chunk in batch for piece in chunk.pieces)
-
     every = (
         (stretch, chunk)
         for stretch in stretches
         for chunk in chunks(stretch.tensors, work.plan.chunk_nbytes)
     )
-    return announced(every, lambda one: one[1].nbytes, expect)
+    return announced(every, lambda one: one[1].nbytes, lambda one: one[1].pieces, reader.expect)
 
 
 class _Passed:
