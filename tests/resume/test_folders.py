@@ -91,6 +91,16 @@ def test_a_trainers_folder_comes_along_but_for_the_gathered_model(tmp_path: Path
     )
 
 
+def test_the_best_checkpoint_that_trainer_will_load_is_named(tmp_path: Path) -> None:
+    """With load_best_model_at_end, Trainer stops there where it is for other ranks."""
+    location = _trainer(tmp_path / "checkpoint-4", 2)
+    state = location.root / "trainer_state.json"
+    for best in ("out/checkpoint-2", None):
+        state.write_text(json.dumps({"global_step": 4, "best_model_checkpoint": best}))
+        warnings = beside(location, Ranks(2, 3), 2, 4).warnings
+        assert [best is not None and best in warning for warning in warnings] == [True] * bool(best)
+
+
 def test_a_link_that_leads_out_of_the_folder_is_not_copied_from(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     location = _trainer(tmp_path / "checkpoint-4", 2)

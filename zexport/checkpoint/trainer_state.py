@@ -182,6 +182,12 @@ def _by_step(state: JsonObject) -> dict[int, dict[str, Json]]:
     return found
 
 
+def best_of(location: Location) -> str | None:
+    """The checkpoint that the Trainer calls its best so far; ``None`` where it calls none so."""
+    best = _read(location.root, location.boundary).get("best_model_checkpoint")
+    return best if isinstance(best, str) else None
+
+
 def _read(folder: Path, within: Boundary) -> JsonObject:
     """The Trainer's state in a folder; empty where there is none, or none that can be read."""
     path = folder / _STATE

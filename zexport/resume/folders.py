@@ -1,7 +1,8 @@
 """What goes along with the rank files: the other files of a framework's checkpoint, by its rules.
 
-Sources: transformers 5.23 (``trainer.py``: ``_save_rng_state``, ``_load_rng_state``), accelerate
-1.15 (``checkpointing.py``, ``scheduler.py``), Lightning 2.6 (``training_epoch_loop.py``).
+Sources: transformers 5.23 (``trainer.py``: ``_save_rng_state``, ``_load_rng_state``,
+``_load_best_model``), accelerate 1.15 (``checkpointing.py``, ``scheduler.py``), Lightning 2.6
+(``training_epoch_loop.py``).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.location import LATEST, Framework, Location
-from zexport.checkpoint.trainer_state import last_epoch
+from zexport.checkpoint.trainer_state import best_of, last_epoch
 from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import SideFile
-from zexport.printable import some
+from zexport.printable import shown, some
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, leaves
@@ -76,6 +77,7 @@ def beside(
     if location.framework is Framework.HF_TRAINER:
         kept, told = _trainers_rng(kept, ranks)
         notes += told
+        warnings += _of_best(location)
     if location.framework is Framework.ACCELERATE:
         kept, told = _without_accelerates_rng(kept, ranks)
         notes += told
@@ -122,6 +124,17 @@ def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path],
         "one begins with that of its seed"
     ]
     return rest | new, told if lacking > 0 else []
+
+
+def _of_best(location: Location) -> Iterator[str]:
+    """That Trainer loads its best checkpoint with the optimizer's states, as the run then is."""
+    if (best := best_of(location)) is not None:
+        yield (
+            f"trainer_state.json names the best checkpoint so far ({shown(best)}): with "
+            "load_best_model_at_end, Trainer loads it when it ends, and fails where that is for "
+            "other ranks or another stage. Reshard that, too, and let best_model_checkpoint in "
+            "OUT's trainer_state.json name the result"
+        )
 
 
 def _without_accelerates_rng(
