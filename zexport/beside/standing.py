@@ -9,12 +9,12 @@ from pathlib import Path, PurePosixPath
 from msgspec import structs
 
 from zexport.beside.prunable import OF_A_RESUME, Place
-from zexport.checkpoint.contents import Role, ZeroCheckpoint
+from zexport.checkpoint.contents import Role, ZeroCheckpoint, whole_tensor
 from zexport.checkpoint.pruned import NOTES
 from zexport.checkpoint.rank_files import parse_rank_file
 from zexport.checkpoint.untrusted import Value
 from zexport.compare.diff import diff_tensors
-from zexport.compare.folder import ModelWeights, PlacedTensor, open_weights
+from zexport.compare.folder import ModelWeights, open_weights
 from zexport.compare.tensor import Outcome
 from zexport.errors import CheckpointError, OutputError, VerificationError, ZexportError
 from zexport.filenames import CONFIG, MANIFEST_NAME, README, SOURCE_SIDECAR
@@ -152,8 +152,7 @@ def _weights_in(path: Path) -> ModelWeights:
 def _weights_in_pickle(path: Path) -> ModelWeights:
     file = read_torch_file(path)
     named = Value(path, "the weights", file.value).entries()
-    tensors = {name: one.tensor() for name, one in named}
-    placed = {n: PlacedTensor(n, t.dtype, t.shape, file.source(t)) for n, t in tensors.items()}
+    placed = {name: whole_tensor(file, name, one.tensor(), Role.FROZEN) for name, one in named}
     return ModelWeights(path, placed, (SourceFile.of(file),))
 
 

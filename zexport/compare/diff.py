@@ -13,7 +13,8 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
+from zexport.checkpoint.contents import StoredTensor
+from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.roundings import Side
 from zexport.compare.settings import Setting, of_models
 from zexport.compare.streaming import Pair, sums_of
@@ -193,7 +194,7 @@ def _exported(a: ModelWeights, b: ModelWeights) -> Side | None:
 
 def _paired(
     a: ModelWeights, b: ModelWeights
-) -> tuple[list[Pair], list[PlacedTensor], list[PlacedTensor]]:
+) -> tuple[list[Pair], list[StoredTensor], list[StoredTensor]]:
     """What there is on both sides, ties taken into account, and what is on one side alone."""
     shared = a.tensors.keys() & b.tensors.keys()
     pairs = [Pair(a.tensors[name], b.tensors[name]) for name in a.tensors if name in shared]
@@ -207,7 +208,7 @@ def _paired(
     return list(dict.fromkeys(pairs)), a_alone, b_alone
 
 
-def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> PlacedTensor | None:
+def _partner(name: str, other: ModelWeights, ties: Mapping[str, str]) -> StoredTensor | None:
     """The tensor of the other side that is tied to this name, if there is one."""
     source = ties.get(name, name)
     members = (source, *(alias for alias, root in ties.items() if root == source))
@@ -260,7 +261,7 @@ def _looked_at(found: Found, look: SecondLook) -> Iterator[TensorDiff]:
 
 
 def _alone(
-    a_alone: Sequence[PlacedTensor], b_alone: Sequence[PlacedTensor], look: SecondLook
+    a_alone: Sequence[StoredTensor], b_alone: Sequence[StoredTensor], look: SecondLook
 ) -> Iterator[TensorDiff]:
     """What is on one side alone by its name, with its other name where the other side has it."""
     there = dict(look.renamed(a_alone, b_alone))

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.contents import StoredTensor
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.filenames import ADAPTER_FILE, MANIFEST_NAME
 from zexport.formats.safetensors_file import read_header, read_index
@@ -17,14 +18,12 @@ from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.plan.plan import SourceFile
 from zexport.printable import shell_word
-from zexport.ranges.dtypes import DType, Shape
-from zexport.ranges.extents import ByteSource
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import as_table
 from zexport.store.publish import check_finished
-from zexport.weights.base import weights_file
+from zexport.weights.base import frozen_in, weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"
@@ -36,20 +35,11 @@ _NO_WEIGHTS_HINT = (
 )
 
 
-class PlacedTensor(Struct, frozen=True):
-    """One tensor and where its bytes lie."""
-
-    name: str
-    dtype: DType
-    shape: Shape
-    source: ByteSource
-
-
 class ModelWeights(Struct, frozen=True):
     """The tensors of a folder, or of the one file that was named, and the files that hold them."""
 
     path: Path
-    tensors: Mapping[str, PlacedTensor]
+    tensors: Mapping[str, StoredTensor]
     files: tuple[SourceFile, ...]
 
     @property
@@ -105,7 +95,7 @@ def open_weights(path: Path) -> ModelWeights:
 
 
 def _open_weights(path: Path) -> ModelWeights:
-    tensors: dict[str, PlacedTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     files = []
     listed = _weight_files(path)
     for file, wanted in listed.items():
@@ -122,9 +112,7 @@ def _open_weights(path: Path) -> ModelWeights:
                 path=file,
                 hint="Name one of the files",
             )
-        for name, tensor in header.tensors.items():
-            source = header.source(name)
-            tensors[name] = PlacedTensor(name, tensor.dtype, tensor.shape, source)
+        tensors |= {name: frozen_in(header, name) for name in header.tensors}
         files.append(SourceFile(file, header.version, ()))
     return ModelWeights(path, tensors, tuple(files))
 

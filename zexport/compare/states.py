@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems, source_of
+from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems
 from zexport.checkpoint.layouts.bind import MASTERS
 from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
-from zexport.compare.folder import ModelWeights, PlacedTensor, has_rank_files, open_weights
+from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.roundings import Side
 from zexport.compare.settings import of_trainings
 from zexport.compare.tensor import Outcome
@@ -78,10 +78,7 @@ def diff_states(
 
 def _weights_alone(checkpoint: ZeroCheckpoint) -> ModelWeights:
     """The weights by name, as an export has them in fp32; all that a pruned checkpoint has."""
-    found = {
-        one.name: PlacedTensor(one.name, one.dtype, one.shape, source_of(one))
-        for one in checkpoint.tensors
-    }
+    found = {one.name: one for one in checkpoint.tensors}
     files = tuple(map(SourceFile.of, checkpoint.torch_files))
     return ModelWeights(checkpoint.location.tag_dir, found, files)
 
@@ -98,15 +95,15 @@ def _without_states(report: DiffReport, opened: tuple[ZeroCheckpoint, ZeroCheckp
 
 def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
     """The weights of a training by name, and the optimizer's states as ``NAME (STATE)``."""
-    weights: dict[str, PlacedTensor] = {}
-    states: dict[str, PlacedTensor] = {}
+    weights: dict[str, StoredTensor] = {}
+    states: dict[str, StoredTensor] = {}
     for cell in state.cells:
         for name, kind, tensor in _named(cell):
             if tensor.source is not None:
                 part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
                 unique = f"{part} ({kind})" if kind else part
                 side = states if kind else weights
-                side[unique] = PlacedTensor(unique, tensor.dtype, tensor.shape, tensor.source)
+                side[unique] = replace(tensor, name=unique)
     files = tuple(SourceFile.of(file) for file in (*checkpoint.torch_files, *state.files))
     folder = checkpoint.location.tag_dir
     return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)

@@ -10,7 +10,7 @@ from threading import local
 import numpy as np
 from msgspec import Struct
 
-from zexport.compare.folder import PlacedTensor
+from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.compare.roundings import Rounding, possible_roundings
 from zexport.compare.values import Doubles, PairSums, compare, row_width, whole_rows
 from zexport.ranges.ahead import announced, in_order
@@ -30,8 +30,8 @@ _AHEAD = 4
 class Pair(Struct, frozen=True):
     """A tensor of A and what B has of it."""
 
-    a: PlacedTensor
-    b: PlacedTensor
+    a: StoredTensor
+    b: StoredTensor
 
     @property
     def is_of_one_name(self) -> bool:
@@ -74,11 +74,11 @@ def sums_of(
     return sums
 
 
-def numbers(placed: PlacedTensor, start: int, numel: int, reader: SourceReader) -> Doubles:
+def numbers(placed: StoredTensor, start: int, numel: int, reader: SourceReader) -> Doubles:
     """Some elements of one tensor; what is no number counts as zero."""
     dtype = placed.dtype
     buffer = memoryview(bytearray(numel * dtype.itemsize))
-    reader.read_into(placed.source, start * dtype.itemsize, buffer)
+    reader.read_into(source_of(placed), start * dtype.itemsize, buffer)
     with np.errstate(all="ignore"):
         values: Doubles = np.frombuffer(buffer, NUMPY[dtype]).astype(np.float64)
     return np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
@@ -99,7 +99,7 @@ class _Piece(Struct, frozen=True):
     def windows(self) -> Iterator[tuple[ByteSource, int, int]]:
         for side in (self.pair.a, self.pair.b):
             size = side.dtype.itemsize
-            yield side.source, self.start * size, self.stop * size
+            yield source_of(side), self.start * size, self.stop * size
 
 
 def _pieces(pairs: Iterable[Pair]) -> Iterator[_Piece]:
@@ -143,8 +143,8 @@ def _seen(piece: _Piece, reader: SourceReader, buffers: _Buffers) -> PairSums:
         numel = min(chunk, piece.stop - start)
         a_part = buffers.a[: numel * a.dtype.itemsize]
         b_part = buffers.b[: numel * b.dtype.itemsize]
-        reader.read_into(a.source, start * a.dtype.itemsize, a_part)
-        reader.read_into(b.source, start * b.dtype.itemsize, b_part)
+        reader.read_into(source_of(a), start * a.dtype.itemsize, a_part)
+        reader.read_into(source_of(b), start * b.dtype.itemsize, b_part)
         sums += compare(
             a_part,
             a.dtype,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from zexport.compare.folder import PlacedTensor
+from zexport.checkpoint.contents import StoredTensor
 from zexport.compare.roundings import Side
 from zexport.compare.streaming import CHUNK_NUMEL, Pair, numbers, sums_of
 from zexport.compare.tensor import Kind, TensorDiff
@@ -101,7 +101,7 @@ class SecondLook(Struct):
                 yield crossed[cross], cross.b.name
 
     def renamed(
-        self, a_alone: Sequence[PlacedTensor], b_alone: Sequence[PlacedTensor]
+        self, a_alone: Sequence[StoredTensor], b_alone: Sequence[StoredTensor]
     ) -> Iterator[tuple[str, str]]:
         """Names in A and B of what each has alone by that name, and both have."""
         crossed = []
@@ -121,12 +121,12 @@ class SecondLook(Struct):
                 yield cross.a.name, name
 
     def _nearest(
-        self, suspects: Sequence[PlacedTensor], owns: Sequence[Doubles], others: list[PlacedTensor]
-    ) -> Iterator[tuple[PlacedTensor, PlacedTensor]]:
+        self, suspects: Sequence[StoredTensor], owns: Sequence[Doubles], others: list[StoredTensor]
+    ) -> Iterator[tuple[StoredTensor, StoredTensor]]:
         """Suspects with the one of the others that is nearer than their own, by few elements."""
         sketches = [self._sketch(suspect) for suspect in suspects]
         best = [_BETTER * float(_squares(s - o)) for s, o in zip(sketches, owns, strict=True)]
-        nearest: list[PlacedTensor | None] = [None] * len(suspects)
+        nearest: list[StoredTensor | None] = [None] * len(suspects)
         for begin in range(0, len(others) if any(best) else 0, _TOGETHER):
             group = others[begin : begin + _TOGETHER]
             there = np.array([self._sketch(other) for other in group])
@@ -139,10 +139,10 @@ class SecondLook(Struct):
             if other is not None:
                 yield suspect, other
 
-    def _sketch(self, placed: PlacedTensor) -> Doubles:
+    def _sketch(self, placed: StoredTensor) -> Doubles:
         return self._window(placed, _sketch_numel(placed))
 
-    def _window(self, placed: PlacedTensor, numel: int) -> Doubles:
+    def _window(self, placed: StoredTensor, numel: int) -> Doubles:
         """Elements in the middle of a tensor, from the beginning of a group on."""
         start = max(0, prod(placed.shape) - numel) // 2 // _GROUP_NUMEL * _GROUP_NUMEL
         return numbers(placed, start, numel, self.reader)
@@ -161,7 +161,7 @@ class SecondLook(Struct):
         numel = min(prod(pair.a.shape), _WINDOW_NUMEL)
         return [self._window(placed, numel) for placed in (pair.a, pair.b)]
 
-    def _in_steps(self, placed: PlacedTensor) -> bool:
+    def _in_steps(self, placed: StoredTensor) -> bool:
         """Whether the rows in the middle are whole steps of 127 to their largest, as int8 is."""
         width, count = placed.shape[-1], prod(placed.shape[:-1])
         if not ROW_NUMEL_MIN < width <= _WIDTH_MAX:
@@ -199,7 +199,7 @@ class SecondLook(Struct):
         own = np.square(here - (self._at(pair.b, places, a) if a == b else 0)).sum()
         return bool(apart < _BETTER * own)
 
-    def _at(self, placed: PlacedTensor, places: npt.NDArray[np.int64], shape: Shape) -> Doubles:
+    def _at(self, placed: StoredTensor, places: npt.NDArray[np.int64], shape: Shape) -> Doubles:
         flat = np.ravel_multi_index(tuple(places.T), shape)
         return np.array([numbers(placed, int(at), 1, self.reader)[0] for at in flat])
 
@@ -242,7 +242,7 @@ class SecondLook(Struct):
             own.append(distance[taken])
         return np.concatenate(marks), np.concatenate(samples), np.concatenate(own)
 
-    def _rows(self, placed: PlacedTensor, width: int) -> Iterator[tuple[int, Doubles]]:
+    def _rows(self, placed: StoredTensor, width: int) -> Iterator[tuple[int, Doubles]]:
         """The whole rows of a tensor, some at a time, with the number of the first."""
         total = prod(placed.shape) // width * width
         step = whole_rows(CHUNK_NUMEL, width)
@@ -258,7 +258,7 @@ def _squares(differences: Doubles) -> Doubles:
     return total
 
 
-def _sketch_numel(placed: PlacedTensor) -> int:
+def _sketch_numel(placed: StoredTensor) -> int:
     return min(prod(placed.shape), _SKETCH_NUMEL)
 
 
