@@ -28,4 +28,4 @@ def finish(*, out: Path, json: bool, progress: str, quiet: bool) -> None:
 
     with progress_printer(progress, quiet=quiet) as on_progress:
         done = finish_export(out, progress=on_progress)
-    tell(done, done.to_json, as_json=json, quiet=quiet)
+    tell(done, {}, as_json=json, quiet=quiet)

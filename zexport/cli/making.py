@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, PartReport
     from zexport.run.shares import Share
-    from zexport.store.json import JsonObject
+    from zexport.store.json import Json
 
 
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -100,7 +99,7 @@ class Making(Struct, frozen=True):
         from zexport.api.export import plan_folder
         from zexport.checkpoint.opening import open_checkpoint
         from zexport.cli.progress import progress_printer
-        from zexport.run.execute import VerifyMode
+        from zexport.run.execute import ExportReport, VerifyMode
 
         _check_order(ckpts, out)
         _give_back_memory()
@@ -132,7 +131,9 @@ class Making(Struct, frozen=True):
             return
         if then is not None:
             then()
-        self._tell(replace(done, seconds=time.monotonic() - began), plan)
+        done = replace(done, seconds=time.monotonic() - began)
+        told = plan.provenance if isinstance(done, ExportReport) else {}
+        tell(done, told, as_json=self.json, quiet=self.quiet, what=_what(plan))
 
     def _say_before(self, out: Path, *, overwrite: bool) -> None:
         """What of the output's place may surprise."""
@@ -155,21 +156,6 @@ class Making(Struct, frozen=True):
             ),
             as_json=self.json,
         )
-
-    def _tell(self, done: ExportReport | PartReport, plan: ExportPlan) -> None:
-        from zexport.report.export import print_part, print_warnings
-        from zexport.report.text import PlainConsole
-        from zexport.run.execute import ExportReport
-        from zexport.store.json import form_of
-
-        if isinstance(done, ExportReport):
-            form = partial(form_of, done, plan.provenance)
-            tell(done, form, as_json=self.json, quiet=self.quiet, what=_what(plan))
-        elif self.quiet and not self.json:
-            tell_of_options_set()
-            print_warnings(PlainConsole(sys.stderr), done, alone=True)
-        else:
-            put_out(done.to_json, lambda console: print_part(console, done), as_json=self.json)
 
 
 def _give_back_memory() -> None:
@@ -201,22 +187,31 @@ def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:
 
 
 def tell(
-    done: ExportReport,
-    form: Callable[[], JsonObject],
+    done: ExportReport | PartReport,
+    provenance: Mapping[str, Json],
     *,
     as_json: bool,
     quiet: bool,
     what: str = "",
 ) -> None:
-    """Tell of a folder that was made: as JSON, for people, or of its warnings alone."""
-    from zexport.report.export import print_export, print_warnings
-    from zexport.report.text import PlainConsole
+    """Tell of what was made: as JSON with its ``provenance``, for people, or of warnings alone."""
+    from zexport.report.export import print_export, print_part, print_warnings
+    from zexport.report.text import Console, PlainConsole
+    from zexport.run.execute import ExportReport
+    from zexport.store.json import form_of
 
     if quiet and not as_json:
         tell_of_options_set()
         print_warnings(PlainConsole(sys.stderr), done, alone=True)
-    else:
-        put_out(form, lambda console: print_export(console, done, what=what), as_json=as_json)
+        return
+
+    def describe(console: Console) -> None:
+        if isinstance(done, ExportReport):
+            print_export(console, done, what=what)
+        else:
+            print_part(console, done)
+
+    put_out(lambda: form_of(done, provenance), describe, as_json=as_json)
 
 
 def _what(plan: ExportPlan) -> str:

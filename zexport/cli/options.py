@@ -96,27 +96,27 @@ class Rename(click.ParamType[tuple[str, str]]):
     """A renaming such as ``^model=transformer``: pattern, equals sign, replacement."""
 
     name = "regex=repl"
+    said = "renaming; write REGEX=REPLACEMENT"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, str]:
-        """Pattern and replacement."""
-        pattern, equals, replacement = str(value).partition("=")
-        if not equals or not pattern:
-            self.fail(f"{value!r} is no renaming; write REGEX=REPLACEMENT", param, ctx)
-        return pattern, replacement
+        """What is before the equals sign, and what after it."""
+        key, equals, rest = str(value).partition("=")
+        if not equals or not key:
+            self.fail(f"{value!r} is no {self.said}", param, ctx)
+        return key, rest
 
 
-class Prefix(click.ParamType[str]):
-    """What names begin with; an empty one, as of a variable that is not set, means no part."""
+class StorageOption(Rename):
+    """A setting of the store library such as ``region=eu-west-1``."""
 
-    name = "prefix"
+    name = "key=value"
+    said = "setting; write KEY=VALUE"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        """The prefix."""
-        return str(value) or self.fail("it is empty; leave it out to export all", param, ctx)
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        """Settings of the environment: one a line, or parted by blanks where it is one line."""
+        return rv.splitlines() if "\n" in rv else rv.split()
 
 
 class Named(click.Choice[str]):
@@ -155,23 +155,25 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-class StorageOption(click.ParamType[tuple[str, str]]):
-    """A setting of the store library such as ``region=eu-west-1``."""
+def number_option(
+    option: str, default: int | None, said: str, *, least: int = 1
+) -> Callable[[F], F]:
+    """An option that is a whole number, ``least`` or more."""
+    return click.option(
+        option,
+        type=click.IntRange(least),
+        metavar="N",
+        default=default,
+        show_default=True,
+        help=said,
+    )
 
-    name = "key=value"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str]:
-        """Key and value."""
-        key, equals, setting = str(value).partition("=")
-        if not equals or not key:
-            self.fail(f"{value!r} is no setting; write KEY=VALUE", param, ctx)
-        return key, setting
-
-    def split_envvar_value(self, rv: str) -> Sequence[str]:
-        """Settings of the environment: one a line, or parted by blanks where it is one line."""
-        return rv.splitlines() if "\n" in rv else rv.split()
+def _filled(_ctx: click.Context, _param: click.Parameter, prefix: str | None) -> str | None:
+    """What names begin with; an empty one, as of a variable that is not set, means no part."""
+    if prefix == "":
+        raise click.BadParameter("it is empty; leave it out to export all")
+    return prefix
 
 
 def _checked_page(_: click.Context, __: click.Parameter, page: Path | None) -> Path | None:
@@ -298,8 +300,8 @@ export_options = together(
     ),
     click.option(
         "--only",
-        type=Prefix(),
         metavar="PREFIX",
+        callback=_filled,
         help="Export one part of the module: what has PREFIX before its names, such as ema.",
     ),
     click.option(
@@ -344,7 +346,6 @@ def options_of(
     max_memory: int | None,
     rename: tuple[tuple[str, str], ...],
     only: str | None,
-    allow: tuple[FindingKind, ...],
     **chosen: Any,
 ) -> ExportOptions:
     """What was chosen, by the library's names for it."""
@@ -353,6 +354,5 @@ def options_of(
         max_memory_nbytes=max_memory,
         renames=rename,
         only=only or _DEFAULTS.only,
-        allow=frozenset(allow),
         **chosen,
     )

@@ -6,9 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 from msgspec import Struct
@@ -17,11 +16,7 @@ from zexport.errors import UsageError
 from zexport.run.shares import Share
 
 if TYPE_CHECKING:
-    from zexport.api.export import OnProgress
-    from zexport.api.parts import Request
-    from zexport.plan.plan import ExportPlan
     from zexport.run.execute import ExportReport, PartReport
-    from zexport.run.readback import VerifyMode
 
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 _AUTO = re.compile(r"auto(/\d{1,9})?", re.ASCII)
@@ -148,19 +143,8 @@ ray_option = click.option(
 )
 
 
-class Execute(Protocol):
-    """Has a plan done, and says what was."""
-
-    def __call__(
-        self,
-        plan: ExportPlan,
-        request: Callable[[], Request],
-        *,
-        verify: VerifyMode,
-        progress: OnProgress | None,
-    ) -> ExportReport | PartReport:
-        """The report."""
-        ...
+Execute: TypeAlias = "Callable[..., ExportReport | PartReport]"
+"""Has a plan done, of which a request can be made; else as ``run_export``."""
 
 
 @contextmanager
@@ -185,32 +169,10 @@ def executing(
         with gathered(ray, paths, out, beside()) as crew:
             yield crew.checkpoint, lambda plan, request, **how: crew.run(plan, request(), **how)
     elif part is not None:
-        yield paths, partial(_run_part, part)
+        from zexport.api.parts import run_part
+
+        yield paths, lambda plan, request, **how: run_part(plan, part, request(), **how)
     else:
-        yield paths, partial(_run_alone, confirm)
+        from zexport.api.export import run_export
 
-
-def _run_part(
-    part: Share,
-    plan: ExportPlan,
-    request: Callable[[], Request],
-    *,
-    verify: VerifyMode,
-    progress: OnProgress | None,
-) -> ExportReport | PartReport:
-    from zexport.api.parts import run_part
-
-    return run_part(plan, part, request(), verify=verify, progress=progress)
-
-
-def _run_alone(
-    confirm: Callable[[], object],
-    plan: ExportPlan,
-    request: Callable[[], Request],  # noqa: ARG001 - nobody makes the plan again
-    *,
-    verify: VerifyMode,
-    progress: OnProgress | None,
-) -> ExportReport:
-    from zexport.api.export import run_export
-
-    return run_export(plan, verify=verify, progress=progress, confirm=confirm)
+        yield paths, lambda plan, _, **how: run_export(plan, confirm=confirm, **how)

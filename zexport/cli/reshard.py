@@ -17,7 +17,6 @@ from zexport.cli.options import (
     tag_option,
     verify_option,
 )
-from zexport.findings import FindingKind
 from zexport.options import ReshardOptions, ResumeFormat
 from zexport.printable import shell_word
 
@@ -85,7 +84,9 @@ def reshard(
     is_bare = world_size is None and given["format"] == ResumeFormat.NATIVE.value
     ckpts, out = _checked(paths, output, is_bare=is_bare)
     making = Making.taken_from(given)
-    making.make(ckpts, out, _options(world_size=world_size, **given))
+    memory = given.pop("max_memory")
+    options = ReshardOptions(world_size=world_size, max_memory_nbytes=memory, **given)
+    making.make(ckpts, out, options)
 
 
 def _checked(
@@ -100,10 +101,3 @@ def _checked(
         told = f"Say how many ranks are to go on, as in: {example}"
         raise click.MissingParameter(told, param_hint="'-n'", param_type="option")
     return ckpts, folder
-
-
-def _options(
-    *, max_memory: int | None, allow: tuple[FindingKind, ...], **chosen: Any
-) -> ReshardOptions:
-    """What was chosen, by the library's names for it."""
-    return ReshardOptions(max_memory_nbytes=max_memory, allow=frozenset(allow), **chosen)

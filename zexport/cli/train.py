@@ -9,40 +9,20 @@ import click
 from click.core import ParameterSource
 
 from zexport.cli.environment import tell_of_options_set
-from zexport.cli.options import GivenPath, together
+from zexport.cli.options import GivenPath, number_option, together
 
 _FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 _FILE = GivenPath(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
 _OUT = GivenPath(file_okay=False, path_type=Path, resolve_path=True)
-_POSITIVE = click.IntRange(min=1)
-_COUNT = click.IntRange(min=0)
 
 _train_options = together(
     click.option("--model", type=_FOLDER, help="Model folder to start from (default: built in)."),
     click.option("--tokenizer", type=_FOLDER, help="Tokenizer folder (default: that of --model)."),
     click.option("--data", type=_FILE, help="Text to learn (default: a short text, built in)."),
-    click.option(
-        "--vocab-size",
-        type=click.IntRange(min=260),
-        metavar="N",
-        default=384,
-        help="Tokens of the built-in tokenizer.",
-    ),
-    click.option(
-        "--hidden-size",
-        type=click.IntRange(min=8),
-        metavar="N",
-        default=64,
-        help="Hidden size of the built-in model.",
-    ),
-    click.option(
-        "--layers",
-        type=_POSITIVE,
-        metavar="N",
-        default=2,
-        help="Layers of the built-in model.",
-    ),
-    click.option("--world-size", type=_POSITIVE, metavar="N", default=2, help="Number of ranks."),
+    number_option("--vocab-size", 384, "Tokens of the built-in tokenizer.", least=260),
+    number_option("--hidden-size", 64, "Hidden size of the built-in model.", least=8),
+    number_option("--layers", 2, "Layers of the built-in model."),
+    number_option("--world-size", 2, "Number of ranks."),
     click.option(
         "--stage", type=click.IntRange(0, 3), metavar="0..3", default=3, help="ZeRO stage."
     ),
@@ -52,7 +32,7 @@ _train_options = together(
         default="bf16",
         help="Element type that the module trains in.",
     ),
-    click.option("--steps", type=_POSITIVE, metavar="N", default=20, help="Step to train up to."),
+    number_option("--steps", 20, "Step to train up to."),
     click.option(
         "--lr",
         type=click.FloatRange(min=0, min_open=True),
@@ -60,27 +40,9 @@ _train_options = together(
         default=3e-3,
         help="Learning rate, after four steps.",
     ),
-    click.option(
-        "--batch-size",
-        type=_POSITIVE,
-        metavar="N",
-        default=4,
-        help="Sequences a rank takes in a step.",
-    ),
-    click.option(
-        "--seq-len",
-        type=click.IntRange(min=2),
-        metavar="N",
-        default=64,
-        help="Tokens in a sequence.",
-    ),
-    click.option(
-        "--seed",
-        type=_COUNT,
-        metavar="N",
-        default=0,
-        help="Seed of the weights and of the order of the data.",
-    ),
+    number_option("--batch-size", 4, "Sequences a rank takes in a step."),
+    number_option("--seq-len", 64, "Tokens in a sequence.", least=2),
+    number_option("--seed", 0, "Seed of the weights and of the order of the data.", least=0),
     click.option("--lora", is_flag=True, help="Train a LoRA adapter, the model frozen."),
     click.option(
         "--freeze",
@@ -93,33 +55,15 @@ _train_options = together(
         type=_FILE,
         help="DeepSpeed configuration; what it says comes before zexport's own.",
     ),
-    click.option(
-        "--timeout",
-        type=_POSITIVE,
-        metavar="N",
-        default=600,
-        help="Seconds a rank may be waited for.",
-    ),
+    number_option("--timeout", 600, "Seconds a rank may be waited for."),
     click.option(
         "--save",
         type=click.Choice(["partitioned", "gathered", "both"]),
         default="partitioned",
         help="Every rank's part (to resume), the whole 16-bit model from rank 0, or both.",
     ),
-    click.option(
-        "--save-every",
-        type=_COUNT,
-        metavar="N",
-        default=0,
-        help="Save every N steps (0: at the end only).",
-    ),
-    click.option(
-        "--keep",
-        type=_COUNT,
-        metavar="N",
-        default=0,
-        help="Keep the newest N checkpoints (0: all).",
-    ),
+    number_option("--save-every", 0, "Save every N steps (0: at the end only).", least=0),
+    number_option("--keep", 0, "Keep the newest N checkpoints (0: all).", least=0),
     click.option("--resume", is_flag=True, help="Continue from the folder's latest checkpoint."),
 )
 

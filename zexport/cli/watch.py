@@ -19,6 +19,7 @@ from zexport.cli.options import (
     PATH,
     export_options,
     links_option,
+    number_option,
     options_of,
     storage_option,
     together,
@@ -28,14 +29,6 @@ from zexport.store.folders import exists
 
 if TYPE_CHECKING:
     from zexport.beside.events import WatchEvent
-
-
-def _number(option: str, default: int, said: str) -> Callable[[Any], Any]:
-    """An option that is a number of 1 or more."""
-    least = click.IntRange(1)
-    return click.option(
-        option, type=least, metavar="N", default=default, show_default=True, help=said
-    )
 
 
 _watch_options = together(
@@ -52,10 +45,8 @@ _watch_options = together(
         help="Run CMD by the shell after each export, with {} for its folder and {step} for its "
         "step, both quoted.",
     ),
-    click.option(
-        "--keep", type=click.IntRange(1), metavar="N", help="Keep only the newest N exports."
-    ),
-    _number("--every", 1, "Export only checkpoints of every N steps."),
+    number_option("--keep", None, "Keep only the newest N exports."),
+    number_option("--every", 1, "Export only checkpoints of every N steps."),
     click.option("--newest-only", is_flag=True, help="Skip what a newer checkpoint has overtaken."),
     click.option(
         "--interval",
@@ -70,7 +61,9 @@ _watch_options = together(
         is_flag=True,
         help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
     ),
-    _number("--keep-resumable", 2, "With --prune: leave the newest N checkpoints as they are."),
+    number_option(
+        "--keep-resumable", 2, "With --prune: leave the newest N checkpoints as they are."
+    ),
 )
 
 
