@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Run, edit, save, small_model
+from tests.support.real_cases import copied
 from zexport import open_checkpoint
 from zexport.resume.folders import Ranks, beside
 
@@ -67,6 +68,21 @@ def test_a_scheduler_of_a_later_step_is_told(updates: int, is_told: bool, root: 
     torch.save(scheduler.state_dict(), root / "scheduler.pt")
     told = [one for one in open_checkpoint(root).warnings if "7 in scheduler.pt" in one]
     assert bool(told) == is_told
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "is_told"), [(5, 0, True), (5, 3, False), (2, 0, False), (1, 0, False)]
+)
+def test_an_optimizer_that_took_fewer_updates_than_the_run_is_told(
+    steps: int, skipped: int, is_told: bool, tmp_path: Path
+) -> None:
+    """A save into the same folder that was killed between model files and optimizer's."""
+    root = copied("z3_w2_bf16_frozen", tmp_path)
+    for path in root.glob("*/*model_states.pt"):
+        edit(path, lambda said: said.update(global_steps=steps, skipped_steps=skipped))
+    told = [one for one in open_checkpoint(root).warnings if "fewer updates" in one]
+    found = f"found {steps} in the model files but 2 in the optimizer's"
+    assert [found in warning for warning in told] == [True] * is_told
 
 
 def test_a_scheduler_that_cannot_be_read_tells_nothing(root: Path) -> None:

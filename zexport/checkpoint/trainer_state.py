@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.ranks import models_of
@@ -44,6 +45,7 @@ def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
     location = checkpoint.location
     if checkpoint.global_steps is None:
         return
+    yield from _of_updates(checkpoint, checkpoint.global_steps - checkpoint.skipped_steps)
     yield Statement(TrainingFact.RUN_STEP, checkpoint.global_steps, "the files of the tag")
     if found := _TAG_STEP.fullmatch(location.tag):
         yield Statement(TrainingFact.RUN_STEP, int(found[1]), "its name")
@@ -59,6 +61,19 @@ def stated_beside(checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
             both = (states[_STATE], _STATE), (states[by], by)
             yield from _parted(*both)
     yield from _of_random_states([one.root for one in folders.values()], checkpoint.ranks)
+
+
+def _of_updates(checkpoint: ZeroCheckpoint, of_run: int) -> Iterator[Statement]:
+    """Where the optimizer counts fewer updates: a save into one folder writes its files last.
+
+    It may count more, as some do once for each sub-group.
+    """
+    files = (one for ranks in checkpoint.cells.values() for one in ranks.optimizer.values())
+    first = next(files, None)
+    step = None if first is None else step_of(first)
+    if step is not None and step < of_run:
+        yield Statement(TrainingFact.RUN_UPDATES, of_run, "the model files")
+        yield Statement(TrainingFact.RUN_UPDATES, int(step), "the optimizer's")
 
 
 def _of_state(

@@ -38,6 +38,11 @@ class TrainingFact(AnyFact):
         "step of the run",
         "names or files beside the tag tell of another step",
     )
+    RUN_UPDATES = warned_of(
+        "updates that the optimizer has taken",
+        "the optimizer has taken fewer updates than the run: unless it began anew, its files are "
+        "of an older save than the model's",
+    )
     OUT_STEP = noted(
         "step of the checkpoint, and the name of the output folder",
         "the name of the output folder tells of another step",
