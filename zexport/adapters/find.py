@@ -193,17 +193,15 @@ def choose_adapters(
         ]
         is_meant = is_alone and config.path == options.adapter_config
         shares = () if name == DEFAULT_ADAPTER or is_meant else every
-        shares = tuple(n for n in shares if n != name and _is_of(n, config, checkpoint, options))
+        shares = tuple(
+            one
+            for one in shares
+            if one != name
+            and (other := _config_of(one, checkpoint, options, is_alone=False)) is not None
+            and other.path == config.path
+        )
         adapters.append(Adapter(name, config, tuple(others), tuple(nodes), shares))
     return tuple(adapters)
-
-
-def _is_of(
-    name: str, config: AdapterConfig, checkpoint: ZeroCheckpoint, options: ExportOptions
-) -> bool:
-    """Whether a configuration is that of the adapter of this name."""
-    other = _config_of(name, checkpoint, options, is_alone=False)
-    return other is not None and other.path == config.path
 
 
 def places_told(

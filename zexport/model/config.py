@@ -79,7 +79,7 @@ class ConfigFile(Struct, frozen=True):
         ``id2label``, which is written in its place.
         """
         labels = {f"LABEL_{index}": index for index in range(count)}
-        content = {key: value for key, value in self.content.items() if key != "num_labels"}
+        content = _less(self.content, "num_labels")
         content["id2label"] = {str(index): label for label, index in labels.items()}
         content["label2id"] = dict(labels)
         return replace(self, content=content)
@@ -87,8 +87,7 @@ class ConfigFile(Struct, frozen=True):
     def with_architecture(self, name: str | None) -> ConfigFile:
         """The same config for another model class; for none, which leaves the class open."""
         if name is None:
-            content = {k: v for k, v in self.content.items() if k != "architectures"}
-            return replace(self, content=content)
+            return replace(self, content=_less(self.content, "architectures"))
         was = ", ".join(self.architectures)
         note = f"architectures is {name}, whose weights these are (was {was})"
         content = {**self.content, "architectures": [name]}
@@ -96,12 +95,11 @@ class ConfigFile(Struct, frozen=True):
 
     def without_quantization(self) -> ConfigFile:
         """The same config for weights that are written as ordinary numbers."""
-        content = _edited(self.content, _drop_quantization)
+        content = _edited(self.content, lambda table: _less(table, *_QUANTIZATION_KEYS))
         if content == self.content:
             return self
-        return replace(
-            self, content=content, mended=(*self.mended, "quantization: removed, weights are plain")
-        )
+        note = "quantization: removed, weights are plain"
+        return replace(self, content=content, mended=(*self.mended, note))
 
     def edited(
         self,
@@ -130,6 +128,10 @@ def _as_list(content: Mapping[str, Json], architectures: tuple[str, ...]) -> Jso
     return {**content, "architectures": list(architectures)} if architectures else dict(content)
 
 
+def _less(content: Mapping[str, Json], *keys: str) -> JsonObject:
+    return {key: value for key, value in content.items() if key not in keys}
+
+
 def _edited(
     table: Mapping[str, Json], edit: Callable[[Mapping[str, Json]], JsonObject]
 ) -> JsonObject:
@@ -152,10 +154,6 @@ def _with_dtype(table: Mapping[str, Json], name: str) -> JsonObject:
         key: name if key in _DTYPE_KEYS and value is not None else value
         for key, value in table.items()
     }
-
-
-def _drop_quantization(table: Mapping[str, Json]) -> JsonObject:
-    return {key: value for key, value in table.items() if key not in _QUANTIZATION_KEYS}
 
 
 def _json_bytes(content: JsonObject) -> bytes:
@@ -234,7 +232,8 @@ def mend_sizes(
         expected = shapes_for(config)
         if expected is not None and all(one == other for one, other in beside(expected)):
             return config
-        if expected is not None or not all(_is_positive(one) for one in size.stated(config)):
+        stated = size.stated(config)
+        if expected is not None or not all(isinstance(n, int) and n > 0 for n in stated):
             sized = shapes_for(size.set(config, size.stand_in)) or {}
             sized = {name: shape for name, shape in sized.items() if size.stand_in in shape}
             found = {count for count in _sizes(beside(sized), size.stand_in) if count <= size.most}
@@ -249,10 +248,6 @@ def _mended(config: ConfigFile, size: _Size, new: int) -> ConfigFile:
     was = ", ".join("unstated" if one is None else str(one) for one in size.stated(config))
     note = f"{size.key} is {new}, as the weights have it (was {was})"
     return replace(size.set(config, new), mended=(*config.mended, note))
-
-
-def _is_positive(size: Json) -> bool:
-    return isinstance(size, int) and size > 0
 
 
 def _sizes(pairs: Iterable[tuple[Shape, Shape]], stand_in: int) -> Iterator[int]:

@@ -232,11 +232,8 @@ def _remembered(config: bytes, version: str) -> Iterator[tuple[str, Path]]:
         path.name.removeprefix(before).removesuffix(after): path
         for path in matching(folder, f"{before}*{after}")
     }
-    yield from sorted(found.items(), key=_age, reverse=True)
-
-
-def _age(item: tuple[str, Path]) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", item[0])]
+    ages = {version: [*map(int, re.findall(r"\d+", version))] for version in found}
+    yield from sorted(found.items(), key=lambda one: ages[one[0]], reverse=True)
 
 
 def _read_cache(path: Path) -> JsonObject | None:
