@@ -150,6 +150,22 @@ def test_a_refusal_of_a_file_beside_the_weights_is_not_taken_for_its_content(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_whose_listing_is_refused_is_not_passed_over_for_an_older(
+    server: Server,
+) -> None:
+    for step in (2, 4):
+        far = server.put(FIXTURE, f"refused/checkpoint-{step}").rpartition("/")[0]
+    numbers = count()
+
+    def refuse(one: Request) -> Answer | None:
+        is_asked = "checkpoint-4" in one.query and next(numbers) == 0
+        return Answer("403 Forbidden", "AccessDenied") if is_asked else None
+
+    server.fault = refuse
+    with pytest.raises(CheckpointError, match="checkpoint-4: cannot be read: the store refuses"):
+        zexport.open_checkpoint(far, tag="newest")
+
+
 def test_files_of_torchs_old_layout_are_read_by_range(server: Server, tmp_path: Path) -> None:
     old = save(_LARGE, Run(stage=2, legacy=True), tmp_path / "old")
     far = server.put(old, "old")

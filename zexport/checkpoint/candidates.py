@@ -18,6 +18,7 @@ from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.rank_files import MODEL_FILES, list_rank_files, parse_rank_file
 from zexport.errors import ZexportError
 from zexport.formats.torch_file import read_torch_file
+from zexport.store.address import Address
 from zexport.store.boundary import Boundary
 from zexport.store.files import version
 from zexport.store.folders import child_folders, children, is_folder, is_link, matching, real
@@ -94,7 +95,7 @@ def list_tags(folder: Path) -> tuple[str, ...]:
 
 
 def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str, ...]:
-    """Names of the wanted folders in ``folder``; one that may not be read is none of them.
+    """Names of the wanted folders in ``folder``; of a disk's, one that may not be read is none.
 
     Nor is a link to another of them, which is a second name, nor unfinished work of zexport.
     """
@@ -103,6 +104,8 @@ def _list_children(folder: Path, is_wanted: Callable[[Path], bool]) -> tuple[str
         try:
             return is_wanted(child) and beside(child) is None and not is_unfinished(child)
         except PermissionError:  # such as lost+found, where a disk holds the checkpoints
+            if isinstance(child, Address):
+                raise
             return False
 
     names = (child.name for child, _ in child_folders(folder) if is_readable_and_wanted(child))
