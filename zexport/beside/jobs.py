@@ -173,29 +173,24 @@ class Exported(Struct, frozen=True):
 
 def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     """An export as ``zexport consolidate`` makes it, with its options in words."""
-    # -P: the working folder may be the run's, and nothing is imported from there
-    program = (sys.executable, "-P", "-m", "zexport", "consolidate")
-    return Job(
-        (*program, str(checkpoint), str(out_dir), *words, "--json", "--quiet"), is_heard=False
-    )
+    return _ours("consolidate", str(checkpoint), str(out_dir), *words, "--quiet")
 
 
 def start_prune(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     """What ``zexport prune`` does, with an export that is there."""
-    program = (sys.executable, "-P", "-m", "zexport", "prune", str(checkpoint), "--export")
-    return Job((*program, str(out_dir), *words, "--json", "--quiet"), is_heard=False)
+    return _ours("prune", str(checkpoint), "--export", str(out_dir), *words, "--quiet")
 
 
 def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
     """What ``zexport watch`` does until ``no_more`` is called; commands after it may use GPUs."""
-    program = (sys.executable, "-P", "-m", "zexport", "watch", str(run), str(outs))
-    return Job(
-        (*program, *words, "--until-eof", "--json"),
-        is_heard=False,
-        has_gpus=True,
-        has_input=True,
-        is_rank=False,
-    )
+    given = ("watch", str(run), str(outs), *words, "--until-eof")
+    return _ours(*given, has_gpus=True, has_input=True, is_rank=False)
+
+
+def _ours(*words: str, **how: bool) -> Job:
+    # -P: the working folder may be the run's, and nothing is imported from there
+    program = (sys.executable, "-P", "-m", "zexport")
+    return Job((*program, *words, "--json"), is_heard=False, **how)
 
 
 def told_by(job: Job, code: int) -> Exported:

@@ -16,10 +16,12 @@ from blake3 import blake3
 from msgspec import Struct
 from msgspec.structs import replace
 
+from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.newest import Age
 from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
 from zexport.filenames import MANIFEST_NAME
+from zexport.report.failure import Told
 from zexport.run.manifest import read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address, place
@@ -147,6 +149,18 @@ class Ledger:
     def out(self, name: str) -> Path:
         """The export of a checkpoint."""
         return self._outs / name
+
+    def event(
+        self,
+        event: EventKind,
+        name: str,
+        step: int | None = None,
+        *,
+        why: str = "",
+        failure: Told | None = None,
+    ) -> WatchEvent:
+        """What a watch tells of a checkpoint, and of where its export lies."""
+        return WatchEvent(event, name, step, self.out(name), failure=failure, why=why)
 
     def standing(self) -> set[str]:
         """Names of all folders beside it, which one request tells."""

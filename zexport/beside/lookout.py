@@ -74,7 +74,9 @@ class Lookout:
         seen = self.there()
         for name in self.waits.keys() - seen.keys():
             del self.waits[name]
-            yield self._event(EventKind.LOST, name, why="the run removed it before it was complete")
+            yield self._ledger.event(
+                EventKind.LOST, name, why="the run removed it before it was complete"
+            )
         for one in seen.values():
             if one.name in running or self._is_handled(one):
                 continue
@@ -104,12 +106,12 @@ class Lookout:
             self._line[one.name] = pin(one, step, self._pins, self.boundary)
         except FileNotFoundError:
             why = "the run removed it before it could be kept"
-            yield self._event(EventKind.LOST, one.name, step, why=why)
+            yield self._ledger.event(EventKind.LOST, one.name, step, why=why)
         except ZexportError as error:
             if error.exit_code == OutputError.exit_code:  # as where OUTS is gone for a moment
                 del self._decided[one.name]
                 self._not_before[one.name] = time.monotonic() + _RETRY_S
-            yield self._event(EventKind.FAILED, one.name, step, failure=Told.of(error))
+            yield self._ledger.event(EventKind.FAILED, one.name, step, failure=Told.of(error))
 
     def _make_room(self) -> Iterator[WatchEvent]:
         """Let go of what the run has removed, oldest first, where its disk is full without that.
@@ -124,7 +126,7 @@ class Lookout:
                 if free_nbytes(self.run) < one.seen.nbytes * _A_SAVE:
                     self.let_go(one.seen.name)
                     why = "the run removed it, and its disk needs the room for the next save"
-                    yield self._event(EventKind.LOST, one.seen.name, one.step, why=why)
+                    yield self._ledger.event(EventKind.LOST, one.seen.name, one.step, why=why)
 
     def _is_overtaken(self, one: Age) -> bool:
         """Whether newer exports make that of a checkpoint one that would not be kept."""
@@ -150,7 +152,7 @@ class Lookout:
             if one.seen.name not in kept:
                 self.let_go(one.seen.name)
                 why = "a newer one is complete"
-                yield self._event(EventKind.SKIPPED, one.seen.name, one.step, why=why)
+                yield self._ledger.event(EventKind.SKIPPED, one.seen.name, one.step, why=why)
 
     def take(self, but: str | None) -> Pin | None:
         """What is next, which waits no more; ``but`` waits while a command is at its export."""
@@ -174,14 +176,3 @@ class Lookout:
         """Keep a checkpoint no more, if it is kept."""
         if name in self._line:
             self._line.pop(name).release()
-
-    def _event(
-        self,
-        event: EventKind,
-        name: str,
-        step: int | None = None,
-        *,
-        why: str = "",
-        failure: Told | None = None,
-    ) -> WatchEvent:
-        return WatchEvent(event, name, step, self._ledger.out(name), failure=failure, why=why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from zexport import __version__
+from zexport.api.export import OnProgress
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import (
     check_as_noted,
@@ -34,8 +35,7 @@ from zexport.errors import OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
-from zexport.resume.pruned import Rewriting, without_moments
-from zexport.run.execute import Progress
+from zexport.resume.pruned import without_moments
 from zexport.run.manifest import read_manifest
 from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
@@ -43,9 +43,6 @@ from zexport.store.files import reading, version
 from zexport.store.folders import absolute
 from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked
-from zexport.store.versions import Version
-
-OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ def prune(
         stopped = stopped_removal(paths, tag) if delete else None
     if stopped is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
-    job = _Job.of(paths, out, tag, is_deletion=delete)
+    job = _Job(paths, out, tag, is_deletion=delete)
     tensors = job.verify(base, adapter_config, check, progress)
     if dry_run:
         job.check()
@@ -177,35 +174,15 @@ class _Job:
     """One pruning: what is to go, as far as it can be known before anything is done."""
 
     def __init__(
-        self,
-        opened: ZeroCheckpoint,
-        places: Sequence[Place],
-        out: Path,
-        rewritings: Sequence[Rewriting],
-        noted: Sequence[Mapping[Path, Version]],
-        *,
-        is_deletion: bool,
+        self, paths: Sequence[Path], out: Path, tag: str | None, *, is_deletion: bool
     ) -> None:
-        self.places = places
-        self._noted = noted
-        self._opened = opened
+        """What is to be done, unless it is refused."""
         self._out = out
         self._is_deletion = is_deletion
-        self._rewritings = rewritings
-        self._before = sum(file.nbytes for one in noted for file in one.values())
-        resume = [path for one in places for path in of_a_resume(one)]
-        self._removed = () if is_deletion else tuple(path.name for path in resume)
-        freed = sum(version(path).nbytes for path in resume)
-        freed += sum(one.nbytes_before - one.file.nbytes for one in rewritings)
-        self._freed = self._before if is_deletion else max(freed, 0)
-
-    @classmethod
-    def of(cls, paths: Sequence[Path], out: Path, tag: str | None, *, is_deletion: bool) -> _Job:
-        """What is to be done, unless it is refused."""
         with reading(paths[0], hint="Check its permissions"):
-            places = [place_of(path, tag) for path in paths]
-            noted = [one.versions() for one in places]
-            opened = open_checkpoint([one.tag_dir for one in places])
+            self.places = places = [place_of(path, tag) for path in paths]
+            self._noted = [one.versions() for one in places]
+            self._opened = opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
             _check_all(places, opened)
             check_apart(places, out)
@@ -214,8 +191,15 @@ class _Job:
             check_stands_for(out, manifest, opened if is_deletion else None)
             for one in places if is_deletion else ():
                 check_nothing_else(one, out, manifest)
-            rewritings = () if is_deletion else without_moments(opened)
-            return cls(opened, places, out, rewritings, noted, is_deletion=is_deletion)
+            self._rewritings = () if is_deletion else without_moments(opened)
+            resume = [path for one in places for path in of_a_resume(one)]
+            freed = sum(version(path).nbytes for path in resume)
+        freed += sum(one.nbytes_before - one.file.nbytes for one in self._rewritings)
+        self._before = sum(file.nbytes for one in self._noted for file in one.values())
+        self._freed = self._before if is_deletion else max(freed, 0)
+        self._removed = () if is_deletion else tuple(path.name for path in resume)
+        left_out = (key for one in self._rewritings for key in one.left_out)
+        self._left_out = tuple(dict.fromkeys(left_out))
 
     def verify(
         self,
@@ -291,7 +275,7 @@ class _Job:
             tensors=tensors,
             rewritten={**(earlier.rewritten if earlier else {}), **rewritten},
             removed=tuple(dict.fromkeys((*(earlier.removed if earlier else ()), *self._removed))),
-            left_out=tuple(dict.fromkeys(key for r in self._rewritings for key in r.left_out)),
+            left_out=self._left_out,
             is_deleted=self._is_deletion,
         )
 
@@ -308,7 +292,7 @@ class _Job:
             is_dry_run=is_dry_run,
             rewritten=tuple(Path(one.file.filename).name for one in self._rewritings),
             removed=self._removed,
-            left_out=tuple(dict.fromkeys(key for r in self._rewritings for key in r.left_out)),
+            left_out=self._left_out,
             nbytes_before=self._before,
             nbytes_freed=self._freed,
             seconds=time.monotonic() - began,

@@ -58,7 +58,7 @@ class Shelf:
         first, *more = sorted(names, key=lambda name: -self._ledger.entries[name].written_ns)
         why += f"; the same is true of {some(more, 3)}" if more else ""
         step = self._ledger.entries[first].step
-        return WatchEvent(EventKind.NOT_AGAIN, first, step, self._ledger.out(first), why=why)
+        return self._ledger.event(EventKind.NOT_AGAIN, first, step, why=why)
 
     def strangers(self, seen: Sighting, step: int | None, past: Past) -> Iterator[str]:
         """What to know of a checkpoint of another past than exports beside it, or in its place.
@@ -109,8 +109,7 @@ class Shelf:
                 yield self._removed(one)
             elif self._meant.get(one.name) != why:
                 self._meant[one.name] = why
-                out = self._ledger.out(one.name)
-                yield WatchEvent(EventKind.LEFT, one.name, one.step, out, why=why)
+                yield self._ledger.event(EventKind.LEFT, one.name, one.step, why=why)
 
     def _owed(self) -> set[str]:
         """Those that a command is still to be run on."""
@@ -118,13 +117,13 @@ class Shelf:
         return owed if self._options.then else set()
 
     def _removed(self, one: Age) -> WatchEvent:
-        out = self._ledger.out(one.name)
         try:
             self._ledger.remove(one.name)
         except OutputError as error:
             self._stay.add(one.name)
-            return WatchEvent(EventKind.LEFT, one.name, one.step, out, failure=Told.of(error))
-        return WatchEvent(EventKind.REMOVED, one.name, one.step, out)
+            told = Told.of(error)
+            return self._ledger.event(EventKind.LEFT, one.name, one.step, failure=told)
+        return self._ledger.event(EventKind.REMOVED, one.name, one.step)
 
 
 def _written(one: Age) -> int:

@@ -207,7 +207,7 @@ class _Work:
             if name not in self.orphans and self.ledger.is_published(name):
                 self._stands(name, is_owed=True)
                 self.lookout.let_go(name)
-                yield self._event(EventKind.EXPORTED, name, self.ledger.entries[name].step)
+                yield self.ledger.event(EventKind.EXPORTED, name, self.ledger.entries[name].step)
 
     def _stands(self, name: str, *, is_owed: bool) -> None:
         """Note an export that is there now."""
@@ -242,13 +242,13 @@ class _Work:
         for name, why in self.lookout.waits.items():
             seen = self.lookout.seen.get(name)
             step = None if seen is None else seen.step(self.lookout.boundary)
-            yield self._event(EventKind.WAITING, name, step, why=why)
+            yield self.ledger.event(EventKind.WAITING, name, step, why=why)
         if self.lookout.left_out and not any(self.ledger.ages()):
             *others, last = self.lookout.left_out
             why = f"--every {self.options.every} leaves it out"
             why += f", and {len(others):,} more" if others else ""
             step = self.lookout.left_out[last]
-            yield self._event(EventKind.SKIPPED, last, step, why=why)
+            yield self.ledger.event(EventKind.SKIPPED, last, step, why=why)
 
     def _begin(self) -> Iterator[WatchEvent]:
         """Start what is next, if nothing runs."""
@@ -273,7 +273,7 @@ class _Work:
         warnings = tuple(self.shelf.strangers(one.seen, step, past))
         self.ledger.begin(one.seen, step, past.by(step or 0), self.shelf.made_with)
         job = start_export(one.path, self.ledger.out(name), (*self.words, *again, *links, *seen))
-        event = self._event(EventKind.EXPORTED, name, step)
+        event = self.ledger.event(EventKind.EXPORTED, name, step)
         self.task = _Task(job, event, time.monotonic(), one, warnings)
 
     def _is_there(self, name: str) -> bool:
@@ -283,7 +283,7 @@ class _Work:
         if self._is_there(name):
             entry = self.ledger.entries[name]
             job = start_command(self.options.then, self.ledger.out(name), entry.step)
-            event = self._event(EventKind.RAN, name, entry.step)
+            event = self.ledger.event(EventKind.RAN, name, entry.step)
             self.command = _Task(job, event, time.monotonic())
 
     def _prune(self) -> None:
@@ -294,7 +294,7 @@ class _Work:
         if checkpoint is not None:
             name = checkpoint.name
             job = start_prune(checkpoint, self.ledger.out(name), self.pruner.words)
-            event = self._event(EventKind.PRUNED, name, self.ledger.entries[name].step)
+            event = self.ledger.event(EventKind.PRUNED, name, self.ledger.entries[name].step)
             self.task = _Task(job, event, time.monotonic())
 
     def _wait(self) -> Iterator[WatchEvent]:
@@ -385,14 +385,3 @@ class _Work:
         message += ", and the export stays until then" if self.options.keep is not None else ""
         told = Told(OutputError.exit_code, "command", None, message, "")
         return replace(event, event=EventKind.COMMAND_FAILED, failure=told)
-
-    def _event(
-        self,
-        event: EventKind,
-        name: str,
-        step: int | None = None,
-        *,
-        why: str = "",
-        failure: Told | None = None,
-    ) -> WatchEvent:
-        return WatchEvent(event, name, step, self.ledger.out(name), failure=failure, why=why)

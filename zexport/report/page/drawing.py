@@ -56,9 +56,8 @@ def draw(strips: Sequence[Strip], color_of: Callable[[Piece], int]) -> Drawn:
     shown = strips[:_STRIPS]
     step = _TALL if len(shown) <= _TALL_MAX else _LOW
     longest = max((strip.nbytes for strip in shown), default=0)
-    numbers: dict[tuple[Piece, ...], int] = {}
-    for strip in shown:
-        numbers.setdefault(strip.pieces, len(numbers))
+    different = dict.fromkeys(strip.pieces for strip in shown)
+    numbers = {pieces: number for number, pieces in enumerate(different)}
     cuts = tuple(_cut(pieces, color_of, longest, step - 1) for pieces in numbers)
     listed = tuple((strip.file, strip.offset, numbers[strip.pieces]) for strip in shown)
     return Drawn(cuts, listed, step, len(strips) - len(shown))

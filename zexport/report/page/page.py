@@ -261,20 +261,13 @@ def _data(page: Page) -> str:
 
 def _names(rows: Sequence[Row]) -> Mapping[str, object]:
     """The names by their patterns: thousands of layers differ in numbers alone."""
-    numbers: dict[str, int] = {}
     found = [_pattern_of(row.name) for row in rows]
-    for pattern, _ in found:
-        numbers.setdefault(pattern, len(numbers))
-    return {
-        "patterns": list(numbers),
-        "pattern": [numbers[pattern] for pattern, _ in found],
-        "numbers": [",".join(holes) for _, holes in found],
-    }
+    patterns = _coded([pattern for pattern, _ in found])
+    numbers = [",".join(holes) for _, holes in found]
+    return {"patterns": patterns["values"], "pattern": patterns["index"], "numbers": numbers}
 
 
 def _coded(cells: Sequence[str]) -> Mapping[str, object]:
     """A column: its different values, and which of them each row has."""
-    numbers: dict[str, int] = {}
-    for cell in cells:
-        numbers.setdefault(cell, len(numbers))
+    numbers = {cell: number for number, cell in enumerate(dict.fromkeys(cells))}
     return {"values": list(numbers), "index": [numbers[cell] for cell in cells]}
