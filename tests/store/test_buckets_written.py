@@ -144,19 +144,23 @@ _READ_AGAIN = {
 
 
 @pytest.mark.parametrize("ending", _READ_AGAIN)
+@pytest.mark.parametrize("before", range(3))
 def test_a_refusal_to_read_what_was_written_is_the_stores_and_drops_nothing(
-    ending: str, run: Path, out: str, name: str, server: Server
+    ending: str, before: int, run: Path, out: str, name: str, server: Server
 ) -> None:
-    """Whatever is read first of a file: its header, or a zip's directory."""
+    """Whatever is read of a file before: its header, or a zip's directory; or its tensors."""
     act, source = _READ_AGAIN[ending], _REAL if ending.endswith(".pt") else run
     act(source, f"{out}-whole")
 
+    numbers = count()
+
     def refuse(one: Request) -> Answer | None:
         is_read = one.method == "GET" and one.key.endswith(ending)
-        return Answer("403 Forbidden", "AccessDenied") if is_read else None
+        is_refused = is_read and next(numbers) >= before
+        return Answer("403 Forbidden", "AccessDenied") if is_refused else None
 
     server.fault = refuse
-    with pytest.raises(OutputError, match="the store refuses access") as caught:
+    with pytest.raises(OutputError, match="cannot be read: the store refuses access") as caught:
         act(source, out)
     assert caught.value.exit_code == 6
     assert any("Kept" in note for note in caught.value.__notes__)
@@ -244,6 +248,17 @@ def test_a_server_that_stops_for_good_is_told_and_nothing_looks_whole(
     assert MANIFEST_NAME not in server.get(name)
     zexport.consolidate(run, out, _SHARDS)
     assert zexport.verify_export(out, against=run).ok
+
+
+def test_an_upload_that_is_gone_is_not_told_as_an_object(
+    run: Path, out: str, server: Server
+) -> None:
+    """As where a bucket's rule has removed it meanwhile."""
+    gone = Answer("404 Not Found", "NoSuchUpload")
+    server.fault = lambda one: gone if one.method == "PUT" else None
+    told = "written: the store answers 404 Not Found, NoSuchUpload"
+    with pytest.raises(OutputError, match=told):
+        zexport.consolidate(run, out)
 
 
 @pytest.mark.parametrize("given", ["s3://no-such-bucket/model", f"s3://{BUCKET}/model"])

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ParamSpec, Self
 
-from zexport.errors import VerificationError
+from zexport.errors import OutputError, VerificationError
 from zexport.plan.plan import FilePlan
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
@@ -16,7 +16,7 @@ from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch
 from zexport.run.written import check_opens
-from zexport.store.files import open_input, version, writing
+from zexport.store.files import open_input, reading, version, writing
 from zexport.store.folders import is_file, is_link
 
 _READBACK_THREADS = 2
@@ -134,7 +134,7 @@ def _batches(stretch: Stretch) -> Iterator[range]:
 def _check_frame(path: Path, file: FilePlan, receipt: Receipt) -> None:
     """All that is no tensor's, with the digests of the tensors."""
     ranges = ((tensor.offset, tensor.nbytes) for tensor in file.tensors)
-    with writing(path):
+    with reading(path, OutputError):
         nbytes = version(path).nbytes
         found = digest_of_parts(path, nbytes, ranges, receipt.tensor_digests())
     if found != receipt.blake3 or nbytes != file.nbytes:
@@ -146,7 +146,7 @@ def _check_tensors(
 ) -> None:
     tensors = stretch.tensors[batch.start : batch.stop]
     ranges = [(tensor.offset, tensor.nbytes) for tensor in tensors]
-    with writing(path):
+    with reading(path, OutputError):
         read = digest_ranges(path, ranges, on_bytes=on_bytes)
     expected_digests = receipt.tensor_digests(batch.start, batch.stop)
     for tensor, found, expected in zip(tensors, read, expected_digests, strict=True):
@@ -155,10 +155,10 @@ def _check_tensors(
 
 
 def _check_file(path: Path, entry: FileEntry, verify: VerifyMode) -> None:
-    with writing(path):
-        if verify is VerifyMode.DISK:
-            with open_input(path) as written:
-                written.forget()
+    if verify is VerifyMode.DISK:
+        with writing(path), open_input(path) as written:
+            written.forget()
+    with reading(path, OutputError):
         found = digest_file(path)
     if found != entry.blake3:
         raise _not_as_written(path, f"BLAKE3 {found}", entry.blake3)

@@ -65,6 +65,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _SENTENCES = (
     (r"NoSuchBucket|ContainerNotFound", errno.ENOENT, "there is no such bucket"),
     (r"169\.254\.|metadata\.google|CredentialProvider", errno.EACCES, "there are no credentials"),
+    (r"not found: Error performing P(UT|OST) ", errno.ENOENT, "the store answers"),
     (r"^Object at location .* not found", errno.ENOENT, "there is no such object"),
     (r"^Object at location .* already exists", errno.EEXIST, "it is there already"),
     (r"status code: 412", errno.EBADMSG, "it was replaced meanwhile"),
