@@ -146,9 +146,10 @@ _READ_AGAIN = {
 @pytest.mark.parametrize("ending", _READ_AGAIN)
 @pytest.mark.parametrize("before", range(3))
 def test_a_refusal_to_read_what_was_written_is_the_stores_and_drops_nothing(
-    ending: str, before: int, run: Path, out: str, name: str, server: Server
+    ending: str, before: int, run: Path, name: str, server: Server
 ) -> None:
     """Whatever is read of a file before: its header, or a zip's directory; or its tensors."""
+    out = f"s3://{BUCKET}/{name}"
     act, source = _READ_AGAIN[ending], _REAL if ending.endswith(".pt") else run
     act(source, f"{out}-whole")
 

@@ -160,8 +160,8 @@ class Receipts:
             raise OutputError(
                 "was not begun for this plan",
                 path=self._folder.parent,
-                hint="Run the same command, with the same versions, on the same checkpoint; or remove "
-                "the folder to begin anew",
+                hint="Run the same command, with the same versions, on the same checkpoint; or "
+                "remove the folder to begin anew",
             )
         return begun
 
