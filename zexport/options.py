@@ -8,13 +8,16 @@ from dataclasses import KW_ONLY, dataclass, fields
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 
 from zexport.errors import UsageError
 from zexport.findings import FindingKind
 from zexport.store.address import place
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class ExportDType(Enum):
@@ -120,9 +123,11 @@ def checks_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def _kinds(options: type) -> dict[str, Any]:
-    hints = get_type_hints(options)
-    return {one.name: hints[one.name] for one in fields(options)}
+def settle(options: DataclassInstance) -> None:
+    """Enumerations may be given by value and paths as text; what fits no field is refused."""
+    kinds = get_type_hints(type(options))
+    for name in (one.name for one in fields(options)):
+        object.__setattr__(options, name, chosen(name, kinds[name], getattr(options, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +171,8 @@ class RecordedOptions:
     base_dtype: ExportDType = ExportDType.AUTO
 
     def __post_init__(self) -> None:
-        """Enumerations may be given by value and paths as text; what fits no field is refused."""
-        for name, kind in _kinds(type(self)).items():
-            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))
+        """What fits no field is refused."""
+        settle(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +193,6 @@ class ExportOptions(RecordedOptions):
     jobs: int = min(4, os.cpu_count() or 1)
     max_memory_nbytes: int | None = None
     overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        """As for those that are recorded."""
-        RecordedOptions.__post_init__(self)  # super() knows the class without its slots alone
 
     def recorded(self) -> RecordedOptions:
         """Those choices that change what is written."""
@@ -241,6 +241,5 @@ class ReshardOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """As for those of an export."""
-        for name, kind in _kinds(type(self)).items():
-            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))
+        """What fits no field is refused."""
+        settle(self)

@@ -101,10 +101,6 @@ def plan_folder(
     return plan_export(checkpoint, out_dir, options)
 
 
-def _nothing() -> None:
-    """Object to nothing."""
-
-
 def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOptions) -> None:
     """Refuse addresses for DeepSpeed's own converter, which reads paths."""
     far = [
@@ -149,7 +145,7 @@ def run_export(
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))
         return execute.run_plan(
-            plan, reader=reader, verify=mode, progress=progress, confirm=confirm or _nothing
+            plan, reader=reader, verify=mode, progress=progress, confirm=confirm or (lambda: None)
         )
 
 

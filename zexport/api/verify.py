@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,9 @@ def verify_export(
         found = verify.verify_export(out_dir, progress=progress)
         is_full = check is not CheckMode.SAMPLED
         named = {"--base": base, "--adapter-config": adapter_config, "--check": is_full or None}
-        return replace(found, notes=(*found.notes, *_without_effect(named)))
+        vain = [name for name, value in named.items() if value is not None]
+        without_effect = (f"{name} changes nothing without --against" for name in vain)
+        return replace(found, notes=(*found.notes, *without_effect))
     manifest = read_manifest(out_dir)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
@@ -86,13 +88,6 @@ def verify_export(
     if base is None:
         _check_names(plan, manifest)
     return verify.verify_export(out_dir, plan=plan, progress=progress)
-
-
-def _without_effect(named: Mapping[str, object]) -> Iterator[str]:
-    """Tells of options that are for making an export again, where it is not made again."""
-    for name, value in named.items():
-        if value is not None:
-            yield f"{name} changes nothing without --against"
 
 
 def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_type_hints
 
 from zexport.errors import UsageError
-from zexport.options import chosen
+from zexport.options import settle
 
 _INTERVAL_MAX_S = 86_400
 
@@ -37,8 +36,7 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         """What is of another type, and numbers that mean nothing, are refused."""
-        for name, kind in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, chosen(name, kind, getattr(self, name)))
+        settle(self)
         for name, value, least in (
             ("keep", self.keep, 1),
             ("every", self.every, 1),

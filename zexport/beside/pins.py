@@ -15,6 +15,7 @@ from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
+from msgspec.structs import replace
 
 from zexport.beside.sightings import Sighting, sighting
 from zexport.errors import CheckpointError, ZexportError
@@ -70,7 +71,7 @@ class Pin(Struct, frozen=True):
         inner, outer = str(self.folder / self.seen.run.name), str(self.seen.run)
         path = Path(str(error.path).replace(inner, outer)) if error.path is not None else None
         message, hint = error.message.replace(inner, outer), error.hint.replace(inner, outer)
-        return Told(error.code, error.kind, path, message, hint)
+        return replace(error, path=path, message=message, hint=hint)
 
     def mark_now(self, boundary: Boundary) -> str:
         """The mark of what is there now, which a link shows, too; empty where nothing is."""
@@ -110,25 +111,22 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
         OutputError: ``place`` cannot be written.
     """
     folder, unfinished = place / seen.name, place.with_name("unfinished")
-    is_unproved = seen.is_unproved
+    unkept = Pin(seen, step, is_unproved=seen.is_unproved)
     if isinstance(seen.run, Address):
-        return Pin(seen, step, is_unproved=is_unproved)
+        return unkept
     descriptors: list[int] = []
     try:
         _fill(unfinished, seen, boundary, descriptors)
         with writing(place):
             make_folder(place)  # anew, where somebody has removed all exports
             move(unfinished, folder)
-    except FileNotFoundError:
+    except BaseException as error:
         _undo(unfinished, descriptors)
+        is_gone = isinstance(error, FileNotFoundError)
+        if isinstance(error, NoKeepError | OSError) and not is_gone:
+            return unkept  # what cannot be kept is read where it lies
         raise
-    except (NoKeepError, OSError):  # what cannot be kept is read where it lies
-        _undo(unfinished, descriptors)
-        return Pin(seen, step, is_unproved=is_unproved)
-    except BaseException:
-        _undo(unfinished, descriptors)
-        raise
-    return Pin(seen, step, folder, tuple(descriptors), is_unproved)
+    return replace(unkept, folder=folder, descriptors=tuple(descriptors))
 
 
 def _fill(unfinished: Path, seen: Sighting, boundary: Boundary, descriptors: list[int]) -> None:

@@ -95,7 +95,8 @@ class Shelf:
         done = [age for age in self._ledger.ages() if exists(self._ledger.out(age.name))]
         kept = newest(done, self._options.keep) | self._stay | self._owed()
         kept |= there.keys() if self._options.prune else set()  # which their exports prove
-        older = sorted((one for one in done if one.name not in kept), key=_written)
+        older = [one for one in done if one.name not in kept]
+        older.sort(key=lambda one: one.written_ns)
         try:
             best = _best(there, boundary) if older else set[str]()
             links = {one.name: link_to(self._ledger.out(one.name)) for one in older}
@@ -124,10 +125,6 @@ class Shelf:
             told = Told.of(error)
             return self._ledger.event(EventKind.LEFT, one.name, one.step, failure=told)
         return self._ledger.event(EventKind.REMOVED, one.name, one.step)
-
-
-def _written(one: Age) -> int:
-    return one.written_ns
 
 
 def _is_foreign(other: Entry, step: int | None, past: Past) -> bool:

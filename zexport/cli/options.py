@@ -261,6 +261,10 @@ progress_options = together(
 adapter_config_option = click.option(
     "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
 )
+given_options = together(
+    click.option("--base", type=PATH, help="The base model, where the export was given one."),
+    adapter_config_option,
+)
 adapter_options = together(
     click.option(
         "--adapter",

@@ -87,37 +87,31 @@ class _Lines:
         self._began = self._told_at = 0.0
         self._done_before = 0
 
-    def _now(self, progress: Progress) -> float:
-        now = time.monotonic()
+    def _pace(self, progress: Progress) -> tuple[float, float, float | None]:
+        """The time now, bytes a second, and seconds left, where that can be said."""
+        now, done = time.monotonic(), progress.nbytes_done
         if progress.phase is not self._phase:
-            self._phase, self._began, self._done_before = progress.phase, now, progress.nbytes_done
-        return now
-
-    def _speed(self, progress: Progress, now: float) -> float:
-        """Bytes a second."""
-        return (progress.nbytes_done - self._done_before) / max(now - self._began, 1e-9)
-
-    def _seconds_left(self, progress: Progress, now: float) -> float | None:
-        rest, speed = progress.nbytes_total - progress.nbytes_done, self._speed(progress, now)
-        return rest / speed if speed else None if rest else 0.0
+            self._phase, self._began, self._done_before = progress.phase, now, done
+        speed = (done - self._done_before) / max(now - self._began, 1e-9)
+        rest = progress.nbytes_total - done
+        return now, speed, rest / speed if speed else None if rest else 0.0
 
 
 class _JsonLines(_Lines):
     """Objects with ``phase``, ``nbytes_done``, ``nbytes_total`` and their like."""
 
     def tell(self, progress: Progress) -> None:
-        now = self._now(progress)
+        now, speed, left = self._pace(progress)
         is_last = progress.nbytes_done >= progress.nbytes_total
         if self._told_at and now - self._told_at < _JSON_SECONDS and not is_last:
             return
         self._told_at = now
-        left = self._seconds_left(progress, now)
         line = {
             "phase": progress.phase.value,
             "nbytes_done": progress.nbytes_done,
             "nbytes_total": progress.nbytes_total,
             "nbytes_resumed": progress.nbytes_resumed,
-            "bytes_per_second": round(self._speed(progress, now)),
+            "bytes_per_second": round(speed),
             "seconds_left": None if left is None else round(left, 1),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)  # noqa: T201 - the command line speaks
@@ -132,7 +126,7 @@ class _PlainLines(_Lines):
 
     def tell(self, progress: Progress) -> None:
         is_new = progress.phase is not self._phase
-        now = self._now(progress)
+        now, speed, left = self._pace(progress)
         done, total = progress.nbytes_done, progress.nbytes_total
         tenth = done * _LINES_PER_JOB // max(total, 1)
         if is_new:
@@ -141,11 +135,10 @@ class _PlainLines(_Lines):
         if waited < (_LINE_SECONDS_MIN if tenth > self._told_tenth else _LINE_SECONDS):
             return
         self._told_at, self._told_tenth = now, tenth
-        left = self._seconds_left(progress, now)
         rest = "" if left is None else f", {duration(left)} left"
         line = (
             f"{_LABEL[progress.phase.value]}: {100 * done // max(total, 1)} % "
-            f"({size(done)} of {size(total)}, {size(round(self._speed(progress, now)))}/s{rest})"
+            f"({size(done)} of {size(total)}, {size(round(speed))}/s{rest})"
         )
         _print_line(line)
 

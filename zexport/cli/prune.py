@@ -10,8 +10,8 @@ import click
 from zexport.cli.environment import tell_of_options_set, typed_alone
 from zexport.cli.options import (
     PATH,
-    adapter_config_option,
     check_option,
+    given_options,
     json_option,
     progress_options,
     tag_option,
@@ -32,8 +32,7 @@ from zexport.printable import shell_word
 )
 @click.option("--dry-run", is_flag=True, help="Prove OUT, say how much it is, and do nothing.")
 @tag_option
-@click.option("--base", type=PATH, help="The base model, where the export was given one.")
-@adapter_config_option
+@given_options
 @check_option
 @json_option
 @progress_options

@@ -9,7 +9,7 @@ import click
 from zexport.cli.options import (
     PATH,
     Named,
-    adapter_config_option,
+    given_options,
     json_option,
     links_option,
     progress_options,
@@ -31,8 +31,7 @@ from zexport.printable import shell_word
     help="Make every tensor again from this checkpoint, and compare; repeatable, where nodes kept "
     "their own parts.",
 )
-@click.option("--base", type=PATH, help="The base model, where the export was given one.")
-@adapter_config_option
+@given_options
 @click.option(
     "--check",
     type=Named(CheckMode),

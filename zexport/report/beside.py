@@ -31,12 +31,8 @@ _SAID = {
 def print_event(console: Console, event: WatchEvent, known: Sequence[str] = ()) -> None:
     """One line, and one for each warning, or for all where they are ``known`` from the last one."""
     why = event.why if event.failure is None else event.failure.message
-    told = {
-        "out": near(event.out),
-        "time": duration(event.seconds),
-        "freed": size(event.nbytes_freed),
-    }
-    said = _SAID[event.event.value].format(why=why, **told)
+    out, time, freed = near(event.out), duration(event.seconds), size(event.nbytes_freed)
+    said = _SAID[event.event.value].format(why=why, out=out, time=time, freed=freed)
     if event.event.value == "pruned" and not event.nbytes_freed:
         said = "pruned: one that was stopped had freed its room already"
     step = "" if event.step is None else f" (step {event.step:,})"
