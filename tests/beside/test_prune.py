@@ -194,6 +194,12 @@ def test_all_of_a_checkpoint_goes_if_a_complete_fp32_export_stands_for_it(tmp_pa
     done = prune(old, tmp_path / "out", delete=True)
     assert (done.is_deleted, done.nbytes_freed) == (True, done.nbytes_before)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-4"]
+    with pytest.raises(NotACheckpointError, match="nothing is left to do") as caught:
+        prune(old, tmp_path / "out", delete=True)
+    assert "checkpoint-4" not in str(caught.value)  # which is another, and was not proved
+    with pytest.raises(NotACheckpointError, match="does not exist") as caught:
+        prune(old.with_name("checkpoint-3"), tmp_path / "out", delete=True)
+    assert "nothing is left" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

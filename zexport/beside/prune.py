@@ -30,18 +30,18 @@ from zexport.beside.standing import check_nothing_else, check_stands_for
 from zexport.beside.stopped import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
-from zexport.errors import OutputError, VerificationError
+from zexport.checkpoint.pruned import Note, Sizes, original_name, pruned_name, read_note
+from zexport.errors import NotACheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
 from zexport.resume.pruned import without_moments
 from zexport.run.manifest import read_manifest
-from zexport.store.address import Address, place
+from zexport.store.address import Address, last_names, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version
-from zexport.store.folders import absolute
-from zexport.store.json import JsonObject, Natural, form_of
+from zexport.store.folders import absolute, exists, real
+from zexport.store.json import JsonObject, Natural, as_table, form_of
 from zexport.store.publish import locked
 
 
@@ -130,6 +130,7 @@ def prune(
         stopped = stopped_removal(paths, tag) if delete else None
     if stopped is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
+    _check_there(paths, out)
     job = _Job(paths, out, tag, is_deletion=delete)
     tensors = job.verify(base, adapter_config, check, progress)
     if dry_run:
@@ -168,6 +169,20 @@ def _local(checkpoint: Checkpoint) -> list[Path]:
             "said that the export is whole",
         )
     return paths
+
+
+def _check_there(paths: Sequence[Path], out: Path) -> None:
+    """Tell of a checkpoint that is gone, as its export names it: none of a like name is meant."""
+    for path in paths:
+        if exists(path) or exists(pruned_name(path)):
+            continue
+        made_of = as_table(read_manifest(out).provenance.get("checkpoint"))
+        if made_of.get("folder") == last_names(real(path)):
+            raise NotACheckpointError(
+                "does not exist any more, as it did when the export was made",
+                path=path,
+                hint="If it was removed by --delete, nothing is left to do",
+            )
 
 
 class _Job:
