@@ -130,7 +130,8 @@ def prune(
         stopped = stopped_removal(paths, tag) if delete else None
     if stopped is not None:
         return _finished(stopped, out, began, dry_run=dry_run)
-    _check_there(paths, out)
+    with reading(paths[0], hint="Check its permissions"):
+        _check_there(paths, out)
     job = _Job(paths, out, tag, is_deletion=delete)
     tensors = job.verify(base, adapter_config, check, progress)
     if dry_run:
@@ -173,7 +174,7 @@ def _local(checkpoint: Checkpoint) -> list[Path]:
 
 def _check_there(paths: Sequence[Path], out: Path) -> None:
     """Tell of a checkpoint that is gone, as its export names it: none of a like name is meant."""
-    for path in paths:
+    for path in paths if exists(out / MANIFEST_NAME) else ():
         if exists(path) or exists(pruned_name(path)):
             continue
         made_of = as_table(read_manifest(out).provenance.get("checkpoint"))
