@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import zexport
 from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint
 from zexport.errors import UnsafeError, UnsupportedError, UsageError, ZexportError
-from zexport.options import ReshardOptions
+from zexport.options import ReshardOptions, ResumeFormat
 from zexport.resume.plan import plan_reshard
 
 
@@ -359,3 +360,20 @@ def test_two_stages_that_contradict_each_other_are_refused(tmp_path: Path) -> No
     config.write_text("[]", encoding="utf-8")
     with pytest.raises(UsageError, match="was given with --ds-config"):
         _plan(FIXTURES / "z2_w2_bf16_groups" / "ckpt", ds_config=config)
+
+
+@pytest.mark.parametrize("form", ResumeFormat)
+@pytest.mark.parametrize("key", ["module", "lr_scheduler"])
+def test_what_code_makes_elsewhere_is_refused_by_its_file_and_key(
+    key: str, form: ResumeFormat, tmp_path: Path
+) -> None:
+    """As older TransformerEngine's extra state of a module is; there is nothing to leave out."""
+    root = copied("z3_w2_bf16", tmp_path)
+
+    def change(value: Any) -> None:
+        value[key] = {**(value[key] or {}), "head._extra_state": {"x": BytesIO(b"abc")}}
+        value["sampler"] = _Foreign()
+
+    _edit(root, "*_model_states.pt", change)
+    with pytest.raises(UnsafeError, match=f"model_states.pt: .* in '{key}' .*BytesIO"):
+        _plan(root, drop_client_state=True, format=form)

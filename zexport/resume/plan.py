@@ -144,11 +144,35 @@ def _planned(
     """The files, and the state with all copies that must be equal for them."""
     tag = checkpoint.location.tag
     if isinstance(settings, TargetSettings):
-        return state, tuple(native_files(state, settings, tag, dropped))
+        return state, _written(state, native_files(state, settings, tag, dropped), dropped)
     whole = join_cells(state, models_of(checkpoint.cells), checkpoint.parallelism)
     check_loadable(state.cells, settings)
     state = replace(state, replicas=(*state.replicas, *whole.replicas))
-    return state, tuple(universal_files(state, whole, settings, tag, dropped))
+    return state, _written(state, universal_files(state, whole, settings, tag, dropped), dropped)
+
+
+def _written(
+    state: TrainingState, files: Iterable[FilePlan], dropped: Collection[str]
+) -> tuple[FilePlan, ...]:
+    """All files; what cannot be written safely, outside of the client's state, is told by its key.
+
+    Such is the extra state of a module, or a scheduler's of a user's own.
+    """
+    try:
+        return tuple(files)
+    except UnsafeError as error:
+        if error.path is not None:
+            raise
+        said = [one for cell in state.cells for one in (cell.model, cell.optimizer)]
+        refused = [(one.file.path, key) for one in said for key in unwritable(one, one.values)]
+        path, key = next((one for one in refused if one[1] not in dropped), (None, "a file"))
+        raise UnsafeError(
+            f"{error.problem}, in {key!r}",
+            path=path,
+            found=error.found,
+            expected=error.expected,
+            hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
+        ) from error
 
 
 def recorded_settings(provenance: Mapping[str, object]) -> Settings:
