@@ -67,21 +67,19 @@ class Job:
         words: Sequence[str],
         *,
         is_heard: bool,
-        has_gpus: bool = False,
-        has_input: bool = False,
-        is_rank: bool = True,
+        is_of_training: bool = False,
     ) -> None:
         """Start it; its output is kept, unless it ``is_heard`` on stderr, as the user's command is.
 
-        With an input, that ends when ``no_more`` is called, or this process is gone. It is no rank
-        of a training that this process is one of, where that is said.
+        One that a training starts has an input, which ends when ``no_more`` is called, or this
+        process is gone; it is no rank as this process is, and commands that it starts may use GPUs.
         """
         self._out = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``end`` closes both
         self._err = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if is_heard or not _OPTION.match(k)}
-        if not is_rank:
+        if is_of_training:
             environment = {k: v for k, v in environment.items() if not _OF_A_RANK.fullmatch(k)}
-        if not has_gpus:
+        elif not is_heard:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if settings := "".join(f"{key}={value}\n" for key, value in options_in_use().items()):
             # not as words, which anybody may read
@@ -89,7 +87,7 @@ class Job:
             environment |= {f"ZEXPORT_{one}{_OF_STORAGE}": settings for one in ours}
         self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
             words,
-            stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if is_of_training else subprocess.DEVNULL,
             stdout=2 if is_heard else self._out,
             stderr=2 if is_heard else self._err,
             env=environment,
@@ -184,13 +182,13 @@ def start_prune(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
 def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:
     """What ``zexport watch`` does until ``no_more`` is called; commands after it may use GPUs."""
     given = ("watch", str(run), str(outs), *words, "--until-eof")
-    return _ours(*given, has_gpus=True, has_input=True, is_rank=False)
+    return _ours(*given, is_of_training=True)
 
 
-def _ours(*words: str, **how: bool) -> Job:
+def _ours(*words: str, is_of_training: bool = False) -> Job:
     # -P: the working folder may be the run's, and nothing is imported from there
     program = (sys.executable, "-P", "-m", "zexport")
-    return Job((*program, *words, "--json"), is_heard=False, **how)
+    return Job((*program, *words, "--json"), is_heard=False, is_of_training=is_of_training)
 
 
 def told_by(job: Job, code: int) -> Exported:
@@ -231,4 +229,4 @@ def start_command(command: str, out_dir: Path, step: int | None) -> Job:
     number = "" if step is None else str(step)
     values = {"{}": shlex.quote(str(out_dir)), "{step}": shlex.quote(number)}
     words = _PLACE.sub(lambda found: values[found["name"]], command)
-    return Job(("sh", "-c", _UNASKED + words), is_heard=True, has_gpus=True)
+    return Job(("sh", "-c", _UNASKED + words), is_heard=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,8 @@ def _uploading(
 
 def _confirming(ckpts: tuple[Path, ...], mark: str, making: Making) -> Callable[[], None]:
     """What sees that the checkpoint is as a watch has seen it, where one asks for that."""
+    if not mark:
+        return lambda: None
+    from zexport.beside.sightings import check_as_seen
 
-    def confirm() -> None:
-        if mark:
-            from zexport.beside.sightings import check_as_seen
-
-            check_as_seen(ckpts[0], mark, follow=making.follow_symlinks)
-
-    return confirm
+    return partial(check_as_seen, ckpts[0], mark, follow=making.follow_symlinks)

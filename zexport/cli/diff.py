@@ -98,12 +98,11 @@ def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
 def _fails(report: DiffReport, fail_on: str) -> bool:
     from zexport.compare.tensor import Kind, Outcome
 
-    accepted = {
-        "different": frozenset({Outcome.EQUAL}),
-        "not-cast-equal": frozenset({Outcome.EQUAL, Outcome.CAST_EQUAL}),
-    }.get(fail_on, frozenset())
     if fail_on == "none":
         return False
+    accepted = {Outcome.EQUAL}
+    if fail_on == "not-cast-equal":
+        accepted.add(Outcome.CAST_EQUAL)
     return bool(report.settings) or any(
         tensor.outcome not in accepted or tensor.kind is Kind.NOT_FINITE
         for tensor in report.tensors

@@ -128,7 +128,7 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
             ("Files", _listed(report.files)),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),
-            ("Written", f"{size(report.nbytes_written)}"),
+            ("Written", size(report.nbytes_written)),
             ("Time", f"{duration(report.seconds)}{speed}"),
             ("Verified", _VERIFIED[report.verified.value]),
         ),

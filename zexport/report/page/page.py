@@ -201,8 +201,10 @@ def _hash(text: str) -> str:
 
 def _groups(rows: Sequence[Row]) -> Iterator[Row]:
     """One row for all tensors whose names differ in numbers alone; and their number."""
-    for places in _grouped(row.name for row in rows).values():
-        members = [rows[place] for place in places]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_pattern_of(row.name)[0], []).append(row)
+    for members in groups.values():
         cells = (
             same[0] if len(set(same)) == 1 else "various"
             for same in zip(*(row.cells for row in members), strict=True)
@@ -216,14 +218,6 @@ def _pattern_of(name: str) -> tuple[str, tuple[str, ...]]:
     """A name without its numbers, and the numbers."""
     text = shown(name)
     return _NUMBERS.sub(_HOLE, text), tuple(_NUMBERS.findall(text))
-
-
-def _grouped(names: Iterable[str]) -> Mapping[str, list[int]]:
-    """The places of names by their pattern, in the order of their first."""
-    groups: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        groups.setdefault(_pattern_of(name)[0], []).append(place)
-    return groups
 
 
 def _group_name(names: Sequence[str]) -> str:
