@@ -22,9 +22,8 @@ from zexport.cli.streams import put_out
 from zexport.errors import AmbiguousTagError, ZexportError
 
 if TYPE_CHECKING:
-    from zexport.checkpoint.contents import ZeroCheckpoint
     from zexport.inspect.inspect import Inspection
-    from zexport.inspect.statistics import Measured, TensorStatistics
+    from zexport.inspect.statistics import TensorStatistics
 
 
 @click.command(short_help="Show what is in a checkpoint and whether it can be exported.")
@@ -80,7 +79,11 @@ def inspect(
         )
     statistics = None
     if stats and found.checkpoint is not None:
-        measured = _measure(found.checkpoint, progress, quiet=quiet)
+        from zexport.cli.progress import progress_printer
+        from zexport.inspect.statistics import measure
+
+        with progress_printer(progress, quiet=quiet) as on_progress:
+            measured = measure(found.checkpoint, progress=on_progress)
         found, statistics = found.with_problems(measured.problems), measured.tensors
     if html is not None:
         _write_page(html, found, statistics)
@@ -126,11 +129,3 @@ def _exit_code(found: Inspection) -> int:
     warnings = [one for one in plan.warnings if one not in told]
     print_list(PlainConsole(sys.stderr), "Warnings of an export", warnings, is_first=True)
     return max((problem.exit_code for problem in found.problems), default=0)
-
-
-def _measure(checkpoint: ZeroCheckpoint, progress: str, *, quiet: bool) -> Measured:
-    from zexport.cli.progress import progress_printer
-    from zexport.inspect.statistics import measure
-
-    with progress_printer(progress, quiet=quiet) as on_progress:
-        return measure(checkpoint, progress=on_progress)

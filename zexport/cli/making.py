@@ -19,7 +19,6 @@ from zexport.cli.options import (
     F,
     json_option,
     links_option,
-    missing_path,
     progress_option,
     storage_option,
     together,
@@ -228,7 +227,10 @@ def split(
 ) -> tuple[tuple[Path, ...], Path]:
     """The checkpoint's folders, and the one to make: the last, unless an option names it."""
     if not paths or (output is None and len(paths) == 1):
-        raise missing_path(paths, example)
+        hint = "'OUT'" if paths else "'CKPT'"
+        what = "Name the folder to make" if paths else "Name a checkpoint, and the folder to make"
+        told = f"{what}, as in: {example}"
+        raise click.MissingParameter(told, param_hint=hint, param_type="argument")
     if output is None:
         return paths[:-1], paths[-1]
     if len(paths) > 1 and not exists(paths[-1]):

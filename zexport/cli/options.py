@@ -136,14 +136,6 @@ class Named(click.Choice[str]):
             return super().convert(value, param, ctx)  # its refusal lists the values
 
 
-def missing_path(paths: Sequence[Path], example: str) -> click.MissingParameter:
-    """The refusal of a command line without CKPT, or of one without OUT, with an example."""
-    hint = "'OUT'" if paths else "'CKPT'"
-    what = "Name the folder to make" if paths else "Name a checkpoint, and the folder to make"
-    told = f"{what}, as in: {example}"
-    return click.MissingParameter(told, param_hint=hint, param_type="argument")
-
-
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several options as one, which a command's help lists in this order."""
 

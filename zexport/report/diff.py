@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zexport.compare.tensor import Kind, Outcome, TensorDiff
 from zexport.compare.verdict import share, words
-from zexport.report.text import Console, print_facts, print_line, print_rest, print_table
+from zexport.report.text import Console, print_facts, print_line, print_rest, print_table, wrapped
 from zexport.store.json import JsonObject, form_of
 
 if TYPE_CHECKING:
@@ -43,15 +42,17 @@ def print_diff(console: Console, report: DiffReport, *, every: bool = False) -> 
         print_line(console)
     for tensor in shown:
         print_line(console, f"  {_name(tensor)}")
-        for line in _wrapped(", ".join(_facts(tensor)), "    "):
+        told = ", ".join(_facts(tensor))
+        for line in wrapped(told, _WIDTH, " " * 4, " " * 4):
             print_line(console, line)
     print_rest(console, len(listed) - len(shown), "--all")
     _print_modules(console, report, every=every)
-    told = [(one.about, one.a, one.b) for one in report.settings]
-    if told:
-        print_table(console, ("Set otherwise", "A", "B"), told if every else told[:_ROWS_SHOWN])
+    settings = [(one.about, one.a, one.b) for one in report.settings]
+    if settings:
+        set_otherwise = settings if every else settings[:_ROWS_SHOWN]
+        print_table(console, ("Set otherwise", "A", "B"), set_otherwise)
     print_line(console)
-    for line in _wrapped(f"{report.verdict.sentence}."):
+    for line in wrapped(f"{report.verdict.sentence}.", _WIDTH):
         print_line(console, line, "bold")
 
 
@@ -69,17 +70,6 @@ def _print_modules(console: Console, report: DiffReport, *, every: bool) -> None
 def apart(one: ModuleDiff | PairValues) -> str:
     """How far two sides are apart, in parts of their norm."""
     return "" if one.relative_norm is None else share(one.relative_norm)
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _name(tensor: TensorDiff) -> str:

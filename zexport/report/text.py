@@ -116,14 +116,20 @@ def folded(text: str, width: int, indent: int = 0) -> list[str]:
     blanks = " " * indent
     command = _COMMAND.search(text) if len(text) > width else None
     words, rest = (text, "") if command is None else (text[: command.start()], command[0])
-    lines = textwrap.wrap(
-        words,
+    lines = wrapped(words, width, "", blanks)
+    return [*lines, f"{blanks}{rest}"] if rest else lines or [""]
+
+
+def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """A text as lines of a width that begin with blanks; no word is broken."""
+    return textwrap.wrap(
+        text,
         width,
-        subsequent_indent=blanks,
+        initial_indent=first,
+        subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [*lines, f"{blanks}{rest}"] if rest else lines or [""]
 
 
 def near_text(text: str) -> str:
