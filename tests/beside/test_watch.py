@@ -260,6 +260,40 @@ def test_a_full_disk_does_not_end_a_watch(tmp_path: Path, monkeypatch: pytest.Mo
     assert [*watch(run, outs, ONCE)] == []
 
 
+@pytest.mark.parametrize("barred", ["checkpoint-4", "checkpoint-4/global_step4"])
+def test_a_checkpoint_that_may_not_be_read_is_told_once(
+    barred: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one whose name is none for a line of a terminal; what others keep there is not told."""
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    for step in (2, 4):
+        _save(run, step)
+    (run / "lost+found").mkdir()
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-\x1b[31m6")
+    iterdir = Path.iterdir
+
+    def guarded(path: Path) -> object:  # root may read anywhere
+        if path in {run / barred, run / "lost+found"}:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iterdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", guarded)
+        events = watch(run, outs, OFTEN)
+        told = [next(events) for _ in range(3)]
+        _save(run, 8)
+        told.append(next(events))
+        events.close()
+    assert sorted(_told(told)) == [
+        (EventKind.EXPORTED, "checkpoint-2"),
+        (EventKind.EXPORTED, "checkpoint-8"),
+        (EventKind.FAILED, "checkpoint-4"),
+        (EventKind.FAILED, r"checkpoint-\x1b[31m6"),
+    ]
+    assert {one.code for one in told} == {0, 3}
+    assert (EventKind.EXPORTED, "checkpoint-4") in _told([*watch(run, outs, ONCE)])
+
+
 def test_what_waits_takes_no_room_that_the_next_save_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

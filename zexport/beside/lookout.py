@@ -12,8 +12,9 @@ from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.ledger import Ledger
 from zexport.beside.newest import Age, newest
 from zexport.beside.pins import Pin, pin, pins_left
-from zexport.beside.sightings import Sighting, look
+from zexport.beside.sightings import Sighting, look, out_of_reach
 from zexport.errors import OutputError, ZexportError
+from zexport.printable import printable
 from zexport.report.failure import Told
 from zexport.store.boundary import Boundary
 from zexport.store.files import free_nbytes
@@ -86,6 +87,11 @@ class Lookout:
                 continue
             self.waits.pop(one.name, None)
             yield from self._keep(one)
+        for name, error in out_of_reach(self.run, seen):
+            if name not in self._decided:  # it is told once
+                self._decided[name] = ""
+                told = Told.of(error)
+                yield self._ledger.event(EventKind.FAILED, printable(name), failure=told)
         self.seen = seen
         yield from self._make_room()
 

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import list_ages, list_run_checkpoints, list_tags, recorded_step
+from zexport.checkpoint.candidates import (
+    is_age,
+    is_tag_dir,
+    list_ages,
+    list_run_checkpoints,
+    list_tags,
+    recorded_step,
+)
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
@@ -22,7 +30,7 @@ from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
 from zexport.store.files import changed_ns, listed_version, reading
-from zexport.store.folders import exists, is_folder, leaves, list_below, look_anew
+from zexport.store.folders import child_folders, exists, is_folder, leaves, list_below, look_anew
 from zexport.store.versions import Version
 
 STILL_S = 600
@@ -185,6 +193,28 @@ def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
             yield sighting(run, name, boundary)
         except (CheckpointError, FileNotFoundError):  # it is going, or not there yet
             continue
+
+
+def out_of_reach(run: Path, seen: Container[str]) -> Iterator[tuple[str, CheckpointError]]:
+    """What is no sighting though it is a checkpoint, as far as this user can see; and why."""
+    try:
+        folders = [path for path, is_link in child_folders(run_folder(run)) if not is_link]
+    except OSError:
+        return  # that is told by who looks for sightings
+    for path in folders:
+        if path.name in seen or path.name.startswith(PREFIX):
+            continue
+        try:
+            if not path.name.isprintable() and (is_tag_dir(path) or list_tags(path)):
+                problem, hint = "holds a checkpoint whose name cannot be printed", "Rename it"
+                yield path.name, CheckpointError(problem, path=run, found=path.name, hint=hint)
+            elif is_age(path.name):
+                deque(leaves(path), maxlen=0)
+        except PermissionError as cause:
+            problem, hint = f"cannot be read: {cause.strerror}", "Check its permissions"
+            yield path.name, CheckpointError(problem, path=path, hint=hint)
+        except OSError:
+            continue  # it is going, or not there yet
 
 
 def sighting(run: Path, name: str, boundary: Boundary) -> Sighting:
