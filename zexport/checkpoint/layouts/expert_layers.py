@@ -317,7 +317,7 @@ def _router_aliases(model: ModelStates, layers: ExpertLayers) -> dict[str, str]:
     layer a second time, under the name that it had in the original model.
     """
     aliases: dict[str, str] = {}
-    for layer in {one.module for one in layers.autoep.values()}:
+    for layer in dict.fromkeys(one.module for one in layers.autoep.values()):
         children: dict[str, set[str]] = {}
         for name in model.module:
             child, dot, rest = name.removeprefix(f"{layer}.").partition(".")
