@@ -12,6 +12,7 @@ from hashlib import sha256
 from itertools import count
 from pathlib import Path
 
+import boto3
 import obstore
 import pytest
 import torch
@@ -28,8 +29,9 @@ from zexport.options import ExportOptions, NameLayout, ReshardOptions
 from zexport.run import receipts
 from zexport.run.shares import Share
 from zexport.store import client, objects
-from zexport.store.address import Address
+from zexport.store.address import Address, place
 from zexport.store.blocks import BLOCK_NBYTES
+from zexport.store.folders import children, is_folder
 
 _MODEL = Model([{f"layers.{n}.w": values((300, 300), n) for n in range(8)}])
 _REAL = Path(__file__).parents[2] / "fixtures" / "z2_w2_bf16_groups" / "ckpt"
@@ -318,6 +320,25 @@ def test_overwriting_removes_the_old_manifest_before_all_else(
     env = {**os.environ, **server.environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stderr.startswith(f"What {out} holds is removed before the new folder is written")
+
+
+def test_folders_in_which_all_is_deleted_are_nothing_of_a_bucket_with_versions(run: Path) -> None:
+    """This server lists them all the same, as the receipts' would be after each export."""
+    aws = boto3.client("s3")
+    aws.create_bucket(Bucket="versions")
+    enabled = {"Status": "Enabled"}
+    aws.put_bucket_versioning(Bucket="versions", VersioningConfiguration=enabled)
+    out, ranks = "s3://versions/model", "s3://versions/on-3"
+    zexport.consolidate(run, out)
+    assert [one.name for one in children(place(out)) if is_folder(one)] == [RECEIPTS]
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        zexport.consolidate(run, out)
+    zexport.consolidate(run, out, _OVERWRITE)
+    assert zexport.verify_export(out, against=run).ok
+    for count_of_ranks in (3, 4):
+        options = ReshardOptions(world_size=count_of_ranks, overwrite=count_of_ranks == 4)
+        zexport.reshard(_REAL, ranks, options)
+    assert zexport.open_checkpoint(ranks).world_size == 4
 
 
 def test_of_two_exports_the_first_with_a_manifest_stands(

@@ -113,7 +113,7 @@ def _filled_in_place(
     with writing(target):
         if is_file(manifest):  # a stopped export may have lacked this alone
             drop_receipts(target)
-        if is_left := is_folder(target / RECEIPTS):
+        if is_left := any(True for _ in leaves(target / RECEIPTS)):
             _check_left(target, own)
         else:
             check_content(target, overwrite=overwrite, is_checkpoint=is_checkpoint)

@@ -125,9 +125,13 @@ def subfolders(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def leaves(folder: Path) -> Iterator[Path]:
-    """All that lies below a folder but folders with something in them; links are not gone into."""
+    """All that lies below a folder but folders with something in them; links are not gone into.
+
+    Of a bucket with versions, some stores list folders in which all is deleted: these are nothing.
+    """
     for path in children(folder):
-        if is_folder(path) and not is_link(path) and children(path):
+        is_far = isinstance(path, Address)
+        if is_folder(path) and (is_far or (not is_link(path) and children(path))):
             yield from leaves(path)
         else:
             yield path
