@@ -184,6 +184,37 @@ def test_a_later_checkpoint_whose_tag_is_gone_is_told(tag: str | None, tmp_path:
     assert not open_checkpoint(tmp_path / "checkpoint-2").newer
 
 
+def _refused_at(barred: set[Path], look: Callable[..., object]) -> Callable[[Path], object]:
+    """What a user meets who is not root, and may not read some folders."""
+
+    def guarded(path: Path) -> object:
+        if path in barred:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    return guarded
+
+
+@pytest.mark.parametrize("tag", [None, "newest"])
+@pytest.mark.parametrize("name", ["checkpoint-{}", "global_step{}"])
+def test_a_later_checkpoint_that_may_not_be_read_is_told(
+    name: str, tag: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved by another user under umask 077, say."""
+    place = name.format(2)
+    if place.startswith("checkpoint"):
+        save(small_model(), Run(), tmp_path / place)
+    else:
+        save(small_model(), Run(), tmp_path, place)
+    for number in (1, 4):
+        (tmp_path / name.format(number)).mkdir()
+    barred = {tmp_path / name.format(number) for number in (1, 4)}
+    for owner, call in ((Path, "iterdir"), (os, "scandir")):
+        monkeypatch.setattr(owner, call, _refused_at(barred, getattr(owner, call)))
+    (told,) = open_checkpoint(tmp_path, tag=tag).newer
+    assert told == f"{name.format(4)} was passed over: it may not be read"
+
+
 def test_several_problems_come_as_one_error_that_tells_them_all(zero3: Path) -> None:
     folder = zero3 / "global_step2"
     (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")

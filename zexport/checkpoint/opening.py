@@ -30,7 +30,7 @@ from zexport.store.address import place
 from zexport.store.files import reading
 from zexport.store.folders import children, is_file, real
 
-_OF_STEP = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
+_OF_STEP = re.compile(r"(checkpoint-|global_step)(\d{1,18})", re.ASCII)
 _CHECK = "Check its permissions, and that nothing is writing there"
 
 
@@ -75,8 +75,8 @@ def open_checkpoint(
                 [locate(part, tag, follow_symlinks=follow_symlinks) for part in paths]
             )
             opened = dataclasses.replace(opened, newer=tuple(_newer(opened)))
-        hollow = _without_tag(opened, paths[0]) if tag in (None, NEWEST) else ()
-        return dataclasses.replace(opened, newer=(*opened.newer, *hollow))
+        hidden = _out_of_reach(opened, paths[0]) if tag in (None, NEWEST) else ()
+        return dataclasses.replace(opened, newer=(*opened.newer, *hidden))
 
 
 def open_recorded(
@@ -146,15 +146,27 @@ def _newer(opened: ZeroCheckpoint) -> Iterator[str]:
             return
 
 
-def _without_tag(opened: ZeroCheckpoint, run: Path) -> Iterator[str]:
-    """Tells of later checkpoints in a run's folder whose ``latest`` names a tag that is gone."""
-    here = opened.location.real_root
-    own = _OF_STEP.fullmatch(original_name(here.name)) if here.parent == real(run) else None
+def _out_of_reach(opened: ZeroCheckpoint, run: Path) -> Iterator[str]:
+    """Tells of later checkpoints in a run's folder that cannot be looked into."""
+    location = opened.location
+    is_of_run = location.real_root.parent == real(run)
+    here = location.real_root if is_of_run else location.tag_dir
+    own = _OF_STEP.fullmatch(original_name(here.name))
     for folder in children(run) if own else ():
         found = _OF_STEP.fullmatch(folder.name)
-        is_later = own and found and int(found[1]) > int(own[1]) and is_file(folder / "latest")
-        if is_later and not list_tags(folder):
-            yield f"{folder.name} was passed over: the tag that its latest names is not there"
+        is_later = own and found and found[1] == own[1] and int(found[2]) > int(own[2])
+        if is_later and (problem := _lack_of(folder)):
+            yield f"{folder.name} was passed over: {problem}"
+
+
+def _lack_of(folder: Path) -> str | None:
+    """Why no tag is found in a checkpoint's folder: its ``latest`` names one that is gone, say."""
+    try:
+        if not list_tags(folder) and is_file(folder / "latest"):
+            return "the tag that its latest names is not there"
+    except PermissionError:
+        return "it may not be read"
+    return None
 
 
 def _passed_over(location: Location, other: ZeroCheckpoint) -> str:
