@@ -38,6 +38,12 @@ SUPPORT = (
             "z1_w3_bf16_elastic",
         ),
     ),
+    Support(
+        "Sequence parallelism (Ulysses)",
+        "0-3",
+        note="its ranks share the weights as all others do; on a mesh of DeepSpeed's own "
+        "(`data_parallel_size`), ZeRO-3 loses files, and is refused",
+    ),
     Support("BF16_Optimizer", "1, 0 in pipelines", fixtures=("z1_w2_bf16opt",)),
     Support(
         "Frozen weights, also of LoRA runs",

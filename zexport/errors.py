@@ -234,10 +234,14 @@ class LayoutError(Exception):
     Attributes:
         problem: what does not fit, without a full stop.
         found, expected: the two numbers (or lists of numbers) that differ.
+        hint: what to do, where the numbers tell what happened.
     """
 
-    def __init__(self, problem: str, found: object, expected: object) -> None:
+    def __init__(
+        self, problem: str, found: object, expected: object, hint: str | None = None
+    ) -> None:
         super().__init__(problem)
         self.problem = problem
         self.found = found
         self.expected = expected
+        self.hint = hint

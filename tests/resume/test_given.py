@@ -45,7 +45,7 @@ def test_what_cannot_be_meant_is_warned_of(
 
 def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
     for given, is_whole, count in (({}, True, 3), ({}, False, 0), (_source(), True, 0)):
-        told = [*told_of_given(given, _source(), (), 3, is_whole=is_whole)]
+        told = [*told_of_given(given, _source(), (), is_whole=is_whole)]
         assert sum("nothing in --ds-config" in text for warns, text in told if warns) == count
 
 
@@ -74,7 +74,7 @@ def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
 def test_what_either_side_leaves_out_counts_as_what_it_says(
     trained: dict[str, Any], given: dict[str, Any], told: str
 ) -> None:
-    found = told_of_given(given, trained, (), None, is_whole=True)
+    found = told_of_given(given, trained, (), is_whole=True)
     warned = "; ".join(text for warns, text in found if warns)
     assert told in warned if told else not warned
 
@@ -86,11 +86,11 @@ def test_a_scale_and_a_kind_of_update_that_loading_replaces_are_noted() -> None:
     }
     changed = {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}},
                "fp16": {"enabled": True, "loss_scale": 128}}  # fmt: skip
-    ((warns, note),) = told_of_given(changed, trained, (), None, is_whole=True)
+    ((warns, note),) = told_of_given(changed, trained, (), is_whole=True)
     assert not warns
     assert "amsgrad [0.0] in the checkpoint but 1.0 in --ds-config" in note
     assert "loss_scale dynamic in the checkpoint but 128.0 in --ds-config" in note
-    assert not [*told_of_given(trained, trained, (), None, is_whole=True)]
+    assert not [*told_of_given(trained, trained, (), is_whole=True)]
 
 
 def test_a_resharding_to_the_same_ranks_is_called_a_copy(tmp_path: Path) -> None:

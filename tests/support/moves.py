@@ -21,6 +21,8 @@ _PLAIN: frozenset[str] = frozenset()
 _ADAGRAD = Spec(2, dtype="fp32", optimizer="adagrad", parts=frozenset({"frozen", "buffers"}))
 """DeepSpeed has one group of it, and resumes it under ZeRO-1 and 2 alone."""
 
+_IN_PAIRS = frozenset({"sequence", "frozen", "groups"})
+
 
 KINDS = {
     **{name: Spec(2, dtype="fp32", optimizer=name) for name in OPTIMIZERS},
@@ -63,6 +65,8 @@ def every_move() -> Iterator[Move]:
             yield Move(source, Spec(2, 3, zero=zero))
         yield Move(source, Spec(3, 2, zero={"sub_group_size": 40}))
         yield Move(source, Spec(1, 3, ds_config=_IN_FP32))
+    for stage, world, target, others in product(range(4), (2, 4), (1, 2, 3), (2, 4)):
+        yield Move(Spec(stage, world, parts=_IN_PAIRS), Spec(target, others, parts=_IN_PAIRS))
     yield from _every_universal_move()
 
 
@@ -105,6 +109,7 @@ def some_moves() -> Iterator[Move]:
         yield _to(replace(kind, world=2 + index % 2), 2 + (index + kind.stage) % 2, 3 - index % 2)
     yield _to(_ADAGRAD, 1, 3)
     yield Move(Spec(3, 2), Spec(2, 3, zero=_DEALT_OUT))
+    yield Move(Spec(3, 4, parts=_IN_PAIRS), Spec(2, 2, parts=_IN_PAIRS))
     yield from some_universal_moves()
 
 

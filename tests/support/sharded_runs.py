@@ -34,7 +34,10 @@ CLIENT_STATE = {"seen": [1, 2], "best": 0.25, "place": {"epoch": 1}}
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is made with; ``parts`` of it are frozen, tied, buffers, groups, schedules."""
+    """What a run is made with; ``parts`` of it are frozen, tied, buffers, groups, schedules.
+
+    With ``sequence`` among them, ranks share sequences in pairs.
+    """
 
     stage: int
     world: int = 2
@@ -152,6 +155,7 @@ def _do_all(rank: int, jobs: Sequence[Job]) -> None:
 
 def _do(job: Job, rank: int) -> None:
     import torch
+    from deepspeed.utils import groups
 
     spec = job.spec
     engine, order = make_engine(spec, seed=7 if job.source is None else 8)
@@ -170,6 +174,7 @@ def _do(job: Job, rank: int) -> None:
     if rank == 0:
         torch.save(facts, job.out / "facts.pt")
     engine.destroy()
+    groups.mpu = None
 
 
 def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
@@ -188,6 +193,7 @@ def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
         for name, one in trained.items():
             one.use_muon = one.ndim == 2 and name.startswith(("up", "down"))
     engine, *_ = deepspeed.initialize(
+        mpu=_in_pairs() if "sequence" in spec.parts else None,
         model=model,
         optimizer=None if own else make_optimizer(spec, groups),
         model_parameters=list(trained.values()) if own else None,
@@ -195,6 +201,15 @@ def make_engine(spec: Spec, seed: int) -> tuple[Any, list[list[str]]]:
         config=config,
     )
     return engine, order
+
+
+def _in_pairs() -> Any:
+    """What tells DeepSpeed of the ranks that share a sequence (Ulysses), as Accelerate makes it."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+        parallel_state_sp.initialize_sequence_parallel(2)
+    return parallel_state_sp
 
 
 def make_schedule(optimizer: Any, parts: frozenset[str]) -> Any:

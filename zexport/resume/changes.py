@@ -36,21 +36,18 @@ def told_of_given(
     given: _Config,
     source: _Config,
     groups: Iterable[Group],
-    ranks: int | None,
     *,
     is_whole: bool,
 ) -> Iterator[tuple[bool, str]]:
     """What to know of a given configuration, in sentences, each with whether it is a warning.
 
-    ``source`` is the checkpoint's own, ``groups`` are the optimizer's as the checkpoint holds them,
-    and ``ranks`` is how many are to load it, where that is one number. ``is_whole`` says that
-    nobody adds to it what it leaves out, as frameworks do.
+    ``source`` is the checkpoint's own, ``groups`` are the optimizer's as the checkpoint holds them.
+    ``is_whole`` says that nobody adds to it what it leaves out, as frameworks do.
     """
     recorded = [one.settings.values for one in groups if one.settings is not None]
     lacking = _NOTHING if is_whole else None
     judged = judge(_statements(given, source, recorded, lacking), None)
     yield from ((True, text) for text in (*judged.warnings, *told_of_keys(given, source)))
-    yield from ((True, text) for text in (_contradiction(given, ranks) if ranks else ()))
     yield from ((False, text) for text in judged.notes)
 
 
@@ -138,64 +135,91 @@ def _plain(value: object) -> object:
 
 
 class Batch(Struct, frozen=True):
-    """The rows of one update: ranks times rows of a micro-batch times accumulated micro-batches."""
+    """The rows of one update: ranks times rows of a micro-batch times accumulated micro-batches.
+
+    Under sequence parallelism (Ulysses) so many ranks as ``sequence`` says share the same rows.
+    """
 
     ranks: int
     micro: int
     accumulation: int
+    sequence: int = 1
 
     @property
     def rows(self) -> int:
         """Of all ranks together."""
-        return self.ranks * self.micro * self.accumulation
+        return self.ranks // self.sequence * self.micro * self.accumulation
 
     def __str__(self) -> str:
         """The product, as people write it."""
+        shared = f" ({self.sequence:,} to a sequence)" if self.sequence > 1 else ""
         return (
-            f"{self.ranks:,} rank{'s' * (self.ranks != 1)} x micro-batch {self.micro:,} "
+            f"{self.ranks:,} rank{'s' * (self.ranks != 1)}{shared} x micro-batch {self.micro:,} "
             f"x accumulation {self.accumulation:,} = {self.rows:,} rows"
         )
 
 
-def batch_of(config: Mapping[str, object], ranks: int) -> Batch | None:
+def batch_of(config: Mapping[str, object], ranks: int, source: Batch | None = None) -> Batch | None:
     """The batch of a DeepSpeed configuration, or ``None`` where it does not say.
 
-    Source: DeepSpeed 0.19.8, ``runtime/config.py`` (``_set_batch_related_parameters``): what is not
-    given follows from what is, and accumulation is else 1.
+    As many ranks share a sequence as it says, or did in the ``source``, if that can be. Source:
+    DeepSpeed 0.19.8, ``runtime/config.py`` (``_set_batch_related_parameters``): what is not given
+    follows from what is, and accumulation is else 1.
     """
-    whole = _count(config.get("train_batch_size"))
-    micro = _count(config.get("train_micro_batch_size_per_gpu"))
-    accumulation = _count(config.get("gradient_accumulation_steps"))
+    whole, micro, accumulation = _numbers(config)
+    sequence = _sequence(config, ranks, source)
+    owners = ranks // sequence
     if micro is None and whole is not None:
-        micro = whole // (ranks * (accumulation or 1))
+        micro = whole // (owners * (accumulation or 1))
     if accumulation is None and micro and whole is not None:
-        accumulation = whole // (ranks * micro)
-    return Batch(ranks, micro, accumulation or 1) if micro else None
+        accumulation = whole // (owners * micro)
+    return Batch(ranks, micro, accumulation or 1, sequence) if micro else None
+
+
+def _numbers(config: Mapping[str, object]) -> tuple[int | None, int | None, int | None]:
+    """Rows of an update, rows of a micro-batch and accumulation, as far as they are given."""
+    return (
+        _count(config.get("train_batch_size")),
+        _count(config.get("train_micro_batch_size_per_gpu")),
+        _count(config.get("gradient_accumulation_steps")),
+    )
+
+
+def _sequence(config: Mapping[str, object], ranks: int, source: Batch | None) -> int:
+    """How many ranks share a sequence: so many as are told, if they divide the ranks.
+
+    Accelerate 1.15 gives all three numbers alone, which fit for one size. Source: DeepSpeed 0.19.8,
+    ``runtime/config.py`` (``world_size``) and ``__init__.py``: where both sizes are given, it makes
+    groups of its own, and its files are of the data-parallel ranks alone.
+    """
+    whole, micro, accumulation = _numbers(config)
+    told = _count(config.get("sequence_parallel_size"))
+    if "data_parallel_size" in config:
+        told = 1
+    elif source is not None:
+        told = told or source.sequence
+    elif told is None and whole and micro and accumulation:
+        told, rest = divmod(ranks * micro * accumulation, whole)
+        told = 1 if rest else told
+    return told if told and ranks % told == 0 else 1
 
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _contradiction(config: Mapping[str, object], ranks: int) -> Iterator[str]:
-    """Tells of numbers with which DeepSpeed does not start: all three are given, and do not fit.
+def told_of_batch(
+    source: Batch | None, ranks: int, given: _Config | None
+) -> Iterator[tuple[bool, str]]:
+    """What to do about the batch, in sentences, each with whether it is a warning.
 
     Source: DeepSpeed 0.19.8, ``runtime/config.py`` (``_batch_assertion``).
     """
-    whole = _count(config.get("train_batch_size"))
-    micro = _count(config.get("train_micro_batch_size_per_gpu"))
-    if whole is None or micro is None:
+    target = batch_of(given or {}, ranks, source)
+    whole = _count((given or {}).get("train_batch_size"))
+    if target is not None and whole not in (None, target.rows):
+        yield True, f"--ds-config does not start: train_batch_size is {whole:,}, and {target}"
         return
-    accumulation = _count(config.get("gradient_accumulation_steps"))
-    batch = Batch(ranks, micro, accumulation or max(1, whole // (ranks * micro)))
-    if batch.rows != whole:
-        yield f"--ds-config does not start: train_batch_size is {whole:,}, and {batch}"
-
-
-def told_of_batch(
-    source: Batch | None, ranks: int, target: Batch | None
-) -> Iterator[tuple[bool, str]]:
-    """What to do about the batch, in sentences, each with whether it is a warning."""
     if source is None:
         if target is None:
             yield (
@@ -216,9 +240,10 @@ def told_of_batch(
 
 def _kept(source: Batch, ranks: int) -> str:
     """How ``ranks`` make an update of as many rows."""
-    share, rest = divmod(source.rows, ranks)
+    sequence = source.sequence if ranks % source.sequence == 0 else 1
+    share, rest = divmod(source.rows, ranks // sequence)
     if rest:
-        near = Batch(ranks, source.micro, max(1, round(share / source.micro)))
+        near = Batch(ranks, source.micro, max(1, round(share / source.micro)), sequence)
         return f"{ranks:,} ranks cannot share that evenly: near it is {near}"
     micro = next(rows for rows in range(min(source.micro, share), 0, -1) if share % rows == 0)
-    return f"keep it by {Batch(ranks, micro, share // micro)}"
+    return f"keep it by {Batch(ranks, micro, share // micro, sequence)}"

@@ -211,13 +211,12 @@ def _around(
     models = (checkpoint.ranks or before) // before
     typed: Mapping[str, object] | None = given
     config, groups = source_config(checkpoint), state.cells[0].groups
-    new = settings.world_size if isinstance(settings, TargetSettings) else None
     is_whole = location.framework is Framework.DEEPSPEED
     told: tuple[tuple[bool, str], ...] = ()
     if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
         told = ((False, _BY_ORDER),)
     if given is not None:
-        told += tuple(told_of_given(given, config, groups, new, is_whole=is_whole))
+        told += tuple(told_of_given(given, config, groups, is_whole=is_whole))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
         told += tuple((False, text) for text in told_of_loading(options, settings, state))
@@ -225,12 +224,10 @@ def _around(
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"
         typed = None if given is None else settings.typed(given, config)
-        source = batch_of(config, before)
-        target = batch_of(given or {}, settings.world_size)
         if (before, checkpoint.stage) == (settings.world_size, settings.stage) and given is None:
             same = f"ZeRO-{settings.stage} on {before:,} rank{'s' * (before != 1)}"
             told += ((False, f"the checkpoint is of {same} already: this is a copy of it"),)
-        told += tuple(told_of_batch(source, settings.world_size, target))
+        told += tuple(told_of_batch(batch_of(config, before), settings.world_size, given))
     steps = checkpoint.global_steps
     taken = None if steps is None else steps - checkpoint.skipped_steps
     found = beside(location, ranks, stage, taken, typed)

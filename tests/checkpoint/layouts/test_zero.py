@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
+from tests.support.sharded_runs import Job, Spec, run_jobs
 from zexport.checkpoint.contents import Role, ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
@@ -254,3 +255,14 @@ def test_a_weight_hidden_behind_a_call_is_unsafe(zero3: Path) -> None:
     edit(zero3 / "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt", hide)
     with pytest.raises(UnsafeError, match=r"norm\.bias"):
         raise_problems(open_checkpoint(zero3))
+
+
+@pytest.mark.deepspeed
+def test_files_that_ranks_of_one_sequence_wrote_over_are_known_by_their_length(
+    tmp_path: Path,
+) -> None:
+    """Where the configuration makes the groups; with an mpu, trainings go on in ``some_moves``."""
+    mesh = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+    run_jobs(4, [Job(Spec(3, 4, ds_config=mesh), tmp_path / "run")], tmp_path / "logs")
+    with pytest.raises(DamagedCheckpointError, match="These are stripes on 4 ranks"):
+        raise_problems(open_checkpoint(tmp_path / "run" / "saved"))

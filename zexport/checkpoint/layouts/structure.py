@@ -134,7 +134,7 @@ def assemble(save: Save, structure: Structure) -> Inventory:
             path=save.tag_dir,
             found=error.found,
             expected=error.expected,
-            hint=_HINTS.get(structure, "Copy all rank files of one save again"),
+            hint=error.hint or _HINTS.get(structure, "Copy all rank files of one save again"),
         ) from error
     model = next(iter(save.models.values()), None)
     if structure is Structure.PIPELINE or model is None:

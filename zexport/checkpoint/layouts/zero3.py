@@ -71,17 +71,29 @@ def padding_numel(parameters: Iterable[StripedParameter], world_size: int) -> in
 def check_flat_numels(
     param_shapes: Sequence[Mapping[str, Shape]], flat_numels: Sequence[int]
 ) -> None:
-    """Hold every rank's flat length against the shapes: they must agree to the element."""
+    """Hold every rank's flat length against the shapes: they must agree to the element.
+
+    Source of the hint: DeepSpeed 0.19.8, ``runtime/zero/partition_parameters.py`` cuts for all
+    ranks, and ``runtime/engine.py`` (``_get_zero_ckpt_name``) counts those of the mesh's data axis.
+    """
     world_size = len(flat_numels)
-    expected = sum(
-        stripe_numel(prod(shape), world_size)
-        for shapes in param_shapes
-        for shape in shapes.values()
-    )
+    numels = [prod(shape) for shapes in param_shapes for shape in shapes.values()]
+    expected = sum(stripe_numel(numel, world_size) for numel in numels)
     for rank, found in enumerate(flat_numels):
         if found != expected:
+            more = world_size * round(expected / max(found, 1))
+            is_of_more = found == sum(stripe_numel(numel, more) for numel in numels)
             raise LayoutError(
                 f"the flat groups of rank {rank} do not add up to the parameters",
                 f"{found} elements",
                 f"{expected}, the stripes of all parameters on {world_size} ranks",
+                _WRITTEN_OVER.format(more) if is_of_more else None,
             )
+
+
+_WRITTEN_OVER = (
+    "These are stripes on {} ranks, and the other files are not there. Where DeepSpeed's "
+    "configuration has data_parallel_size and sequence_parallel_size, ranks that share a sequence "
+    "write over each other's files under ZeRO-3, and what they held is lost. Train with an mpu in "
+    "their place, such as DeepSpeed's parallel_state_sp"
+)
