@@ -52,6 +52,11 @@ SUPPORT = (
         fixtures=("z1_w2_bf16_frozen", "z3_w2_bf16_frozen", "z2_w2_bf16_lora"),
     ),
     Support(
+        "Base weights that ranks share out (`OptimizedLinear`)",
+        "0-3",
+        note="DeepSpeed saves the first rank's part alone: they count as left out",
+    ),
+    Support(
         "LoRA and DoRA adapters of peft",
         "0-3",
         note="kept as peft saves them, bit for bit, or merged into the base model; other methods "

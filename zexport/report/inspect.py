@@ -251,7 +251,7 @@ def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iter
 def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
     if checkpoint.left_out:
         yield (
-            f"{plural(len(checkpoint.left_out), 'weight')} were left out when it was saved: "
+            f"{plural(len(checkpoint.left_out), 'weight')} left out when it was saved: "
             f"{some(checkpoint.left_out, 8)}"
         )
     elif checkpoint.frozen_left_out:

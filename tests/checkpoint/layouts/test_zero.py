@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
-from tests.support.sharded_runs import Job, Spec, run_jobs
+from tests.support.sharded_runs import Job, Spec, run_jobs, run_ranks
 from zexport.checkpoint.contents import Role, ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError
@@ -255,6 +256,41 @@ def test_a_weight_hidden_behind_a_call_is_unsafe(zero3: Path) -> None:
     edit(zero3 / "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt", hide)
     with pytest.raises(UnsafeError, match=r"norm\.bias"):
         raise_problems(open_checkpoint(zero3))
+
+
+@pytest.mark.deepspeed
+def test_a_base_weight_that_ranks_shared_out_is_left_out(tmp_path: Path) -> None:
+    """DeepSpeed saves the first rank's part alone: no folder may have it as if it were all."""
+    run_ranks(2, partial(_train_on_shared_bases, root=tmp_path), tmp_path / "logs")
+    for stage in range(4):
+        checkpoint = open_checkpoint(tmp_path / f"stage{stage}")
+        assert checkpoint.left_out == ("shared.weight",)
+        names = {tensor.name for tensor in checkpoint.tensors}
+        assert {"shared.lora_weight_1.weight", "whole.weight", "head.weight"} <= names
+
+
+def _train_on_shared_bases(rank: int, root: Path) -> None:
+    import deepspeed
+    from deepspeed.linear import LoRAConfig, OptimizedLinear
+
+    assert rank in range(2)
+    for stage in range(4):
+        model = torch.nn.Sequential()
+        for name, parts in (("shared", 2), ("whole", 1)):
+            lora = LoRAConfig(lora_r=2, base_weight_sharding=parts)
+            model.add_module(name, OptimizedLinear(4, 6, lora_config=lora, device="cpu"))
+        model.add_module("head", torch.nn.Linear(4, 4))
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW([one for one in model.parameters() if one.requires_grad]),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage},
+            },
+        )
+        engine.save_checkpoint(str(root / f"stage{stage}"))
 
 
 @pytest.mark.deepspeed

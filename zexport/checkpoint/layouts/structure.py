@@ -8,7 +8,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
-from zexport.checkpoint.contents import Inventory, Parallelism, Role, Structure
+from zexport.checkpoint.contents import Inventory, Parallelism, Role, StoredTensor, Structure
 from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
@@ -22,6 +22,7 @@ from zexport.store.folders import is_folder
 _MAX_NAMES = 100_000
 """Names that are given; a damaged file may claim any number of ranks."""
 
+_ADAPTER, _OTHER = "lora_weight_1.weight", "lora_weight_2.weight"
 
 _HINTS = {
     Structure.TENSOR: "Copy the rank files of all tensor ranks again",
@@ -136,10 +137,28 @@ def assemble(save: Save, structure: Structure) -> Inventory:
             expected=error.expected,
             hint=error.hint or _HINTS.get(structure, "Copy all rank files of one save again"),
         ) from error
+    if parts := {*_shared_out(inventory.tensors)}:
+        whole = tuple(one for one in inventory.tensors if one.name not in parts)
+        left_out = (*inventory.left_out, *sorted(parts))
+        inventory = replace(inventory, tensors=whole, left_out=left_out)
     model = next(iter(save.models.values()), None)
     if structure is Structure.PIPELINE or model is None:
         return inventory
     return replace(inventory, module_dtype=module_dtype(model))
+
+
+def _shared_out(tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    """Frozen weights of which the files have the first rank's part alone: adapters tell their size.
+
+    Source: DeepSpeed 0.19, ``linear/optimized_linear.py`` (``base_weight_sharding``).
+    """
+    adapted = [one for one in tensors if one.name.endswith(_ADAPTER)]
+    shapes = {one.name: one.shape for one in tensors} if adapted else {}
+    for adapter in adapted:
+        module = adapter.name.removesuffix(_ADAPTER)
+        match (shapes.get(f"{module}weight"), adapter.shape, shapes.get(f"{module}{_OTHER}")):
+            case (numel,), (_, inputs), (outputs, _) if numel < inputs * outputs:
+                yield f"{module}weight"
 
 
 def _by_structure(save: Save, structure: Structure) -> Inventory:
