@@ -21,8 +21,8 @@ from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import open_checkpoint, plan_export
 from zexport.options import ExportOptions
 from zexport.plan.plan import ExportPlan
-from zexport.run.parts import run_part
 from zexport.run.shares import Share, shares_of
+from zexport.run.workers import run_part
 from zexport.store import files
 
 

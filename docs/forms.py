@@ -14,7 +14,7 @@ from zexport.compare.diff import DiffReport
 from zexport.decide import Provenance
 from zexport.plan.summary import PlanSummary
 from zexport.report.failure import Failure
-from zexport.resume.plan import ReshardProvenance
+from zexport.resharding.plan import ReshardProvenance
 from zexport.run.execute import ExportReport, PartReport
 from zexport.run.manifest import SCHEMA as MANIFEST_SCHEMA
 from zexport.run.manifest import Manifest

@@ -23,11 +23,11 @@ from docs.forms import descriptions, schemas
 from docs.picture import PICTURE, picture, words
 from docs.support import SUPPORT
 from zexport import compat
-from zexport.beside.words import option_of
+from zexport.beside.command_line import option_of
 from zexport.cli.main import cli
 from zexport.facts.adapters import AdapterFact
+from zexport.facts.model import Fact
 from zexport.facts.rows import Severity
-from zexport.facts.table import Fact
 from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
 

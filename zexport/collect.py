@@ -35,26 +35,26 @@ from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.collected import Collected
 from zexport.errors import raise_all
+from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import judge
-from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
-from zexport.model.agreement import file_facts, model_facts, named_bases
-from zexport.model.beside import repeated_statements
 from zexport.model.config_facts import config_statements, layers_of
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import find_sidecars, spoilt_files
-from zexport.model.tokens import TokenNumber, token_numbers
+from zexport.model.small_files import repeated_statements
+from zexport.model.stated import file_facts, model_facts, named_bases
+from zexport.model.token_numbers import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 from zexport.plan.plan import DTYPES, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.printable import some
 from zexport.store.files import reading
 from zexport.weights.autoep_experts import with_hub_experts
-from zexport.weights.base import (
+from zexport.weights.base_model import (
     base_of,
     gathered_copies,
     read_base,

@@ -15,11 +15,11 @@ from zexport.filenames import GENERATION_CONFIG
 from zexport.findings import Finding
 from zexport.model.fit import Fit, NamesUnknown
 from zexport.model.sidecars import Sidecars
-from zexport.model.tokens import TokenNumber
+from zexport.model.token_numbers import TokenNumber
 from zexport.options import AdapterMode, ExportOptions
 from zexport.plan.plan import SourceFile
-from zexport.ranges.copies import CastReplica
-from zexport.weights.base import Base
+from zexport.ranges.replicas import CastReplica
+from zexport.weights.base_model import Base
 from zexport.weights.named import Weights
 from zexport.weights.ties import Ties
 

@@ -15,9 +15,9 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
+from zexport.facts.model import Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import Judgement, Statement, judge
-from zexport.facts.table import Fact
 from zexport.facts.training import TrainingFact
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind

@@ -17,7 +17,7 @@ from transformers import (
     default_data_collator,
 )
 
-from zexport.train.ranks import join_ranks
+from zexport.train.collectives import join_ranks
 
 TEXT = "The keeper wrote the day's tide in the book, and the book kept it when the sea did not."
 STEPS = 6

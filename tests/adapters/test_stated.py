@@ -23,7 +23,7 @@ from tests.support import checkpoints, peft_models
 from tests.support.checkpoints import Run
 from tests.support.peft_models import FORMS, Trained
 from zexport import ExportOptions, ExportReport, consolidate
-from zexport.adapters.claimed import Modules
+from zexport.adapters.named_modules import Modules
 from zexport.adapters.peft_format import AdapterConfig
 from zexport.adapters.peft_names import read_name
 from zexport.errors import DamagedCheckpointError, UnsupportedError, UsageError

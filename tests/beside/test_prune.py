@@ -33,7 +33,7 @@ from zexport import (
 )
 from zexport.beside import sightings
 from zexport.beside.events import EventKind
-from zexport.beside.pruning import words_of_prune
+from zexport.beside.pruner import words_of_prune
 from zexport.checkpoint.optimizer_states import PRUNED
 from zexport.compare.verdict import Cause
 from zexport.errors import (

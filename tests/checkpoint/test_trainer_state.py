@@ -13,7 +13,7 @@ import torch
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.real_cases import copied
 from zexport import open_checkpoint
-from zexport.resume.folders import Ranks, beside
+from zexport.resharding.folders import Ranks, beside
 
 TAG = "global_step2"
 PAST = [{"grad_norm": 1.1, "step": 1, "loss": 4.0}, {"step": 2, "loss": float("nan")}]

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from zexport import Progress, Share, VerifyMode
 from zexport.api.parts import Request
-from zexport.cluster import connection, sights, tasks
-from zexport.cluster.board import together
+from zexport.cluster import connection, node_views, tasks
 from zexport.cluster.connection import Node, connected
-from zexport.cluster.sights import Places, Sight, survey
+from zexport.cluster.node_views import Places, Sight, survey
+from zexport.cluster.progress import together
 from zexport.cluster.tasks import FalteredError, Order, Task, perform
 from zexport.errors import (
     CheckpointError,
@@ -52,8 +52,8 @@ def _surveyed_all(
     also: Sequence[Path] = (),
 ) -> Places:
     """The same of several paths, and of what else is read."""
-    monkeypatch.setattr(sights, "ask_all", lambda *_: told)
-    monkeypatch.setattr(sights, "look", lambda *_: here)
+    monkeypatch.setattr(node_views, "ask_all", lambda *_: told)
+    monkeypatch.setattr(node_views, "look", lambda *_: here)
     return survey(paths, Path("/out/model.mark"), also)
 
 
@@ -221,7 +221,7 @@ def test_nodes_that_do_not_answer_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(connection, "nodes", lambda: [ONE])
     monkeypatch.setattr(connection, "_ANSWER_SECONDS", 0.0)
     with pytest.raises(OutputError, match=r"do not answer \(found host1\)\. Look at them"):
-        connection.ask_all(sights.look)
+        connection.ask_all(node_views.look)
 
 
 def test_where_ray_is_missing_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

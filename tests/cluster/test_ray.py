@@ -24,7 +24,7 @@ from zexport import ExportOptions, Progress, ReshardOptions, consolidate, plan_e
 from zexport.api.parts import Request
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli.main import cli
-from zexport.cluster import connection, export, sights
+from zexport.cluster import connection, export, node_views
 from zexport.cluster.export import gathered
 from zexport.errors import CheckpointError, OutputError, UsageError, ZexportError
 from zexport.options import Engine, NameLayout
@@ -191,7 +191,7 @@ def test_what_is_another_on_a_node_is_told_before_anything_is_written(
         with pytest.raises(OutputError, match="not the same folder on all nodes") as caught:
             _exported([CKPT], APART.with_name("model"))
     assert "Mount its file system there under this path" in str(caught.value)
-    for module in (connection, sights):
+    for module in (connection, node_views):
         monkeypatch.setattr(module, "__version__", "9.9")
     with pytest.raises(UsageError, match=rf"has {zexport.__version__}.*expected 9\.9"):
         _exported([CKPT], tmp_path / "model")

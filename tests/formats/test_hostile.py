@@ -174,7 +174,7 @@ def test_code_in_the_place_of_a_value_that_is_needed_is_unsafe(key: str, tmp_pat
 
 
 def test_the_reference_engine_unpickles_nothing_that_names_code(tmp_path: Path) -> None:
-    from zexport.run.deepspeed_engine import _vetted
+    from zexport.run.reference_engine import _vetted
 
     root = save(small_model(), Run(stage=2), tmp_path / "run")
     path = next(root.glob("*/mp_rank_00_model_states.pt"))

@@ -30,7 +30,7 @@ from zexport.formats.torch_file import read_torch_file
 from zexport.formats.torch_writer import lay_out, tensors_in
 from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
-from zexport.run.written import read_written
+from zexport.run.output_files import read_written
 
 Save = Callable[[object], Path]
 

@@ -70,7 +70,7 @@ import json, sys
 import deepspeed, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.llama import fit
-from zexport.train.ranks import prepare_cpu
+from zexport.train.collectives import prepare_cpu
 
 folder, layouts = sys.argv[1], json.loads(sys.argv[2])
 model = fit(10**5)

@@ -14,10 +14,10 @@ from tests.support import checkpoints
 from tests.support.checkpoints import Run, save
 from tests.support.live_models import checkpoint_of, live_model
 from zexport import consolidate
+from zexport.facts.model import Fact
 from zexport.facts.statements import judge
-from zexport.facts.table import Fact
 from zexport.model.sidecars import find_sidecars
-from zexport.model.tokens import config_numbers, stated_rows, token_numbers, token_statements
+from zexport.model.token_numbers import config_numbers, stated_rows, token_numbers, token_statements
 
 
 def _tokenizer(folder: Path, words: int, added: int, *, pretty: bool = True) -> Path:

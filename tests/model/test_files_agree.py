@@ -11,7 +11,6 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, Unigram
 
 from zexport.facts.statements import Judgement, judge
-from zexport.model.agreement import file_facts, named_bases
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import label_statements
 from zexport.model.sidecars import find_sidecars
@@ -22,9 +21,10 @@ from zexport.model.special_tokens import (
     lacking_statements,
     pad_statements,
 )
+from zexport.model.stated import file_facts, named_bases
+from zexport.model.token_numbers import token_numbers
 from zexport.model.tokenizer import Tokenizer as Rules
 from zexport.model.tokenizer import older_tokens
-from zexport.model.tokens import token_numbers
 from zexport.store.boundary import Boundary
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}

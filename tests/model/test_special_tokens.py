@@ -12,7 +12,7 @@ from zexport import consolidate
 from zexport.facts.statements import judge
 from zexport.model.sidecars import find_sidecars
 from zexport.model.special_tokens import added_statements, end_statements
-from zexport.model.tokens import token_numbers
+from zexport.model.token_numbers import token_numbers
 
 
 def put(folder: Path, **files: object) -> Path:

@@ -36,7 +36,7 @@ from zexport.ranges.extents import Extent
 from zexport.report.export import print_plan
 from zexport.run.begin import noted
 from zexport.store.boundary import Boundary
-from zexport.weights.base import Base
+from zexport.weights.base_model import Base
 from zexport.weights.named import Weights
 from zexport.weights.ties import Ties
 

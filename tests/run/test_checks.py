@@ -187,7 +187,7 @@ def test_every_element_is_compared_where_that_is_asked_for(tmp_path: Path) -> No
 
 def test_samples_of_very_many_weights_are_few(tmp_path: Path) -> None:
     from zexport.checkpoint.opening import open_checkpoint
-    from zexport.ranges import copies as cast_check
+    from zexport.ranges import replicas as cast_check
 
     group = {f"w{number}": values((40, 50), number) for number in range(5)}
     root = save(Model([group]), Run(stage=2), tmp_path / "ckpt")

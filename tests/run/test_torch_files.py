@@ -18,8 +18,8 @@ from zexport.ranges.computed import Zeros
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain
 from zexport.run.execute import run_plan
+from zexport.run.output_files import read_written
 from zexport.run.verify import verify_export
-from zexport.run.written import read_written
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from zexport.errors import DamagedCheckpointError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import ExportPlan, SideFile
 from zexport.ranges.dtypes import DType
+from zexport.run.against_checkpoint import Problem
 from zexport.run.execute import Progress, run_plan
-from zexport.run.made_again import Problem
 from zexport.run.verify import INDEX_NAME, verify_export
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

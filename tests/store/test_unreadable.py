@@ -22,7 +22,7 @@ from zexport.errors import CheckpointError, IncompleteCheckpointError, OutputErr
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.model.names_client import NamesClient
 from zexport.options import ExportOptions, NameLayout
-from zexport.weights.base import base_of, read_base
+from zexport.weights.base_model import base_of, read_base
 from zexport.weights.same_base import BaseName, compare_base
 
 TAG = "global_step2"

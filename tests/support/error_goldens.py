@@ -21,9 +21,9 @@ from types import FrameType
 
 from zexport.errors import ZexportError
 from zexport.facts.adapters import AdapterFact
+from zexport.facts.model import Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import Disagreement
-from zexport.facts.table import Fact
 from zexport.facts.training import TrainingFact
 
 REPOSITORY = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from zexport.callbacks import LightningExportCallback
-from zexport.train.ranks import join_ranks
+from zexport.train.collectives import join_ranks
 
 Tensors = dict[str, torch.Tensor]
 STEPS = 2

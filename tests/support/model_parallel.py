@@ -18,9 +18,9 @@ from zexport.checkpoint.contents import Inventory
 from zexport.checkpoint.layouts.structure import Structure, assemble
 from zexport.checkpoint.rank_files import RankFileKind, list_rank_files
 from zexport.checkpoint.ranks import RankStates, Save, read_ranks
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
+from zexport.ranges.replicas import CastReplica, Replica
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.support import framework_runs
-from zexport.train.ranks import join_ranks
+from zexport.train.collectives import join_ranks
 
 
 class _Truth(TrainerCallback):

@@ -137,7 +137,7 @@ def _join(rank: int, world: int, folder: Path) -> None:
     import deepspeed
     import torch
 
-    from zexport.train.ranks import prepare_cpu
+    from zexport.train.collectives import prepare_cpu
 
     torch.set_num_threads(1)
     prepare_cpu()

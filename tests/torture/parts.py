@@ -11,8 +11,8 @@ from random import Random
 from tests.support.stopping import files
 from tests.torture.faults import Calls, killing, watched
 from zexport.plan.plan import ExportPlan
-from zexport.run.parts import run_part
 from zexport.run.shares import Share
+from zexport.run.workers import run_part
 
 _KILLED = 9
 _CALLS_MAX = 260

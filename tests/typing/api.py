@@ -7,7 +7,7 @@ from typing import assert_type
 
 import zexport
 from zexport.findings import Finding
-from zexport.run.made_again import Problem
+from zexport.run.against_checkpoint import Problem
 
 
 def the_whole_job(path: Path, out: Path) -> None:

@@ -25,8 +25,8 @@ from zexport.cli.main import cli
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.options import CheckMode, ExportOptions, NameLayout
 from zexport.ranges import reader
-from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.extents import Window
+from zexport.ranges.replicas import CastReplica, compare_casts
 from zexport.weights import proof
 from zexport.weights.proof import WeightReader
 

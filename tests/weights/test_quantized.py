@@ -21,7 +21,7 @@ from zexport.model.fit import ModelNames, NamesUnknown, as_it_is
 from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
-from zexport.weights.base import Base, check_plain
+from zexport.weights.base_model import Base, check_plain
 
 Weights = dict[str, torch.Tensor]
 Packing = Callable[[Weights, str], None]

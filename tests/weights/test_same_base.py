@@ -19,9 +19,9 @@ from zexport import ExportOptions, ExportReport, consolidate, verify_export
 from zexport.errors import FrozenLeftOutError, UsageError
 from zexport.findings import FindingKind
 from zexport.options import AdapterMode, ExportDType, NameLayout
-from zexport.ranges.copies import CastReplica, cosines
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Extent
+from zexport.ranges.replicas import CastReplica, cosines
 
 WITHOUT_BASE = Run(stage=2, exclude_frozen=True)
 WITH_BASE = Run(stage=2)

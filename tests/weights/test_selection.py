@@ -21,7 +21,7 @@ from zexport.options import ExportOptions, NameLayout
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
 from zexport.store.contents import LFS_POINTER
-from zexport.weights.base import Base
+from zexport.weights.base_model import Base
 from zexport.weights.hub_names import settle_names
 from zexport.weights.named import Selection, Weights
 from zexport.weights.select import select_tensors

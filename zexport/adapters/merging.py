@@ -30,13 +30,13 @@ from zexport.adapters.updates import (
 )
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
-from zexport.facts.table import Fact
+from zexport.facts.model import Fact
 from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.options import Engine, ExportOptions
 from zexport.printable import some
 from zexport.ranges.computed import Recast
 from zexport.ranges.dtypes import DType, Shape
-from zexport.weights.base import Base, check_plain, under_names_of, under_prefix
+from zexport.weights.base_model import Base, check_plain, under_names_of, under_prefix
 from zexport.weights.named import Weights
 from zexport.weights.ties import under_tied_sources
 

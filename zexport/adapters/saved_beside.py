@@ -18,11 +18,11 @@ from zexport.errors import ZexportError
 from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
 from zexport.options import CheckMode
-from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import CastReplica, compare_casts
 from zexport.store.boundary import Boundary
 from zexport.store.folders import is_file
-from zexport.weights.base import copy_of, frozen_in
+from zexport.weights.base_model import copy_of, frozen_in
 from zexport.weights.named import PEFT_PREFIX, Weights
 
 _PARAMETERS = ("weight", "bias")

@@ -12,20 +12,20 @@ from itertools import product
 
 from msgspec.structs import replace
 
-from zexport.adapters.claimed import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.find import Adapter
+from zexport.adapters.named_modules import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, of_adapter
 from zexport.checkpoint.contents import StoredTensor
 from zexport.facts.adapters import AdapterFact
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.model.config import ConfigFile, settings_of
 from zexport.ranges.computed import Zeros
-from zexport.ranges.copies import are_equal
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.ranges.replicas import are_equal
 from zexport.store.json import as_table
 from zexport.weights.named import Weights
 

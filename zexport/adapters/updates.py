@@ -17,7 +17,7 @@ from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, ScaledSum
 from zexport.ranges.dtypes import DType
-from zexport.weights.base import Base
+from zexport.weights.base_model import Base
 from zexport.weights.hub_tensors import tensor_in_memory
 
 Tensors = Mapping[str, StoredTensor]

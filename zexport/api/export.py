@@ -26,8 +26,8 @@ from zexport.options import (
 from zexport.plan.plan import ExportPlan
 from zexport.run import execute
 from zexport.run.begin import noted, versions_in
+from zexport.run.destination import checked
 from zexport.run.execute import ExportReport, Progress, VerifyMode
-from zexport.run.neighbours import checked
 from zexport.store.address import Address, place
 
 _GB_MEANT = 1000
@@ -79,7 +79,7 @@ def plan_reshard(
         UnsafeError: a value to be carried along cannot be written safely.
         UsageError: an option cannot be meant.
     """
-    from zexport.resume import plan  # noqa: PLC0415 - no export needs it
+    from zexport.resharding import plan  # noqa: PLC0415 - no export needs it
 
     known = versions_in(_beside(checkpoint))
     return checked(noted(plan.plan_reshard(checkpoint, out_dir, options), known))
@@ -140,7 +140,7 @@ def run_export(
     with ExitStack() as stack:
         reader = None
         if plan.reference is not None:
-            from zexport.run.deepspeed_engine import open_reference  # noqa: PLC0415 - imports DeepSpeed
+            from zexport.run.reference_engine import open_reference  # noqa: PLC0415 - imports DeepSpeed
 
             one = plan.reference
             reader = stack.enter_context(open_reference(one.root, one.tag, one.tensors))

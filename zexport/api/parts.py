@@ -15,7 +15,7 @@ from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions, ReshardOptions, checks_arguments, chosen
 from zexport.plan.plan import ExportPlan
-from zexport.run import parts
+from zexport.run import workers
 from zexport.run.execute import ExportReport, PartReport, VerifyMode
 from zexport.run.shares import Share
 from zexport.store.address import place
@@ -90,7 +90,9 @@ def run_part(
     """Write one worker's share of a plan; the worker that completes the set publishes it."""
     verify = chosen("verify", VerifyMode, verify)
     check_engine(plan)
-    return parts.run_part(plan, part, request=values_of(request), verify=verify, progress=progress)
+    return workers.run_part(
+        plan, part, request=values_of(request), verify=verify, progress=progress
+    )
 
 
 @checks_arguments
@@ -170,8 +172,8 @@ def finish_export(
     began = time.monotonic()
     verify = chosen("verify", VerifyMode, verify)
     out_dir = place(out_dir)
-    done = parts.finish_left(out_dir, progress)
+    done = workers.finish_left(out_dir, progress)
     if done is None:
-        request = decoded(json.dumps(parts.requested(out_dir)), Request)
-        done = parts.finish_parts(request.plan(out_dir), verify=verify, progress=progress)
+        request = decoded(json.dumps(workers.requested(out_dir)), Request)
+        done = workers.finish_parts(request.plan(out_dir), verify=verify, progress=progress)
     return replace(done, seconds=time.monotonic() - began)

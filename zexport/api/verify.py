@@ -144,7 +144,7 @@ def _plan_again(
 
     Of what is ``given`` all counts that is not recorded.
     """
-    from zexport.resume.plan import plan_again, recorded_settings  # noqa: PLC0415 - verify's alone
+    from zexport.resharding.plan import plan_again, recorded_settings  # noqa: PLC0415 - verify's alone
 
     again: Callable[[], ExportPlan]
     try:

@@ -22,9 +22,9 @@ from zexport.errors import CheckpointError, UnsupportedError
 from zexport.options import ReshardOptions
 from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
 from zexport.plan.summary import share_memory
-from zexport.ranges.copies import Replica
 from zexport.ranges.extents import paths_of
-from zexport.resume.pruned import Rewriting
+from zexport.ranges.replicas import Replica
+from zexport.resharding.without_moments import Rewriting
 from zexport.run.execute import Progress, fill
 from zexport.run.receipts import drop_unfinished
 from zexport.run.staging import clear_up

@@ -26,8 +26,8 @@ from zexport.beside.hollowing import (
     unstage,
 )
 from zexport.beside.prunable import Place, check_prunable, place_of
-from zexport.beside.standing import check_nothing_else, check_stands_for
-from zexport.beside.stopped import Stopped, check_apart, stopped_removal
+from zexport.beside.stands_for import check_nothing_else, check_stands_for
+from zexport.beside.stopped_removal import Stopped, check_apart, stopped_removal
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
 from zexport.checkpoint.pruned import Note, Sizes, original_name, pruned_name, read_note
@@ -35,7 +35,7 @@ from zexport.errors import NotACheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
-from zexport.resume.pruned import without_moments
+from zexport.resharding.without_moments import without_moments
 from zexport.run.manifest import read_manifest
 from zexport.store.address import Address, last_names, place
 from zexport.store.contents import read_whole

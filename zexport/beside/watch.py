@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.beside.choices import WatchOptions
+from zexport.beside.command_line import made_with, words_of
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import (
     UNTOLD,
@@ -20,15 +21,14 @@ from zexport.beside.jobs import (
     start_prune,
     told_by,
 )
+from zexport.beside.kept_exports import Shelf
 from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.lookout import Lookout
 from zexport.beside.past import Past
 from zexport.beside.pins import Pin, pins_folder
 from zexport.beside.places import check_places
-from zexport.beside.pruning import Pruner, is_gone, words_of_prune
-from zexport.beside.shelf import Shelf
+from zexport.beside.pruner import Pruner, is_gone, words_of_prune
 from zexport.beside.sightings import look
-from zexport.beside.words import made_with, words_of
 from zexport.errors import CheckpointError, OutputError
 from zexport.options import ExportOptions, checks_arguments, chosen
 from zexport.report.failure import Told

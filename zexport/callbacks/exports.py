@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from zexport.beside.choices import WatchOptions
+from zexport.beside.command_line import words_of
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, check_command, start_watch
-from zexport.beside.pruning import words_of_prune
-from zexport.beside.words import words_of
+from zexport.beside.pruner import words_of_prune
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder

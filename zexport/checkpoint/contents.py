@@ -19,9 +19,9 @@ from zexport.findings import Finding, FindingKind
 from zexport.formats.inert import Global, TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import brief
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource
+from zexport.ranges.replicas import CastReplica, Replica
 
 
 class Role(Enum):

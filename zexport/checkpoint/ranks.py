@@ -10,7 +10,6 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.agreement import disagreements
 from zexport.checkpoint.model_states import MAX_DEGREE, ZERO3, ModelStates, read_model_states
 from zexport.checkpoint.module_names import with_checkpointing_named
 from zexport.checkpoint.optimizer_states import OptimizerStates, read_optimizer_states
@@ -23,6 +22,7 @@ from zexport.checkpoint.rank_files import (
     rank_file_name,
     read_rank_file,
 )
+from zexport.checkpoint.same_save import disagreements
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, ZexportError
 from zexport.findings import FindingKind
 from zexport.formats.pickles import Pickle

@@ -17,7 +17,7 @@ from zexport.checkpoint.contents import (
     ZeroCheckpoint,
     finding_of,
 )
-from zexport.checkpoint.layouts.copied_files import copied_files
+from zexport.checkpoint.layouts.duplicate_files import copied_files
 from zexport.checkpoint.layouts.structure import (
     assemble,
     disagreements,

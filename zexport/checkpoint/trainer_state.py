@@ -13,10 +13,10 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from zexport.checkpoint.agreement import step_of
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import Location, TagChoice
 from zexport.checkpoint.ranks import models_of
+from zexport.checkpoint.same_save import step_of
 from zexport.errors import CheckpointError, ZexportError
 from zexport.facts.statements import Statement
 from zexport.facts.training import TrainingFact

@@ -217,7 +217,7 @@ def _what(plan: ExportPlan) -> str:
     """What is made, where the form of the files does not say it: which ranks go on from it."""
     if not plan.form.is_checkpoint:
         return ""
-    from zexport.resume.plan import recorded_settings
+    from zexport.resharding.plan import recorded_settings
 
     return str(recorded_settings(plan.provenance))
 

@@ -1,1 +1,1 @@
-"""Exports by the machines of a Ray cluster: the parts of ``zexport.run.parts`` as its tasks."""
+"""Exports by the machines of a Ray cluster: the parts of ``zexport.run.workers`` as its tasks."""

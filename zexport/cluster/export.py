@@ -11,16 +11,16 @@ from pathlib import Path
 
 from zexport.api.parts import Request, check_engine
 from zexport.cluster.connection import Node, ask, connected
-from zexport.cluster.sights import Places, survey
+from zexport.cluster.node_views import Places, survey
 from zexport.cluster.tasks import Order, Task, perform_all
 from zexport.plan.plan import ExportPlan
 from zexport.printable import some
 from zexport.run.execute import ExportReport
-from zexport.run.parts import begun_parts, finish_parts
 from zexport.run.progress import Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.shares import Share, nodes_of, shares_of
 from zexport.run.staging import real_path
+from zexport.run.workers import begun_parts, finish_parts
 from zexport.store import node_files, objects
 from zexport.store.address import local_path, place
 from zexport.store.client import options_in_use

@@ -9,14 +9,14 @@ from typing import Any
 from msgspec import Struct
 
 from zexport.api.parts import Request
-from zexport.cluster.board import Board, Teller, together
 from zexport.cluster.connection import RETRIES, Node, ask, nodes, not_on, on, own_node
+from zexport.cluster.progress import Board, Teller, together
 from zexport.errors import OutputError, ZexportError
 from zexport.run.execute import PartReport
-from zexport.run.parts import write_share
 from zexport.run.progress import Phase, Progress
 from zexport.run.readback import VerifyMode
 from zexport.run.shares import Share
+from zexport.run.workers import write_share
 from zexport.store import node_files, objects
 from zexport.store.client import first_line, use_storage_options
 from zexport.store.retries import may_pass

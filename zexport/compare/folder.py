@@ -23,7 +23,7 @@ from zexport.store.files import reading
 from zexport.store.folders import children, exists, is_file, is_folder, matching
 from zexport.store.json import as_table
 from zexport.store.publish import check_finished
-from zexport.weights.base import frozen_in, weights_file
+from zexport.weights.base_model import frozen_in, weights_file
 
 _INDEX_PATTERN = "*.safetensors.index.json"
 _WEIGHTS_PATTERN = "*.safetensors"

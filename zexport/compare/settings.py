@@ -10,12 +10,11 @@ from msgspec import Struct
 
 from zexport.adapters.stated import SCALING
 from zexport.checkpoint.untrusted import Value
+from zexport.facts.model import Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import disagreements
-from zexport.facts.table import Fact
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
-from zexport.model.beside import file_statements
 from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import parts_of, run_statements, unstated_statements
@@ -24,8 +23,9 @@ from zexport.model.hub_cache import plain_name
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import BASE, Sidecars, stating_files
+from zexport.model.small_files import file_statements
 from zexport.model.vocabulary import vocabulary_statements
-from zexport.resume.state import CellState
+from zexport.resharding.state import CellState
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder

@@ -19,10 +19,10 @@ from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
 from zexport.plan.plan import SourceFile
 from zexport.printable import some
-from zexport.resume.read import read_state
-from zexport.resume.state import CellState, TrainingState
+from zexport.resharding.read import read_state
+from zexport.resharding.state import CellState, TrainingState
 from zexport.run.progress import Progress
-from zexport.weights.base import weights_file
+from zexport.weights.base_model import weights_file
 
 _NAMED = 3
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from zexport import __version__
 from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.location import Location
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.model.hub_cache import hub_id_of, is_hub_id, plain_name
 from zexport.model.sidecars import Sidecars, read_card
 from zexport.printable import placeless, printable

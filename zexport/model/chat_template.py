@@ -11,8 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from zexport.errors import ZexportError
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import TOKENIZER_CONFIG
 from zexport.model.sidecars import BASE, CHAT_TEMPLATES, MORE_TEMPLATES, Files, Sidecars
 from zexport.model.tokenizer import table_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.model.config import ConfigFile, settings_of
 from zexport.model.fit import ModelNames
 from zexport.printable import some

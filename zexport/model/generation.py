@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import GENERATION_CONFIG
 from zexport.model.sidecars import Files
 from zexport.model.special_tokens import numbers_in

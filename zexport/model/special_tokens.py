@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import (
     ADDED,
     CONFIG,

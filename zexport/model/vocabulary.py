@@ -12,8 +12,8 @@ from itertools import chain, islice
 import msgspec
 from msgspec import Raw, Struct
 
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import TOKENIZER
 from zexport.model.sidecars import Files
 from zexport.model.tokenizer import (

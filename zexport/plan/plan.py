@@ -17,9 +17,9 @@ from zexport.formats.torch_writer import TorchFrame, lay_out
 from zexport.model.hub_cache import GivenBase
 from zexport.options import CheckMode, ExportDType
 from zexport.printable import brief
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, Member
+from zexport.ranges.replicas import CastReplica, Replica
 from zexport.store.json import Json, Natural
 from zexport.store.versions import Version
 

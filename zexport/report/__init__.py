@@ -1,1 +1,1 @@
-"""What users see: every result once as text for people and once as JSON for programs."""
+"""What users see: results as text, as pages, and inspect's JSON, which is no record's own form."""

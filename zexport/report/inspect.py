@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as text and as JSON."""
+"""What is in a checkpoint, as text."""
 
 from __future__ import annotations
 

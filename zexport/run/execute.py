@@ -16,11 +16,11 @@ from zexport.plan.plan import ExportPlan, Form, Origin
 from zexport.printable import brief
 from zexport.run.begin import Workplace, begin
 from zexport.run.finish import Finished, finish
+from zexport.run.lost_updates import compare_roundings
 from zexport.run.part import write_part
 from zexport.run.pieces import FileReader, TensorReader
 from zexport.run.progress import Meter, Phase, Progress
 from zexport.run.readback import VerifyMode
-from zexport.run.rounding import compare_roundings
 from zexport.run.shares import Share, Stretch
 from zexport.run.staging import staged_folder
 from zexport.store.json import JsonObject, Natural, form_of

@@ -12,10 +12,10 @@ from zexport.errors import OutputError, VerificationError
 from zexport.plan.plan import FilePlan
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
 from zexport.run.manifest import FileEntry
+from zexport.run.output_files import check_opens
 from zexport.run.progress import Meter
 from zexport.run.receipts import Receipt
 from zexport.run.shares import Stretch
-from zexport.run.written import check_opens
 from zexport.store.files import open_input, reading, version, writing
 from zexport.store.folders import is_file, is_link
 

@@ -17,10 +17,10 @@ from zexport.model.hub_cache import GivenBase
 from zexport.plan.plan import ExportPlan, Origin
 from zexport.printable import brief
 from zexport.ranges.digests import digest_file, digest_of_parts, digest_ranges
-from zexport.run.made_again import Problem, frame_problems, hold_against
+from zexport.run.against_checkpoint import Problem, frame_problems, hold_against
 from zexport.run.manifest import Manifest, is_as_written, read_manifest
+from zexport.run.output_files import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.run.progress import Progress, Teller
-from zexport.run.written import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.store.contents import read_regular
 from zexport.store.files import reading, version
 from zexport.store.folders import exists, is_file, leaves, matching

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
+from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.statements import Statement, disagreements
-from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import CONFIG, README
 from zexport.model.card import model_card, paragraphs_of
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
 from zexport.model.hub_cache import GivenBase
-from zexport.model.tokens import (
+from zexport.model.token_numbers import (
     ADDED_TOKENS,
     config_numbers,
     embedding_rows,

@@ -25,10 +25,10 @@ from zexport.facts.statements import Statement
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG, README
 from zexport.model.card import is_unfilled, model_card, paragraphs_of
 from zexport.model.fit import NamesUnknown
-from zexport.model.tokens import embedding_rows, stated_rows, token_statements
+from zexport.model.token_numbers import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
 from zexport.printable import some
-from zexport.weights.base import check_plain
+from zexport.weights.base_model import check_plain
 from zexport.weights.named import PEFT_PREFIX, Selection, Weights
 
 _FACTORS = (".lora_embedding_A", ".lora_A.weight")

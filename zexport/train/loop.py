@@ -13,8 +13,8 @@ import torch
 
 from zexport.errors import CheckpointError, UsageError
 from zexport.store.contents import write_durably
+from zexport.train.collectives import Ranks
 from zexport.train.options import TrainOptions, TrainSummary
-from zexport.train.ranks import Ranks
 from zexport.train.save import GATHERED, Saver, tag_of, tags_in
 
 if TYPE_CHECKING:

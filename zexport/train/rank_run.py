@@ -14,10 +14,10 @@ from zexport.errors import OutputError
 from zexport.filenames import SOURCE_SIDECAR
 from zexport.store.contents import write_durably
 from zexport.store.retries import steadily
+from zexport.train.collectives import Ranks, join_ranks
 from zexport.train.loop import Place, resumed_place, train_steps
 from zexport.train.model import add_adapter, freeze, make_model, meta_twin
 from zexport.train.options import OPTIONS_FILE, TrainOptions, TrainSummary, check_free
-from zexport.train.ranks import Ranks, join_ranks
 from zexport.train.save import AdapterWriter, ModelWriter, Saver, open_like_config
 from zexport.train.sidecar import describe_source
 from zexport.train.text import Corpus, check_same, make_corpus, make_tokenizer, read_text

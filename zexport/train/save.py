@@ -19,8 +19,8 @@ from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE
 from zexport.store.contents import write_durably
 from zexport.store.files import sync_path
 from zexport.store.retries import steadily
+from zexport.train.collectives import Ranks
 from zexport.train.options import TrainOptions
-from zexport.train.ranks import Ranks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

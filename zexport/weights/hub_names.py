@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.findings import Finding, FindingKind
 from zexport.model.fit import Difference, Fit, ModelNames, NamesUnknown, absent, as_it_is
 from zexport.model.hub_layout import HubLayout

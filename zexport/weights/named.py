@@ -13,8 +13,8 @@ from msgspec import Struct, field
 
 from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
 from zexport.errors import UsageError
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.findings import Finding
 from zexport.model.config import ConfigFile
 from zexport.model.fit import (

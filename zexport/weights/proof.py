@@ -21,10 +21,10 @@ from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
 from zexport.plan.plan import ExportPlan, SourceFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.ranges.extents import ByteSource, Places, paths_of
 from zexport.ranges.ledger import Ledger, Ranges
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.ranges.replicas import CastReplica, Comparison, Replica, are_equal, compare_casts
 from zexport.store.json import Natural
 
 _NOBODY = ""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import CONFIG
 from zexport.model.config import ConfigFile, settings_of
 from zexport.model.config_facts import rope_of

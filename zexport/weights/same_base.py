@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.checkpoint.location import Location
 from zexport.errors import ZexportError
+from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.statements import Statement, disagreements
-from zexport.facts.table import OF_BASE, Fact
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.formats.safetensors_file import SafetensorsHeader
 from zexport.model.card import base_named
@@ -28,13 +28,13 @@ from zexport.model.hub_cache import cached_snapshot, hub_id_of, is_hub_id, plain
 from zexport.model.sidecars import read_card
 from zexport.options import AdapterMode
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, Comparison, compare_casts, cosines
 from zexport.ranges.reader import ReadableFile, SourceReader
+from zexport.ranges.replicas import CastReplica, Comparison, compare_casts, cosines
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import is_file, is_folder, real
 from zexport.store.json import tables_in
-from zexport.weights.base import Base, base_of, read_base
+from zexport.weights.base_model import Base, base_of, read_base
 
 _OF_OPTIMIZER = "optim_states"
 """In the names of files that hold what was trained."""

@@ -14,7 +14,7 @@ from zexport.model.hub_layout import HubLayout
 from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.ranges.dtypes import DType, Shape
-from zexport.weights.base import Base, check_plain
+from zexport.weights.base_model import Base, check_plain
 from zexport.weights.hub_names import check_complete
 from zexport.weights.hub_tensors import lay_out
 from zexport.weights.model_class import is_value_head

@@ -8,14 +8,14 @@ from dataclasses import replace
 from msgspec import Struct, structs
 
 from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
-from zexport.facts.table import Fact
 from zexport.filenames import CONFIG
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.ranges.copies import are_equal
 from zexport.ranges.extents import Read
 from zexport.ranges.reader import ReadableFile, SourceReader
-from zexport.weights.base import Base
+from zexport.ranges.replicas import are_equal
+from zexport.weights.base_model import Base
 from zexport.weights.named import Selection, Weights
 
 

@@ -24,7 +24,7 @@ from zexport.checkpoint.rank_files import RankFile, list_rank_files, parse_rank_
 from zexport.checkpoint.ranks import Save, read_ranks
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError
 from zexport.options import ExportDType, ExportOptions, NameLayout
-from zexport.ranges.copies import Replica
+from zexport.ranges.replicas import Replica
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 TAG = "global_step2"

@@ -21,9 +21,9 @@ from zexport.checkpoint.find import locate
 from zexport.checkpoint.layouts.structure import Structure
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
-from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource
+from zexport.ranges.replicas import CastReplica, compare_casts
 from zexport.weights.autoep_experts import fuse_experts, with_original_names
 from zexport.weights.named import Weights
 

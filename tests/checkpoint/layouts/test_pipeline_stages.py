@@ -33,8 +33,8 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
+from zexport.ranges.replicas import CastReplica, Replica
 
 _FIXTURES = {case.name: case for case in cases("pp2_")}
 _Slices = list[dict[str, tuple[int, int]]]

@@ -28,8 +28,8 @@ from zexport.checkpoint.ranks import is_zero0
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.findings import FindingKind
 from zexport.formats.torch_file import read_torch_file
-from zexport.ranges.copies import CastReplica, compare_casts
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import CastReplica, compare_casts
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 
@@ -147,7 +147,7 @@ def differing(taken: Inventory) -> list[tuple[str, int]]:
     casts = [one for one in taken.replicas if isinstance(one, CastReplica)]
     files = [read_torch_file(casts[0].path)]
     with SourceReader(files) as reader, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zexport.ranges.copies._BATCH_NUMEL", 7)
+        patch.setattr("zexport.ranges.replicas._BATCH_NUMEL", 7)
         found = compare_casts(casts, reader.read_into, full=False)
     return [(one.replica.name, one.first) for one in found]
 

@@ -42,8 +42,8 @@ from zexport.checkpoint.module_names import with_parameter_names
 from zexport.checkpoint.rank_files import RankFileKind, read_rank_file
 from zexport.checkpoint.ranks import RankStates, Save, check_cells, is_zero0, no_first_model
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.extents import Chain, Window
+from zexport.ranges.replicas import CastReplica, Replica
 
 
 def take_experts(save: Save) -> Inventory:

@@ -18,10 +18,10 @@ from zexport.checkpoint.layouts.pipeline_masters import (
     take_masters,
     tie_unnamed,
 )
-from zexport.checkpoint.layouts.pipeline_stepped import check_weights_are_there
 from zexport.checkpoint.layouts.tensor_parallel import join_shards
 from zexport.checkpoint.layouts.zero import by_role, commonest_dtype, rounded_copy
 from zexport.checkpoint.layouts.zero0 import rounded_note
+from zexport.checkpoint.layouts.zero0_pipeline import check_weights_are_there
 from zexport.checkpoint.model_states import Grid, ModuleFile, read_module_files
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.checkpoint.ranks import Save, check_cells
@@ -31,8 +31,8 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import Shape
+from zexport.ranges.replicas import CastReplica, Replica
 
 _SHOWN = 8
 _SHOWN_SHAPES = 4

@@ -18,8 +18,8 @@ from zexport.checkpoint.optimizer_states import OptimizerStates, read_inner_stat
 from zexport.checkpoint.rank_files import name_ranks
 from zexport.checkpoint.ranks import RankStates
 from zexport.errors import IncompleteCheckpointError, LayoutError, UnsupportedError
-from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
+from zexport.ranges.replicas import Replica
 
 TIED = "tied_modules."
 """How the name of a tied layer's parameter begins; its key and its name in the layer follow."""

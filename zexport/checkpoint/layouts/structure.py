@@ -7,12 +7,12 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.agreement import stated_by_key, stated_by_rank, step_of
 from zexport.checkpoint.contents import Inventory, Parallelism, Role, StoredTensor, Structure
 from zexport.checkpoint.layouts.zero import module_dtype, take_inventory
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.rank_files import RankFile, RankFileKind, ranges_of, rank_file_name
 from zexport.checkpoint.ranks import Save, is_zero0
+from zexport.checkpoint.same_save import stated_by_key, stated_by_rank, step_of
 from zexport.errors import DamagedCheckpointError, LayoutError, ZexportError
 from zexport.facts import statements as facts
 from zexport.facts.training import TrainingFact

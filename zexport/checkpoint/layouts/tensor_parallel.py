@@ -20,10 +20,10 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.ranges.copies import Replica
 from zexport.ranges.dtypes import Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
 from zexport.ranges.mosaic import Mosaic, Tile, row_major
+from zexport.ranges.replicas import Replica
 
 
 def join_tensor_ranks(save: Save, inventories: Mapping[int, Inventory]) -> Inventory:

@@ -44,8 +44,8 @@ from zexport.errors import (
     UnsupportedError,
 )
 from zexport.formats.torch_file import read_torch_file
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import Shape
+from zexport.ranges.replicas import CastReplica, Replica
 from zexport.store.folders import is_file
 
 _FROZEN_LOST = (

@@ -11,10 +11,10 @@ from zexport.checkpoint.untrusted import Value
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.formats.inert import FragmentAddress, StorageRef, TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.copies import fingerprint
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, Window
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import fingerprint
 
 NAMED = "single_partition_of_fp32_groups"
 """Flat partitions with the names of what is in them: BF16_Optimizer's."""

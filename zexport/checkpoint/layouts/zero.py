@@ -22,9 +22,9 @@ from zexport.checkpoint.ranks import RankStates
 from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.copies import CastReplica
 from zexport.ranges.dtypes import DType, Shape
 from zexport.ranges.extents import ByteSource, Chain, Window
+from zexport.ranges.replicas import CastReplica
 
 _WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
 

@@ -13,7 +13,7 @@ Which values are exported:
    others. A checkpoint none of whose masters is a weight's beyond doubt is refused.
 
 Every master is to be compared with the module's weight, by
-``zexport.ranges.copies``, when it is exported: opening reads no values but the
+``zexport.ranges.replicas``, when it is exported: opening reads no values but the
 samples, and those only where shapes do not tell.
 """
 
@@ -34,9 +34,9 @@ from zexport.findings import FindingKind
 from zexport.formats.inert import TensorRef
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import some
-from zexport.ranges.copies import CastReplica, fingerprint
 from zexport.ranges.dtypes import DType
 from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import CastReplica, fingerprint
 
 
 def take_zero0_inventory(model: ModelStates, *, unmastered: Collection[str] = ()) -> Inventory:

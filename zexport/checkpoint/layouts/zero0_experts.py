@@ -39,9 +39,9 @@ from zexport.checkpoint.optimizer_states import optimizer_in
 from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
 from zexport.errors import DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError
 from zexport.formats.torch_file import TorchFile
-from zexport.ranges.copies import CastReplica, Replica
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Chain, paths_of
+from zexport.ranges.replicas import CastReplica, Replica
 
 _GROUP_NAME = re.compile(r"ep_size_(\d{1,6})", re.ASCII)
 _ONE_SAVE = "Copy all files of one save again"

@@ -1,0 +1,239 @@
+"""Every master and moment of real checkpoints, cut anew: the same by name, as torch reads them."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.support.oracles import same
+from tests.support.raw_states import raw_states
+from tests.support.real_cases import FIXTURES
+from tests.support.sparse_checkpoint import write_sparse_zero3
+from zexport import consolidate, open_checkpoint, run_export
+from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.options import ExportOptions, NameLayout, ReshardOptions, ResumeFormat
+from zexport.resharding.plan import plan_reshard
+
+_MOVES = [
+    ("z1_w2_bf16_frozen", 3, 3),  # frozen weights that no table names
+    ("z1_w2_bf16opt", 3, 4),
+    ("z2_w2_bf16_groups", 3, 3),
+    ("z2_w2_bf16_late", 3, 3),  # frozen after some training
+    ("z2_w2_bf16_tied", 1, 1),
+    ("z2_w3_bf16_odd", 2, 5),
+    ("z3_w2_bf16_frozen", 2, 3),
+    ("z3_w2_bf16_sub1000", 3, 4),
+    ("z3_w3_bf16_tied", 1, 2),
+    ("z3_w4_bf16_odd", 3, 1),
+    ("tp2_z1_w2_bf16_one_head", 3, 3),  # weights without an element on one tensor rank
+    ("tp2_z2_w4_bf16", 2, 3),
+    ("pp2_tp2_z1_w8_bf16_tied", 1, 3),
+]
+
+
+def _reshard(root: Path, out: Path, stage: int, world_size: int) -> ZeroCheckpoint:
+    plan = plan_reshard(
+        open_checkpoint(root), out, ReshardOptions(world_size=world_size, stage=stage)
+    )
+    run_export(plan)
+    return open_checkpoint(out)
+
+
+@pytest.mark.parametrize("name", ["z2_w2_bf16_groups", "z3_w3_bf16_tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.uint32, torch.uint64])
+def test_a_buffer_under_two_names_keeps_its_value_under_both(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """DeepSpeed's ``buffer_names`` have the first alone, as torch gives each once."""
+    root, value = (
+        shutil.copytree(FIXTURES / name / "ckpt", tmp_path / "run"),
+        torch.tensor([7, 6e4]),
+    )
+    value = value.to(dtype)
+    for path in root.glob("*/*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states["buffer_names"].append("scale")
+        states["module"] |= {"scale": value, "again": value}
+        torch.save(states, path)
+    assert open_checkpoint(root).aliases["again"] == "scale"
+    _reshard(root, tmp_path / "out", 3, 3)
+    for states in _files(tmp_path / "out", "*model_states.pt"):
+        assert same(states["module"]["scale"], value)
+        assert same(states["module"]["again"], value)
+    consolidate(root, tmp_path / "model", ExportOptions(layout=NameLayout.MEMORY))
+    assert same(load_file(tmp_path / "model" / "model.safetensors")["scale"], value)
+
+
+def _states_of_cells(tag_dir: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The states of every model-parallel index, each in a folder of its own."""
+    found: dict[str, torch.Tensor] = {}
+    for index in {path.name.split("mp_rank_")[1][:2] for path in tag_dir.glob("*_optim_states.pt")}:
+        folder = tmp_path / tag_dir.parent.name / index
+        folder.mkdir(parents=True)
+        for path in tag_dir.glob(f"*mp_rank_{index}_*"):
+            (folder / path.name).symlink_to(path)
+        states = raw_states(folder)
+        found |= {f"{index} {name}": state for name, state in states.items()}
+    return found
+
+
+def _files(root: Path, pattern: str) -> list[Any]:
+    return [torch.load(path, weights_only=False) for path in sorted(root.glob(f"*/{pattern}"))]
+
+
+@pytest.mark.parametrize(("name", "stage", "world_size"), _MOVES)
+def test_every_state_is_the_same_by_name_at_another_world_size_or_stage(
+    name: str, stage: int, world_size: int, tmp_path: Path
+) -> None:
+    source = open_checkpoint(FIXTURES / name / "ckpt")
+    found = _reshard(FIXTURES / name / "ckpt", tmp_path / "out", stage, world_size)
+    assert (found.stage, found.world_size, found.problems) == (stage, world_size, ())
+    assert {t.name: (t.shape, t.role) for t in found.tensors} == {
+        t.name: (t.shape, t.role) for t in source.tensors
+    }
+    assert found.aliases == source.aliases
+    before = _states_of_cells(source.location.tag_dir, tmp_path / "before")
+    after = _states_of_cells(found.location.tag_dir, tmp_path / "after")
+    assert before.keys() == after.keys()
+    assert not [state for state in before if not same(before[state], after[state])]
+
+
+@pytest.mark.parametrize(
+    "name", ["z0_w1_fp32_odd", "z0_w2_bf16_fused", "z0_w2_bf16_groups", "z0_w2_fp16"]
+)
+def test_a_run_without_zero_goes_on_with_it(name: str, tmp_path: Path) -> None:
+    root = FIXTURES / name / "ckpt"
+    found = _reshard(root, tmp_path / "out", 2, 3)
+    (model,) = _files(tmp_path / "out", "mp_rank_00_model_states.pt")
+    order = [list(shapes) for shapes in model["param_shapes"]]
+    before = raw_states(open_checkpoint(root).location.tag_dir, order)
+    after = raw_states(found.location.tag_dir)
+    assert before.keys() == after.keys()
+    assert not [state for state in before if not same(before[state], after[state])]
+
+
+@pytest.mark.parametrize("form", ResumeFormat)
+@pytest.mark.parametrize(("name", "is_told"), [("z0_w1_fp32_odd", True), ("z0_w2_fp16", False)])
+def test_states_that_have_numbers_alone_are_told_to_be_taken_in_order(
+    name: str, is_told: bool, form: ResumeFormat, tmp_path: Path
+) -> None:
+    options = ReshardOptions(world_size=2, stage=2, format=form)
+    plan = plan_reshard(open_checkpoint(FIXTURES / name / "ckpt"), tmp_path / "out", options)
+    assert any("in the model's order" in note for note in plan.notes) == is_told
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("uni_z2_w2_bf16_odd", 3), ("uni_z3_w2_bf16_frozen", 2)]
+)
+def test_a_universal_checkpoint_becomes_rank_files_again(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    source = open_checkpoint(FIXTURES / name / "ckpt")
+    found = _reshard(FIXTURES / name / "ckpt", tmp_path / "out", stage, 3)
+    assert {t.name: (t.shape, t.role) for t in found.tensors} == {
+        t.name: (t.shape, t.role) for t in source.tensors
+    }
+    states = raw_states(found.location.tag_dir)
+    assert {state.split("|")[1] for state in states} == {"fp32", "step", "exp_avg", "exp_avg_sq"}
+    for state, value in states.items():
+        parameter, kind = state.split("|")
+        path = source.location.tag_dir / "zero" / parameter / f"{kind}.pt"
+        if path.exists():  # ZeRO-3's step lies elsewhere
+            saved = torch.load(path, weights_only=False)
+            saved = saved["param"] if isinstance(saved, dict) else saved
+            assert torch.equal(
+                saved.reshape(-1)[: value.numel()].to(value.dtype), value.reshape(-1)
+            )
+
+
+def test_there_and_back_again_is_the_source(tmp_path: Path) -> None:
+    root = FIXTURES / "z3_w2_bf16_frozen" / "ckpt"
+    _reshard(root, tmp_path / "there", 2, 3)
+    _reshard(tmp_path / "there", tmp_path / "back", 3, 2)
+    for pattern in ("*_model_states.pt", "*_optim_states.pt"):
+        pairs = zip(_files(root, pattern), _files(tmp_path / "back", pattern), strict=True)
+        for one, other in pairs:
+            for file in (one, other):
+                file["ds_config"]["zero_optimization"] = {}
+                file.get("optimizer_state_dict", {}).pop("loss_scaler", None)
+            assert _plain(one) == _plain(other)
+
+
+_ANYWHERE = st.tuples(st.integers(1, 3), st.integers(1, 9))
+_ODD = ("z1_w2_bf16opt", "z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    name=st.sampled_from(
+        ["z1_w2_bf16opt", "z2_w3_bf16_odd", "z3_w2_bf16_sub1000", "z3_w3_bf16_tied"]
+    ),
+    there=_ANYWHERE,
+    on=_ANYWHERE,
+)
+def test_from_any_ranks_and_stage_to_any_and_on_every_state_is_the_sources(
+    name: str, there: tuple[int, int], on: tuple[int, int]
+) -> None:
+    with TemporaryDirectory() as folder:
+        root = FIXTURES / name / "ckpt"
+        _reshard(root, Path(folder, "there"), *there)
+        found = _reshard(Path(folder, "there"), Path(folder, "on"), *on)
+        before = raw_states(open_checkpoint(root).location.tag_dir)
+        after = raw_states(found.location.tag_dir)
+        assert before.keys() == after.keys()
+        assert not [state for state in before if not same(before[state], after[state])]
+
+
+def _plain(value: Any) -> Any:
+    """A value with tensors as what they hold, so that two can be compared."""
+    if torch.is_tensor(value):
+        return value.dtype, list(value.shape), value.detach().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_model_files_open_where_only_weights_are_let_in(stage: int, tmp_path: Path) -> None:
+    _reshard(FIXTURES / "z3_w2_bf16_frozen" / "ckpt", tmp_path / "out", stage, 2)
+    for path in (tmp_path / "out").glob("*/*_model_states.pt"):
+        model = torch.load(path, weights_only=True)
+        assert model["dp_world_size"] == 2
+        assert model["ds_config"]["zero_optimization"]["stage"] == stage
+        assert model["module"]._metadata[""] == {"version": 1}  # which load_state_dict goes by
+    for path in (tmp_path / "out").glob("*/*_optim_states.pt"):
+        assert b"LossScaler" in path.read_bytes()
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+        with torch.serialization.safe_globals([LossScaler]):
+            assert torch.load(path, weights_only=True)["optimizer_state_dict"]
+
+
+def test_tied_and_frozen_weights_are_one_tensor_in_the_file_as_they_were(tmp_path: Path) -> None:
+    _reshard(FIXTURES / "z2_w2_bf16_tied" / "ckpt", tmp_path / "out", 2, 3)
+    (model,) = _files(tmp_path / "out", "mp_rank_00_model_states.pt")
+    (alias, name), *_ = model["shared_params"].items()
+    assert model["module"][alias].data_ptr() == model["module"][name].data_ptr()
+
+
+def test_memory_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    """What was written of a rank's files, and noted of it, is let go before the last is begun."""
+    write_sparse_zero3(tmp_path / "run", {f"layers.{i}.weight": (40,) for i in range(700)}, 12)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    peaks = []
+    for ranks in (2, 16):
+        plan = plan_reshard(checkpoint, tmp_path / f"on-{ranks}", ReshardOptions(world_size=ranks))
+        tracemalloc.start()
+        run_export(plan)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
