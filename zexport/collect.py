@@ -39,6 +39,7 @@ from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import judge
 from zexport.filenames import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, README, TOKENIZER
+from zexport.model.card import is_unfilled
 from zexport.model.config_facts import config_statements, layers_of
 from zexport.model.fit import Fit, ModelNames, NamesUnknown
 from zexport.model.hub_cache import model_folder
@@ -102,6 +103,7 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
             findings=findings,
             gathered=gathered_copies(checkpoint, beside),
             spoilt=tuple(spoilt),
+            is_card_unfilled=README in sidecars.copied and is_unfilled(sidecars.copied[README]),
             tokens=token_numbers(sidecars.copied),
             statements=tuple(weights.rename_statements(options.renames)),
             warnings=told,

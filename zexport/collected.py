@@ -48,6 +48,7 @@ class Collected(Struct, frozen=True):
     ties: Ties = field(default_factory=Ties)
     gathered: tuple[CastReplica, ...] = ()
     spoilt: tuple[str, ...] = ()
+    is_card_unfilled: bool = False
     tokens: tuple[TokenNumber, ...] = ()
     base_tokens: tuple[TokenNumber, ...] = ()
     statements: tuple[Statement, ...] = ()

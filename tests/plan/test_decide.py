@@ -115,7 +115,9 @@ def test_what_becomes_of_an_adapter_is_decided_without_reading(
 ) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["lin"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    checkpoint = open_checkpoint(save(_ADAPTED, Run(stage=3), tmp_path / "run"))
+    root = save(_ADAPTED, Run(stage=3), tmp_path / "run")
+    (root / "README.md").write_text("---\nlibrary_name: peft\n---\n[More Information Needed]\n")
+    checkpoint = open_checkpoint(root)
     options = ExportOptions(adapter=mode, adapter_config=tmp_path / "adapter_config.json")
     decided = _decided(checkpoint, options, monkeypatch)
     assert noted(decided, {}) == plan_export(checkpoint, OUT, options)

@@ -23,7 +23,7 @@ from zexport.errors import UnsupportedError
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, GENERATION_CONFIG, README
-from zexport.model.card import is_unfilled, model_card, paragraphs_of
+from zexport.model.card import model_card, paragraphs_of
 from zexport.model.fit import NamesUnknown
 from zexport.model.token_numbers import embedding_rows, stated_rows, token_statements
 from zexport.plan.plan import DTYPES, FilePlan, SideFile, plan_file, qualified
@@ -112,7 +112,7 @@ class PeftAdapters(Struct, frozen=True):
                 content = {**config.content, "inference_mode": True}  # peft loads it untrained
                 yield SideFile(name, content=json.dumps(content, indent=2, sort_keys=True).encode())
         for name, path in sorted(self.collected.copied.items()):
-            if name == README and is_unfilled(path):
+            if name == README and self.collected.is_card_unfilled:
                 yield SideFile(name, content=self._card(files, selection.warnings))
             else:
                 yield SideFile(name, origin=path)
