@@ -873,6 +873,13 @@ def test_storage_that_falters_is_told_of_by_a_single_look_and_looked_at_again_by
     events.close()
 
 
+def _signal_for_a_while(pid: int) -> None:
+    """Whoever adopts a process may take a moment to see that it has ended."""
+    for _ in range(50):
+        os.kill(pid, 0)
+        time.sleep(0.1)
+
+
 def test_a_watch_ends_soon_after_it_is_asked_to_and_leaves_no_process(tmp_path: Path) -> None:
     run, outs, pid = tmp_path / "run", tmp_path / "outs", tmp_path / "pid"
     _save(run, 2)
@@ -890,4 +897,4 @@ def test_a_watch_ends_soon_after_it_is_asked_to_and_leaves_no_process(tmp_path: 
     assert watching.wait(30) == 130
     assert time.monotonic() - began < 10
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+        _signal_for_a_while(int(pid.read_text()))
