@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.ranks import models_of
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.model import Fact
@@ -21,7 +22,7 @@ from zexport.facts.statements import Judgement, Statement, judge
 from zexport.facts.training import TrainingFact
 from zexport.filenames import CONFIG
 from zexport.findings import FindingKind
-from zexport.model.fit import Fit
+from zexport.model.fit import Fit, ModelNames
 from zexport.model.hub_cache import GivenBase
 from zexport.model.sidecars import states_model
 from zexport.options import AdapterMode, Engine, ExportDType, NameLayout, RecordedOptions
@@ -78,6 +79,7 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         provenance=_provenance(found, told),
         warnings=(*judged.warnings, *chain(*warned)),
         notes=(*chain(*noted), *_of_folders(found, selection, sides), *_without_effect(found)),
+        left_out=tuple(_left_out(found, selection)),
         overwrite=options.overwrite,
         jobs=jobs,
         chunk_nbytes=chunk_nbytes,
@@ -86,6 +88,15 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
         base=_base(found),
         reference=reference if options.engine is Engine.DEEPSPEED else None,
     )
+
+
+def _left_out(found: Collected, selection: Selection) -> dict[str, None]:
+    """Return entries of the module's state dict that are no weights, and are not exported."""
+    names, models = selection.names, models_of(found.checkpoint.cells).values()
+    known = {*selection.weights.shapes, *selection.from_base}
+    known |= names.shapes.keys() if isinstance(names, ModelNames) else set()
+    empty = (name for name in found.weights.left_out if name not in known)
+    return dict.fromkeys((*empty, *(name for model in models for name in model.extra_state)))
 
 
 def _base(found: Collected) -> GivenBase | None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from tests.support.checkpoints import Run, save, small_model
 from tests.support.forked import typed
 from tests.support.pruning import trainers_run
+from tests.support.published import check
 from zexport import consolidate, verify_export
 from zexport.options import ExportDType, ExportOptions
 from zexport.store.json import decoded
@@ -240,3 +243,20 @@ def test_an_export_says_whose_place_it_takes(tmp_path: Path) -> None:
     (out / "zexport_manifest.json").write_text("{}")
     (out / "config.json").write_text('{"model_type": "llama"}')
     assert not [one for one in consolidate(older, out, over).notes if "replaces" in one]
+
+
+def test_entries_that_are_no_weights_are_counted_and_named_by_the_report(tmp_path: Path) -> None:
+    root = shutil.copytree(FIXTURE, tmp_path / "ckpt")
+    for path in root.glob("*/zero_pp_rank_*_model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states["module"] |= {"model.norm._extra_state": BytesIO(b"x"), "seen": torch.zeros(0)}
+        torch.save(states, path)
+    by_memory = ("--layout", "memory")
+    told, _ = run("consolidate", root, tmp_path / "json", *by_memory, "--json")
+    report = decoded(told, dict[str, Any])
+    check("export", report)
+    assert report["left_out"] == ["seen", "model.norm._extra_state"]
+    assert not any("seen" in told for told in (*report["notes"], *report["warnings"]))
+    told, _ = run("consolidate", root, tmp_path / "text", *by_memory)
+    assert "Left out 2: seen, model.norm._extra_state" in " ".join(told.split())
+    assert "Left out" not in run("consolidate", FIXTURE, tmp_path / "whole")[0]

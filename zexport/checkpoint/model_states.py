@@ -145,6 +145,12 @@ class ModelStates(Struct, frozen=True):
         return self._at("universal_checkpoint_info")
 
     @property
+    def extra_state(self) -> list[str]:
+        """The entries of the module's state dict that are no tensors."""
+        entries = self._at("module").mapping_or_empty().items()
+        return [name for name, one in entries if not isinstance(one, TensorRef)]
+
+    @property
     def optimizer(self) -> Value:
         """The optimizer's state, which lies in the model file without ZeRO."""
         return self._at("optimizer")

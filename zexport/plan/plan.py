@@ -212,6 +212,7 @@ class ExportPlan:
         warnings: what the user should know before using the result, in sentences.
         base: the model that was given for what the checkpoint lacks, if one was.
         notes: what the user may want to know.
+        left_out: entries of the module's state dict that are no tensors, or have no values.
         overwrite: whether an existing ``out_dir`` is replaced (after the new one is complete).
         jobs: worker threads.
         chunk_nbytes: bytes of one tensor that a worker holds at a time.
@@ -241,6 +242,7 @@ class ExportPlan:
     allow: frozenset[FindingKind] = frozenset()
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     nbytes_compared: int = 0
     pruned: frozenset[Path] = frozenset()
     base: GivenBase | None = None

@@ -115,6 +115,7 @@ def _file_rows(plan: PlanSummary, side_nbytes: Mapping[str, int]) -> Iterator[tu
 
 def print_export(console: Console, report: ExportReport, *, what: str = "") -> None:
     """The report for people. ``what`` was made is said by its form else."""
+    left_out = len(report.left_out)
     done = "Resharded" if report.form.is_checkpoint else "Exported"
     speed = f" ({size(round(report.nbytes_written / max(report.seconds, 1e-9)))}/s)"
     if report.nbytes_written < _SPEED_TOLD_NBYTES:  # then it is mostly of other things than moving
@@ -125,6 +126,7 @@ def print_export(console: Console, report: ExportReport, *, what: str = "") -> N
         (
             (_unit(report.form), f"{report.tensors:,}, {what or _form(report.form)}"),
             ("Base", str(report.base or "")),
+            ("Left out", f"{left_out:,}: {some(report.left_out, 8)}" if left_out else ""),
             ("Files", _listed(report.files)),
             ("Resumed", f"{len(report.resumed):,}, compared again" if report.resumed else ""),
             ("Read", size(report.nbytes_read)),

@@ -54,6 +54,7 @@ class ExportReport:
         findings: what was remarkable, and exported all the same.
         warnings: what should be known before the export is used; it stands.
         notes: what may be of interest.
+        left_out: entries of the checkpoint that were not exported: no tensors, or without values.
         verified: how the folder was read again before it got its name.
         resumed: the shards that a stopped export had finished, read again and taken over.
         base: the model that was given for what the checkpoint lacks; null without one.
@@ -71,6 +72,7 @@ class ExportReport:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     verified: VerifyMode
+    left_out: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
     base: GivenBase | None = None
 
@@ -102,6 +104,7 @@ class ExportReport:
             warnings=warnings,
             notes=plan.notes,
             verified=work.verify,
+            left_out=plan.left_out,
             resumed=resumed,
             base=plan.base,
         )

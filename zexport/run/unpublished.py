@@ -97,6 +97,7 @@ def _report(
         findings=manifest.findings,
         warnings=_texts(told.get("warnings")) if plan is None else plan.warnings,
         notes=() if plan is None else plan.notes,
+        left_out=() if plan is None else plan.left_out,
         verified=VerifyMode.READBACK,
         base=GivenBase.recorded(told.get("base")),
     )
