@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zexport.errors import (
     LayoutError,
     UnsupportedError,
 )
-from zexport.formats.inert import TensorRef
+from zexport.formats.inert import Ordered, TensorRef
 from zexport.ranges.computed import Zeros
 from zexport.ranges.extents import Window
 from zexport.ranges.replicas import Replica
@@ -119,8 +119,13 @@ def frozen_table(
         listed = listed_frozen(ranks, named, world_size)
         return {tensor.name: tensor for tensor in listed}
     trained = {name for shapes in named.param_shapes for name in shapes}
+    modules = _module_paths(named)
     weights = [one for one in inventory.tensors if one.role is not Role.BUFFER]
-    unlisted = {one.name: one for one in weights if one.name not in trained}
+    unlisted = {
+        one.name: one
+        for one in weights
+        if one.name not in trained and (not modules or one.name.rpartition(".")[0] in modules)
+    }
     is_adapted = all(name.startswith(PEFT_PREFIX) for name in trained)
     is_recorded = named.zero_options.get("stage") in (2, ZERO3)
     if is_recorded or (not unlisted and is_adapted):
@@ -128,13 +133,52 @@ def frozen_table(
     return unlisted
 
 
+def _module_paths(model: ModelStates) -> Collection[object]:
+    """Return the names of all modules, or nothing if they are not those of the parameters.
+
+    Source: torch 2.13, ``nn/modules/module.py`` (``state_dict``: ``_metadata`` has every module).
+    """
+    module = Value(model.file.path, "model states", model.file.value).get("module").value
+    attributes = module.attributes if isinstance(module, Ordered) else None
+    paths = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    owners = {name.rpartition(".")[0] for shapes in model.param_shapes for name in shapes}
+    return paths if isinstance(paths, dict) and owners <= paths.keys() else ()
+
+
+def _parameters(
+    model: ModelStates, inventory: Inventory, trained: Collection[str]
+) -> Iterator[str]:
+    """Yield the tensors that are parameters, not buffers or what modules add to the state dict.
+
+    ZeRO-2 and 3 list frozen parameters. Under ZeRO-0 and 1, a tensor in no table is one if it lies
+    directly in a module, under a usual name or in the type that DeepSpeed casts parameters to.
+    """
+    modules, is_listed = _module_paths(model), model.zero_options.get("stage") in (2, ZERO3)
+    listed = {*trained, *((model.frozen_shapes or {}) if is_listed else ())}
+    for tensor in inventory.tensors:
+        path, _, own = tensor.name.rpartition(".")
+        is_direct = not is_listed and (not modules or path in modules)
+        is_usual = own in ("weight", "bias") or tensor.dtype is model.cast_dtype
+        if tensor.role is not Role.BUFFER and (
+            not tensor.numel or tensor.name in listed or (is_direct and is_usual)
+        ):
+            yield tensor.name
+
+
 def module_entries(
-    model: ModelStates, named: ModelStates, inventory: Inventory, *, is_zero3: bool
+    model: ModelStates,
+    named: ModelStates,
+    inventory: Inventory,
+    *,
+    is_zero3: bool,
+    trained: Collection[str] = (),
 ) -> Iterator[ModuleEntry]:
     """Every tensor of the module's state dict, by the name that it has there."""
     stated = Value(model.file.path, "module", model.file.value).get("module").mapping_or_empty()
     names = [name for name, one in stated.items() if isinstance(one, TensorRef)]
     known = {tensor.name: tensor for tensor in inventory.tensors}
+    trained = trained or {name for shapes in named.param_shapes for name in shapes}
+    parameters = set() if is_zero3 else {*_parameters(named, inventory, trained)}
     for name, (own, ref) in zip(names, named.module.items(), strict=True):
         owner = inventory.aliases.get(own, own)
         tensor = known.get(owner)
@@ -144,7 +188,7 @@ def module_entries(
             owner=owner,
             dtype=ref.dtype,
             value=tensor if is_placeholder else whole_tensor(model.file, own, ref, Role.BUFFER),
-            is_parameter=is_placeholder if tensor is None else tensor.role is not Role.BUFFER,
+            is_parameter=is_placeholder if is_zero3 else owner in parameters,
         )
 
 

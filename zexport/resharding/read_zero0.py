@@ -41,7 +41,7 @@ def read_zero0(index: int, model: ModelStates) -> tuple[CellState, tuple[Replica
         index=index,
         groups=groups,
         frozen=frozen,
-        module=tuple(module_entries(model, model, inventory, is_zero3=False)),
+        module=tuple(module_entries(model, model, inventory, is_zero3=False, trained=trained)),
         aliases=inventory.aliases,
         model=said_by(model),
         optimizer=Recorded(model.file, optimizer_file(model.file, model)),

@@ -175,12 +175,13 @@ def rounded_note(doubt: str, weights: Mapping[str, DType]) -> str:
 def _distinct(model: ModelStates) -> tuple[dict[str, TensorRef], dict[str, str]]:
     """The module's weights, each once under its first name, and the further names of tied ones.
 
-    ZeRO-0 fills no ``shared_params``; tied weights are the same view of the same storage.
+    ZeRO-0 fills no ``shared_params``; tied tensors are the same view of the same storage. Of a
+    buffer with two names, ``buffer_names`` has the first.
     """
-    buffers = set(model.buffer_names)
-    weights = {name: one for name, one in model.module.items() if name not in buffers}
-    aliases = same_views(weights, weights)
-    return {name: one for name, one in weights.items() if name not in aliases}, aliases
+    buffers = dict.fromkeys(model.buffer_names)
+    aliases = same_views(model.module, {**buffers, **model.module})
+    others = {name: one for name, one in model.module.items() if name not in aliases}
+    return {name: one for name, one in others.items() if name not in buffers}, aliases
 
 
 def tied_by_values(
