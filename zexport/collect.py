@@ -31,6 +31,7 @@ from zexport.adapters.stated import (
     effect_statements,
 )
 from zexport.adapters.updates import BaseModel
+from zexport.checkpoint.client_state import differing
 from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.collected import Collected
@@ -107,7 +108,7 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
             tokens=token_numbers(sidecars.copied),
             statements=tuple(weights.rename_statements(options.renames)),
             warnings=told,
-            notes=tuple(_unknown_code(checkpoint)),
+            notes=(*_unknown_code(checkpoint), *_differing_buffers(checkpoint)),
         )
         found = _stated_by_configs(_stated_by_files(_with_adapters(found, part)))
         if found.mode is AdapterMode.KEEP:
@@ -132,6 +133,12 @@ def _unknown_code(checkpoint: ZeroCheckpoint) -> Iterator[str]:
     named = {str(one): None for file in checkpoint.files for one in file.unknown_globals}
     if named:
         yield f"the checkpoint's files name unknown code, which was not run: {some([*named], 8)}"
+
+
+def _differing_buffers(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+    names = dict.fromkeys(name for cell in checkpoint.cells.values() for name in differing(cell)[1])
+    if buffers := [name for name in names if not name.endswith("_extra_state")]:
+        yield f"buffers differ between ranks: the export has those of rank 0 ({some(buffers, 8)})"
 
 
 def _stated_by_files(found: Collected) -> Collected:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.support.forked import typed
@@ -129,3 +130,31 @@ def test_module_tensors_that_are_no_parameters_load_after_resharding(
     as_saved = [state["frozen"] for state in _loaded(root / f"z{2 if stage < 3 else 3}")]
     if ranks == len(as_saved):
         assert [state["frozen"] for state in after] == as_saved
+
+
+def test_each_rank_keeps_its_client_state_and_buffers_at_the_same_world_size(root: Path) -> None:
+    assert _loaded(root / "z3-z3-2") == _loaded(root / "z3")
+    assert [one["sampler_pos"] for one in _loaded(root / "z3")] == [10, 11]
+    assert [one["running_mean"][0] for one in _loaded(root / "z3")] == [1.0, 2.0]
+    assert "differ" not in (root / "z3-z3-2.txt").read_text()
+    assert typed("verify", root / "z3-z3-2", "--against", root / "z3").returncode == 0
+
+
+@pytest.mark.parametrize("out", ["z3-z3-3", "z3-z2-2"])
+def test_rank_0s_client_state_and_buffers_are_taken_elsewhere_with_a_warning(
+    out: str, root: Path
+) -> None:
+    for one in _loaded(root / out):
+        assert (one["sampler_pos"], one["running_mean"]) == (10, [1.0] * 6)
+    told = " ".join((root / f"{out}.txt").read_text().split())
+    assert "differ between ranks (sampler_pos, 1.running_mean" in told
+
+
+def test_buffers_that_differ_between_ranks_are_named_by_an_export(
+    root: Path, tmp_path: Path
+) -> None:
+    done = typed("consolidate", root / "z3", tmp_path / "model")
+    told = " ".join(done.stdout.split())
+    assert "buffers differ between ranks: the export has those of rank 0 (1.running_mean" in told
+    mean = load_file(tmp_path / "model" / "model.safetensors")["1.running_mean"]
+    assert mean.tolist() == [1.0] * 6

@@ -22,7 +22,7 @@ from zexport.formats.pickles import Pickle, load
 from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
-from zexport.store.contents import LFS_POINTER
+from zexport.store.contents import LFS_POINTER, read_range
 from zexport.store.files import OpenFile, version_of
 from zexport.store.object_files import ObjectBytes, ObjectReader
 from zexport.store.versions import Version
@@ -70,6 +70,10 @@ class TorchFile:
     def members(self) -> tuple[Member, ...]:
         """The records that hold tensor bytes, by offset; the old container has no CRCs."""
         return self._records.members()
+
+    def checksum(self, storage: _Storage) -> int | bytes:
+        """Return what differs if the storage's bytes do: its CRC-32, or all of them without one."""
+        return self._records.checksum(storage)
 
     def source(self, tensor: TensorRef) -> ByteSource:
         """Where the elements are, in row-major order; an ``Extent`` if they lie densely."""
@@ -147,7 +151,11 @@ class LegacyRecords:
         )
         return tuple(sorted(found, key=lambda member: member.offset))
 
-    def place(self, storage: StorageRef) -> int:
+    def checksum(self, storage: _Storage) -> bytes:
+        """Return the storage's bytes, of which the file has no CRC-32."""
+        return read_range(self._path, self.place(storage), storage.nbytes)
+
+    def place(self, storage: _Storage) -> int:
         """Byte of the file where the storage begins."""
         if storage not in self._offsets:
             problem = f"storage {storage.key!r} is not in the file"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zexport.errors import CheckpointError, DamagedCheckpointError, UnsupportedError
-from zexport.formats.inert import ExcessError, StorageRef
+from zexport.formats.inert import ExcessError, ForeignStorage, StorageRef
 from zexport.formats.pickles import MAX_PICKLE_NBYTES, Pickle, load
 from zexport.formats.zip_directory import Entry, data_offset, plain_entries, read_entry
 from zexport.ranges.extents import Member
@@ -81,6 +81,11 @@ class ZipRecords:
         with opened(self._path) as file:
             found = [self._member(file, key) for key in wanted]
         return tuple(sorted(found, key=lambda member: member.offset))
+
+    def checksum(self, storage: StorageRef | ForeignStorage) -> int:
+        """Return the CRC-32 that the zip's directory has of the storage's bytes."""
+        entry = self._entries.get(storage.key)
+        return 0 if entry is None else entry.crc32
 
     def place(self, storage: StorageRef) -> int:
         """Byte of the file where the storage begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 
+from zexport.checkpoint.client_state import OF_LAYOUT
 from zexport.checkpoint.contents import StoredTensor, source_of
 from zexport.checkpoint.layouts import zero3
 from zexport.checkpoint.model_states import ZERO3
@@ -13,7 +14,7 @@ from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.resharding.optimizer_files import Place, flat_leaf
-from zexport.resharding.settings import TargetSettings
+from zexport.resharding.settings import Settings, TargetSettings
 from zexport.resharding.state import CellState, ModuleEntry, Parameter
 from zexport.resharding.values import with_leaves, written
 
@@ -38,7 +39,8 @@ class ModelFiles:
             Ordered((one.name, _size(one.shape)) for one in group) for group in flat_groups
         ]
         said = cell.model
-        self._carried = written(said, {*_MADE, *dropped})
+        self._carried = written(said, {*OF_LAYOUT, *dropped})
+        self._dropped = dropped
         self._config = settings.put_into(with_leaves(said.values.get("ds_config"), said.file))
         self._stripes = {
             name: _stripes(tensor, settings.world_size)
@@ -50,9 +52,10 @@ class ModelFiles:
     def value(self, place: Place) -> dict[object, object]:
         """All of one rank's model file."""
         rank = place.rank
+        carried, module = self._of_rank(rank)
         made: dict[object, object] = {
-            **dict(_autoep_layers(self._carried, self._cell, place, self._settings.stage)),
-            "module": self._module,
+            **dict(_autoep_layers(carried, self._cell, place, self._settings.stage)),
+            "module": module,
             "optimizer": None,
             "param_shapes": self._shapes,
             "frozen_param_shapes": self._frozen_shapes(),
@@ -61,9 +64,20 @@ class ModelFiles:
             "dp_world_size": self._settings.world_size,
             "ds_config": self._config,
         }
-        order = dict.fromkeys((*self._cell.model.values, *made))
-        known = {**self._carried, **made}
+        order = dict.fromkeys((*self._cell.model.values, *carried, *made))
+        known = {**carried, **made}
         return {key: known[key] for key in order if key in known}
+
+    def _of_rank(self, rank: int) -> tuple[Mapping[object, object], object]:
+        """Return what is carried, and the module: a rank's own if as many ranks had them before."""
+        if not self._cell.own or not isinstance(self._module, Ordered):
+            return self._carried, self._module
+        own = self._cell.own[rank if keeps_own(self._cell, self._settings) else 0]
+        differing = self._cell.differing
+        module = Ordered(_replaced(self._module, written(own.buffers), differing))
+        module.attributes = self._module.attributes
+        client = written(own.client, self._dropped)
+        return _replaced(self._carried, client, differing), module
 
     def _made_module(self) -> object:
         """The module's state dict; what is one tensor under several names is one here."""
@@ -127,19 +141,25 @@ def _size(shape: Shape) -> Size:
 
 _NOTHING = Zeros(0)
 
-_MADE = frozenset(
-    {
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "dp_world_size", "ds_config"),
-    }
-)
-"""What is not carried but made anew."""
-
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
 """Under which AutoEP records its layers; the second is an older name."""
 
 _INFO = "universal_checkpoint_info"
 _FORMAT = "checkpoint_format"
+
+
+def keeps_own(cell: CellState, settings: Settings) -> bool:
+    """Return whether each rank keeps its own client state and buffers."""
+    if not isinstance(settings, TargetSettings) or settings.stage != ZERO3:
+        return False
+    return settings.world_size == len(cell.own)
+
+
+def _replaced(
+    values: Mapping[object, object], own: Mapping[object, object], differing: Collection[object]
+) -> dict[object, object]:
+    kept = {key: one for key, one in values.items() if key in own or key not in differing}
+    return {**kept, **own}
 
 
 def _stripes(tensor: StoredTensor, world_size: int) -> Stripes:

@@ -17,11 +17,13 @@ from zexport.errors import UnsafeError, UsageError
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
+from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, paths_of
 from zexport.resharding.changes import batch_of, told_of_batch, told_of_given
 from zexport.resharding.folders import Beside, Ranks, beside, told_of_resuming
 from zexport.resharding.loaders import check_loadable, lost_in_loading, told_of_loading
+from zexport.resharding.model_files import keeps_own
 from zexport.resharding.native_files import native_files
 from zexport.resharding.read import read_state
 from zexport.resharding.read_cells import MEASURED
@@ -253,6 +255,7 @@ def _ranks_before(checkpoint: ZeroCheckpoint) -> int:
 def _dropped(state: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
     """The client's keys that cannot be written, where they may be left out."""
     files = [said for cell in state.cells for said in (cell.model, cell.optimizer)]
+    files += [own.client for cell in state.cells for own in cell.own]
     found = {key: (said, error) for said in files for key, error in unwritable(said).items()}
     if found and not options.drop_client_state:
         key, (said, error) = next(iter(found.items()))
@@ -301,6 +304,13 @@ def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) ->
     """What the target will not have, or have otherwise."""
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
+    cells = (cell for cell in state.cells if not keeps_own(cell, settings))
+    if differing := dict.fromkeys(str(key) for cell in cells for key in cell.differing):
+        yield (
+            f"client state and buffers differ between ranks ({some([*differing], 8)}): every rank "
+            "gets those of rank 0. Reshard to ZeRO-3 with as many ranks as before to keep each "
+            "rank's own"
+        )
     if isinstance(settings, UniversalSettings):
         yield from lost_in_loading(state, settings)
         return

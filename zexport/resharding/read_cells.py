@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from zexport.checkpoint.client_state import differing
 from zexport.checkpoint.contents import Inventory, Role, StoredTensor, whole_tensor
 from zexport.checkpoint.layouts import zero12
 from zexport.checkpoint.layouts.bind import MASTERS, FlatRun, bind
@@ -28,7 +29,7 @@ from zexport.formats.inert import Ordered, TensorRef
 from zexport.ranges.computed import Zeros
 from zexport.ranges.extents import Window
 from zexport.ranges.replicas import Replica
-from zexport.resharding.state import CellState, Group, ModuleEntry, Parameter, Recorded
+from zexport.resharding.state import CellState, Group, ModuleEntry, Parameter, RankOwn, Recorded
 from zexport.resharding.values import check_numbered
 from zexport.weights.named import PEFT_PREFIX
 
@@ -78,7 +79,20 @@ def without_groups(
         aliases=inventory.aliases,
         model=said_by(model),
         optimizer=Recorded(first.file, inner),
+        own=tuple(_own_of_ranks(ranks, model, len(owners))),
     )
+
+
+def _own_of_ranks(ranks: RankStates, first: ModelStates, world_size: int) -> Iterator[RankOwn]:
+    """Yield what each rank has differently; of a rank without a model file, what rank 0 has."""
+    keys, buffers = differing(ranks)
+    for rank in range(world_size) if keys or buffers else ():
+        said = said_by(ranks.model.get(rank, first))
+        module = Value(said.file.path, "module", said.values.get("module")).mapping_or_empty()
+        yield RankOwn(
+            Recorded(said.file, {key: said.values[key] for key in keys if key in said.values}),
+            Recorded(said.file, {name: module[name] for name in buffers if name in module}),
+        )
 
 
 def said_by(model: ModelStates) -> Recorded:

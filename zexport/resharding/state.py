@@ -71,6 +71,13 @@ class ModuleEntry(Struct, frozen=True):
     is_parameter: bool
 
 
+class RankOwn(Struct, frozen=True):
+    """What one rank of ZeRO-3 saved differently from others: client state, buffers."""
+
+    client: Recorded
+    buffers: Recorded
+
+
 class CellState(Struct, frozen=True):
     """All of one model-parallel index; under data parallelism alone there is one.
 
@@ -85,6 +92,7 @@ class CellState(Struct, frozen=True):
         aliases: tied name to the name of the tensor that it is.
         model: the model file of rank 0, its client state among it.
         optimizer: what the optimizer files say beside groups and masters, by rank 0's.
+        own: by rank, what differs between ranks; empty if nothing does.
         expert_rank: whose experts its groups have.
         expert_ranks: how many expert-parallel ranks there are.
         expert_files: the files of its experts, by name, where the source has none and a target may
@@ -98,9 +106,16 @@ class CellState(Struct, frozen=True):
     aliases: Mapping[str, str]
     model: Recorded
     optimizer: Recorded
+    own: tuple[RankOwn, ...] = ()
     expert_rank: int = 0
     expert_ranks: int = 1
     expert_files: tuple[tuple[str, Mapping[object, object]], ...] = ()
+
+    @property
+    def differing(self) -> list[str]:
+        """The keys of client state, and the buffers, that ranks have differently."""
+        tables = [said.values for own in self.own for said in (own.client, own.buffers)]
+        return [*dict.fromkeys(key for values in tables for key in values)]
 
     @property
     def label(self) -> str:
