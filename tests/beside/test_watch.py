@@ -19,6 +19,7 @@ import pytest
 from blake3 import blake3
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
+from tests.support.forked import typed
 from zexport import WatchEvent, WatchOptions, consolidate, watch
 from zexport.beside import ledger, lookout, pins, sightings
 from zexport.beside import watch as watching
@@ -341,6 +342,27 @@ def test_another_save_of_the_same_step_replaces_its_export(tmp_path: Path) -> No
     (run / "checkpoint-2" / "trainer_state.json").write_text("{}")
     assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
     assert _files(outs / "checkpoint-2") != before
+
+
+def test_an_edited_export_is_left_and_reported_until_it_is_removed(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    words = ("watch", run, outs, "--once", "-q")
+    assert typed(*words).returncode == 0
+    weights = outs / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"mine")
+    before = _files(outs / "checkpoint-2")
+    shutil.rmtree(run / "checkpoint-2")
+    save(small_model(), Run(stage=2, steps=2), run / "checkpoint-2", "global_step2")
+    (run / "checkpoint-2" / "trainer_state.json").write_text("{}")
+    for _ in range(2):
+        done = typed(*words)
+        assert done.returncode == OutputError.exit_code
+        assert "model.safetensors does not hold" in done.stdout
+        assert _files(outs / "checkpoint-2") == before
+    shutil.rmtree(outs / "checkpoint-2")
+    assert typed(*words).returncode == 0
+    assert weights.is_file()
 
 
 def test_a_mixture_of_two_saves_of_one_step_is_never_published(
@@ -682,8 +704,8 @@ def test_older_exports_go_that_are_as_they_were_made(tmp_path: Path) -> None:
     (outs / "checkpoint-4" / "notes.txt").write_text("mine")
     for step in (10, 12):
         _save(run, step)
-    with (outs / "checkpoint-8" / "README.md").open("a") as card:
-        card.write("My own words.")
+    by_hand = ExportOptions(dtype="bf16", overwrite=True)  # type: ignore[arg-type]
+    consolidate(run / "checkpoint-8", outs / "checkpoint-8", by_hand)
     events = [*watch(run, outs, WatchOptions(once=True, keep=1))]
     assert _told(events) == [
         (EventKind.EXPORTED, "checkpoint-10"),

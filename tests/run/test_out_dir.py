@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
-from tests.support.pruning import trainers_run
-from zexport import ExportReport, consolidate, open_checkpoint, reshard
+from tests.support.forked import typed
+from tests.support.pruning import state_of, trainers_run
+from zexport import (
+    ExportOptions,
+    ExportReport,
+    consolidate,
+    open_checkpoint,
+    plan_export,
+    reshard,
+    run_export,
+)
 from zexport.errors import OutputError
-from zexport.run.manifest import FileEntry, new_manifest
 from zexport.run.staging import staged_folder
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16"
@@ -62,7 +71,6 @@ def test_a_folder_with_a_file_of_a_model_is_replaced(
         ("thesis.tex", "years"),
         ("config.json", '{"port": 80}'),
         ("config.json", "[1"),
-        ("zexport_manifest.json", "{}"),
         ("figures/1.svg", "<svg/>"),
         ("figures/.empty/", ""),
     ],
@@ -90,41 +98,75 @@ def test_a_model_s_folder_with_work_below_it_is_not_replaced(tmp_path: Path, nam
     (out / "model.safetensors").touch()
     (out / name).parent.mkdir(parents=True)
     (out / name).write_text("work")
-    with pytest.raises(OutputError, match="holds what is not the export's own") as caught:
+    with pytest.raises(OutputError, match="holds what is not the model's own") as caught:
         _make(out)
     assert caught.value.found == name
     assert (out / name).read_text() == "work"
 
 
-def _exported(out: Path) -> None:
-    """An export of two files, of which one lies in a folder."""
-    files = {"model.safetensors": "old", "templates/tools.jinja": "{{ tools }}"}
-    for name, content in files.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(content)
-    entries = {name: FileEntry(1, "") for name in files}
-    manifest = new_manifest(provenance={}, sources=(), tensors={}, files=entries, findings=())
-    (out / "zexport_manifest.json").write_bytes(b"".join(manifest.lines()))
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
 
 
-def test_an_export_is_replaced(tmp_path: Path) -> None:
-    _exported(out := tmp_path / "out")
-    assert _make(out) == []
-    assert _names(out) == ["model.safetensors"]
+def _add(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "templates/mine.jinja", "eval/results.json"])
-def test_an_export_with_files_that_somebody_put_there_is_not_replaced(
-    tmp_path: Path, name: str
+_EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "added": ("notes.txt", _add),
+    "added below": ("eval/results.json", _add),
+    "missing": ("README.md", Path.unlink),
+    "another size": ("config.json", lambda path: _rewrite(path, lambda old: old + b" ")),
+    "another digest": ("config.json", lambda path: _rewrite(path, bytes.swapcase)),
+    "other weights": (
+        "model.safetensors",
+        lambda path: _rewrite(path, lambda old: old[:-4] + b"\1\2\3\4"),
+    ),
+    "manifest": ("zexport_manifest.json", lambda path: path.write_text("{}")),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "out"
+    consolidate(FIXTURE / "ckpt", out)
+    return out
+
+
+@pytest.mark.parametrize("edit", _EDITS)
+def test_overwrite_never_replaces_an_edited_export(
+    exported: Path, tmp_path: Path, edit: str
 ) -> None:
-    _exported(out := tmp_path / "out")
-    (out / name).parent.mkdir(exist_ok=True)
-    (out / name).write_text("mine")
-    with pytest.raises(OutputError, match="holds what is not the export's own") as caught:
-        _make(out)
-    assert caught.value.found == name
-    assert (out / name).read_text() == "mine"
-    assert (out / "model.safetensors").read_text() == "old"
+    """A copy keeps its times, as `cp -a` does; an edit gives another one."""
+    out = shutil.copytree(exported, tmp_path / "out")
+    name, act = _EDITS[edit]
+    act(out / name)
+    before = state_of(out)
+    done = typed("consolidate", FIXTURE / "ckpt", out, "--overwrite")
+    assert done.returncode == OutputError.exit_code
+    assert name in done.stderr
+    assert "remove the folder" in done.stderr
+    assert state_of(out) == before
+
+
+def test_an_export_edited_during_the_work_is_not_replaced(exported: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(exported, tmp_path / "out")
+    plan = plan_export(open_checkpoint(FIXTURE / "ckpt"), out, ExportOptions(overwrite=True))
+    with pytest.raises(OutputError, match=r"notes\.txt was added"):
+        run_export(plan, confirm=lambda: _add(out / "notes.txt"))
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_touched_export_is_replaced_and_even_quiet_says_so(
+    exported: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(exported, tmp_path / "out")
+    os.utime(out / "model.safetensors")
+    done = typed("consolidate", FIXTURE / "ckpt", out, "--overwrite", "-q")
+    assert done.returncode == 0
+    assert f"--overwrite replaces {out}, which holds what was made from ckpt/glob" in done.stderr
+    assert {path.stat().st_mtime_ns for path in out.iterdir()} == {out.stat().st_mtime_ns}
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -322,6 +322,31 @@ def test_overwriting_removes_the_old_manifest_before_all_else(
     assert done.stderr.startswith(f"What {out} holds is removed before the new folder is written")
 
 
+def test_what_somebody_edited_in_a_bucket_is_not_replaced(
+    run: Path, out: str, name: str, server: Server
+) -> None:
+    """Versions tell so without a byte of weights; a copy has other ones, and is read."""
+    zexport.consolidate(run, out)
+    server.requests.clear()
+    zexport.consolidate(run, out, ExportOptions(overwrite=True))
+    methods = [one.method for one in server.requests]
+    before = server.requests[: methods.index("POST")]  # by which the older one goes
+    assert not [one for one in before if one.range and one.key.endswith(".safetensors")]
+    for key in [one["path"] for page in obstore.list(server.store, name) for one in page]:
+        obstore.copy(server.store, key, key.replace(name, f"{name}-copy"))
+    zexport.consolidate(run, f"{out}-copy", ExportOptions(overwrite=True))
+    weights = f"{name}/model.safetensors"
+    content = bytes(obstore.get(server.store, weights).bytes())
+    obstore.put(server.store, weights, content[:-4] + b"mine")
+    before = server.get(name)
+    command = [sys.executable, "-m", "zexport", "consolidate", str(run), out, "--overwrite"]
+    env = {**os.environ, **server.environment}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == OutputError.exit_code
+    assert "model.safetensors does not hold" in done.stderr
+    assert server.get(name) == before
+
+
 def test_folders_in_which_all_is_deleted_are_nothing_of_a_bucket_with_versions(run: Path) -> None:
     """This server lists them all the same, as the receipts' would be after each export."""
     aws = boto3.client("s3")

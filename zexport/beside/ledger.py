@@ -22,11 +22,10 @@ from zexport.beside.sightings import Sighting
 from zexport.errors import OutputError
 from zexport.filenames import MANIFEST_NAME
 from zexport.report.failure import Told
-from zexport.run.manifest import read_manifest
 from zexport.run.staging import check_content
 from zexport.store.address import Address, place
 from zexport.store.contents import read_edition, read_whole, rewrite, write_durably
-from zexport.store.files import reading, version, writing
+from zexport.store.files import reading, writing
 from zexport.store.folders import (
     child_folders,
     exists,
@@ -252,7 +251,7 @@ class Ledger:
         """
         out, away = self.out(name), self._path.parent / f"removed-{name}"
         check_content(out, overwrite=True)
-        if not (self.is_ours(name) and _is_untouched(out)):
+        if not self.is_ours(name):
             raise OutputError("was changed since it was made", path=out, hint="Remove it yourself")
         before = self._entries[name]
         self.put(name, replace(before, is_removed=True))
@@ -278,18 +277,6 @@ def _remove_by(away: Path, out: Path) -> None:
             remove(away)
         move(out, away)
     remove(away)
-
-
-def _is_untouched(out: Path) -> bool:
-    """Whether every file has its size, and is as old as the manifest, which is written last."""
-    made = version(out / MANIFEST_NAME).mtime_ns
-    for name, entry in read_manifest(out).files.items():
-        if not is_file(out / name):
-            return False
-        now = version(out / name)
-        if now.nbytes != entry.nbytes or now.mtime_ns > made:
-            return False
-    return True
 
 
 def _remove_object_folder(out: Path) -> None:

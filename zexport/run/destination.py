@@ -16,7 +16,7 @@ from zexport.run.manifest import read_manifest
 from zexport.run.staging import real_path
 from zexport.store.address import Address
 from zexport.store.files import reading, writing
-from zexport.store.folders import is_file, is_folder
+from zexport.store.folders import children, is_file, is_folder
 
 _COUNTED = re.compile(r"checkpoint-(\d+)")
 """What a Trainer counts, and removes by ``save_total_limit``; it resumes from a whole name's.
@@ -28,7 +28,7 @@ Source: transformers 5.23, ``trainer_utils.py`` (``sort_checkpoints``, ``get_las
 def checked(plan: ExportPlan) -> ExportPlan:
     """The plan, with what is to be known of the place where the folder is to lie.
 
-    That is what a training may do with it there, and which other checkpoint's export it replaces.
+    That is what a training may do with it there, and what it replaces.
 
     A checkpoint for other ranks may be meant to be resumed from there: that is told.
 
@@ -36,7 +36,7 @@ def checked(plan: ExportPlan) -> ExportPlan:
         OutputError: a training would resume from the folder, and it is an export.
     """
     target = real_path(plan.out_dir)
-    plan = replace(plan, notes=(*plan.notes, *_replaced(target, plan)))
+    plan = replace(plan, warnings=(*plan.warnings, *_replaced(target, plan)))
     name = _COUNTED.match(target.name)
     if name is None or isinstance(target, Address) or not is_folder(target.parent):
         return plan
@@ -63,12 +63,14 @@ def checked(plan: ExportPlan) -> ExportPlan:
 
 
 def _replaced(target: Path, plan: ExportPlan) -> Iterator[str]:
-    """Tells which other checkpoint the folder was made from that is replaced."""
+    """Yield what ``--overwrite`` replaces."""
     with writing(target):
-        is_there = plan.overwrite and is_file(target / MANIFEST_NAME)
-    if is_there:
-        with suppress(VerificationError):
+        if not (plan.overwrite and is_folder(target) and children(target)):
+            return
+        is_export = is_file(target / MANIFEST_NAME)
+    older = None
+    with suppress(VerificationError):
+        if is_export:
             older = Origin.recorded(read_manifest(target).provenance.get("checkpoint"))
-            own = Origin.recorded(plan.provenance.get("checkpoint"))
-            if older is not None and older != own:
-                yield f"this replaces what was made from {older}"
+    what = "a model" if older is None else f"what was made from {older}"
+    yield f"--overwrite replaces {target}, which holds {what}"

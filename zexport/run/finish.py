@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
 
+from blake3 import blake3
 from isal.isal_zlib import crc32_combine
 from msgspec import Struct
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from zexport.run.shares import Stretch, shares_of, whole
 from zexport.store.address import Address
 from zexport.store.files import changed_ns, open_output, writing
 from zexport.store.folders import is_file, remove
+from zexport.store.publish import put_last
 
 _OVERFLOW = {
     DType.F32: FindingKind.FP32_OVERFLOW,
@@ -86,7 +88,10 @@ def finish(work: Workplace, reader: TensorReader, findings: tuple[Finding, ...])
         _check_sides(work, {name: files[name] for name in sides})
         for stretch in chain.from_iterable(stretches.values()):
             work.receipts.of(stretch)  # nobody has put another object in its place
-        files[MANIFEST_NAME] = write_file(folder / MANIFEST_NAME, manifest.lines())
+        content = b"".join(manifest.lines())
+        with writing(folder / MANIFEST_NAME):
+            put_last(folder / MANIFEST_NAME, content, manifest.shards)
+        files[MANIFEST_NAME] = FileEntry(len(content), blake3(content).hexdigest())
         return Finished(files, findings)
     if is_file(folder / MANIFEST_NAME):  # of one who was killed as it wrote that, or just after
         remove(folder / MANIFEST_NAME)

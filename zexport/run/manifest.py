@@ -93,6 +93,11 @@ class Manifest(Struct, frozen=True):
     findings: tuple[Finding, ...]
     provenance: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def shards(self) -> set[str]:
+        """Names of the files that hold tensors."""
+        return {entry.shard for entry in self.tensors.values()}
+
     def lines(self) -> Iterator[bytes]:
         """The file's content, line by line; equal manifests give equal bytes.
 
@@ -175,7 +180,7 @@ def read_manifest(out_dir: Path) -> Manifest:
 def _manifest_of(table: Mapping[str, object]) -> Manifest:
     """The manifest in a JSON object; what is not its own is provenance."""
     manifest = msgspec.convert(table, Manifest)
-    for name in {*manifest.files, *(tensor.shard for tensor in manifest.tensors.values())}:
+    for name in {*manifest.files, *manifest.shards}:
         check_inside(name)
     rest = {key: value for key, value in table.items() if key not in _OWN_KEYS}
     return replace(manifest, provenance=rest)

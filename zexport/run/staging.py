@@ -86,6 +86,8 @@ def staged_folder(
             drop_unfinished(partial)
         try:
             yield partial
+            if overwrite:  # the work may have taken an hour
+                check_content(target, overwrite=True, is_checkpoint=is_checkpoint)
             with writing(partial):
                 drop_receipts(partial)
                 publish(partial, target, overwrite=overwrite, warn=warn)
@@ -239,12 +241,6 @@ def check_content(target: Path, *, overwrite: bool, is_checkpoint: bool = False)
     if holds_something:
         _check_removable(target)
         _check_replaceable(target)
-    if holds_older and not _is_whole(target):
-        raise OutputError(
-            "was changed since it was made: training may have gone on in it",
-            path=target,
-            hint="Choose another name, or remove it yourself",
-        )
 
 
 def _is_resharded(folder: Path) -> bool:
@@ -253,12 +249,6 @@ def _is_resharded(folder: Path) -> bool:
         return "settings" in read_manifest(folder).provenance
     except VerificationError:
         return False
-
-
-def _is_whole(target: Path) -> bool:
-    from zexport.run.verify import verify_export  # noqa: PLC0415 - of an older one alone
-
-    return verify_export(target).ok
 
 
 def _check_left(target: Path, own: Set[str]) -> None:
@@ -281,15 +271,27 @@ def _check_left(target: Path, own: Set[str]) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a folder with anything in it that is no export's and no model's."""
+    """Refuse an export that somebody edited, and a folder that is no export's and no model's."""
+    from zexport.run.verify import find_edits  # noqa: PLC0415 - of an older one alone
+
     with writing(target):
-        names = {str(path.relative_to(target)) for path in leaves(target)}
-        empty = {name for name in names if is_folder(target / name)}
-        is_model = _is_model(target)
-    try:
-        own = {MANIFEST_NAME, *read_manifest(target).files}
-    except VerificationError:
-        own = {n for n in names if _is_models_own(n) or n in empty} if is_model else set()
+        if not is_file(target / MANIFEST_NAME):
+            _check_model(target)
+            return
+        edits = [f"{one.file} {one.problem}" for one in find_edits(target) if not one.tensor]
+    if edits:
+        raise OutputError(
+            "was changed after zexport wrote it, so zexport does not replace it",
+            path=target,
+            found=some(edits, 3),
+            hint="Keep what you need and remove the folder, or choose another name for the output",
+        )
+
+
+def _check_model(target: Path) -> None:
+    names = {str(path.relative_to(target)) for path in leaves(target)}
+    empty = {name for name in names if is_folder(target / name)}
+    own = {n for n in names if _is_models_own(n) or n in empty} if _is_model(target) else set()
     if not own:
         raise OutputError(
             "is neither an export nor a model's folder, and nothing else is replaced",
@@ -300,10 +302,10 @@ def _check_replaceable(target: Path) -> None:
         )
     if names - own:
         raise OutputError(
-            "holds what is not the export's own, which would be removed with it",
+            "holds what is not the model's own, which would be removed with it",
             path=target,
             found=some(sorted(names - own)),
-            expected=f"what {MANIFEST_NAME} lists, or a model's files and no more",
+            expected="a model's files and no more",
             hint="Move it elsewhere, or choose another name for the output",
         )
 

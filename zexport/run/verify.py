@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,10 @@ from zexport.run.manifest import Manifest, is_as_written, read_manifest
 from zexport.run.output_files import WrittenFile, is_of_tensors, is_safetensors, read_written
 from zexport.run.progress import Progress, Teller
 from zexport.store.contents import read_regular
-from zexport.store.files import reading, version
+from zexport.store.files import listed_version, reading, version
 from zexport.store.folders import exists, is_file, leaves, matching
 from zexport.store.json import JsonObject, Natural, form_of
+from zexport.store.publish import unedited
 from zexport.targets.hf import FILES_APART
 
 
@@ -84,6 +85,7 @@ class VerifyReport:
 
 _INDEX_NBYTES_MAX = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
+_EDITED_MANIFEST = Problem(MANIFEST_NAME, "", "is not what was written: its digest differs")
 _OTHER_BYTES = "does not hold the bytes that were written"
 _SHARD_PATTERN = "*.safetensors"
 
@@ -131,9 +133,9 @@ def verify_export(
         unread = (Problem(MANIFEST_NAME, "", error.problem),)
         return VerifyReport(out_dir, 0, 0, plan is not None, unread)
     told = Teller(progress, _nbytes_to_read(manifest, plan))
-    headers, problems = _written(out_dir, manifest)
+    headers, problems = _written(out_dir, _holding_tensors(manifest))
     if not is_as_written(out_dir):
-        problems.append(Problem(MANIFEST_NAME, "", "is not what was written: its digest differs"))
+        problems.append(_EDITED_MANIFEST)
     problems += _unlisted(out_dir, manifest)
     problems += _header_problems(manifest, headers)
     problems += _index_problems(out_dir, headers)
@@ -160,6 +162,32 @@ def verify_export(
         notes=tuple(_told_then(manifest)),
         conclusion=conclusion,
     )
+
+
+def find_edits(out_dir: Path) -> list[Problem]:
+    """Return what somebody changed in an export: files added, removed or written again.
+
+    A file of tensors is read only if its size or time (in a bucket, a version) is another.
+    """
+    try:
+        manifest = read_manifest(out_dir)
+    except VerificationError as error:
+        return [Problem(MANIFEST_NAME, "", error.problem)]
+    if not is_as_written(out_dir):
+        return [_EDITED_MANIFEST]
+    there = {path.relative_to(out_dir).as_posix() for path in leaves(out_dir)}
+    edits = [
+        Problem(one, "", "was added") for one in sorted(there - {MANIFEST_NAME, *manifest.files})
+    ]
+    edits += [Problem(one, "", "was removed") for one in sorted(manifest.files.keys() - there)]
+    rest = {name: entry for name, entry in manifest.files.items() if name in there}
+    for name in unedited(out_dir / MANIFEST_NAME, manifest.shards) & rest.keys():
+        if listed_version(out_dir / name).nbytes == rest[name].nbytes:
+            del rest[name]
+    headers, problems = _written(out_dir, [n for n in _holding_tensors(manifest) if n in rest])
+    for name in rest:
+        problems += _byte_problems(out_dir, name, headers.get(name), manifest, lambda _: None)
+    return edits + problems
 
 
 def _origin(manifest: Manifest, plan: ExportPlan | None, *, is_whole: bool) -> Origin | None:
@@ -194,11 +222,11 @@ def _nbytes_to_read(manifest: Manifest, plan: ExportPlan | None) -> int:
     return sum(entry.nbytes for entry in manifest.files.values()) + again
 
 
-def _written(out_dir: Path, manifest: Manifest) -> tuple[dict[str, WrittenFile], list[Problem]]:
+def _written(out_dir: Path, names: Iterable[str]) -> tuple[dict[str, WrittenFile], list[Problem]]:
     """The files of tensors that there are, and what is wrong with those that cannot be read."""
     found = {}
     problems = []
-    for name in _holding_tensors(manifest):
+    for name in names:
         path = out_dir / name
         try:
             with reading(path, VerificationError):
@@ -214,7 +242,7 @@ def _holding_tensors(manifest: Manifest) -> list[str]:
 
     Safetensors beside rank files, such as a peft adapter, were copied as they were.
     """
-    told = {entry.shard for entry in manifest.tensors.values()}
+    told = manifest.shards
     is_model = any(map(is_safetensors, told)) or not told
     own = (name for name in manifest.files if is_of_tensors(name))
     return [name for name in own if name in told or (is_model and is_safetensors(name))]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from obstore import ListResult, ObjectMeta
 
 _LISTING_SECONDS = 1.0
+_NOTE = "zexportversions"  # Azure takes letters only
 
 
 class Listing(Struct, frozen=True):
@@ -88,21 +89,33 @@ def get(address: Address, start: int, stop: int, etag: str = "") -> tuple[Versio
     return version, data
 
 
-def put(address: Address, content: bytes, *, is_new: bool = False) -> None:
+def put(address: Address, content: bytes, *, is_new: bool = False, note: str = "") -> None:
     """Write a small object, at once; with ``is_new`` only where there is none.
+
+    ``note`` goes into its metadata, for ``read_note``.
 
     One with this very content is ours: the library asks again where an answer was lost.
     """
     import obstore
 
-    mode: Any = "create" if is_new else "overwrite"
+    how: Any = {"mode": "create" if is_new else "overwrite", "use_multipart": False}
+    how |= {"attributes": {_NOTE: note}} if note else {}
     with refusals(address), _changing():
         store = store_of(address.root_url)
         try:
-            obstore.put(store, address.key, content, mode=mode, use_multipart=False)
+            obstore.put(store, address.key, content, **how)
         except obstore.exceptions.AlreadyExistsError:
             if bytes(obstore.get(store, address.key).bytes()) != content:
                 raise
+
+
+def read_note(address: Address) -> str:
+    """Return the note that an object was written with; empty if there is none."""
+    import obstore
+
+    with refusals(address):
+        found = obstore.get(store_of(address.root_url), address.key, options={"head": True})
+        return found.attributes.get(_NOTE, "")
 
 
 class Edition(Struct, frozen=True):

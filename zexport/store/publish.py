@@ -12,17 +12,20 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
+from blake3 import blake3
+
 from zexport.errors import OutputError, ZexportError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.printable import shell_word
+from zexport.store import objects
 from zexport.store.address import Address
-from zexport.store.files import HINTS, sync_path, writing
+from zexport.store.files import HINTS, sync_path, version, writing
 from zexport.store.folders import exists, is_file, is_folder
 from zexport.store.retries import steadily, synced
 
@@ -304,7 +307,10 @@ def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str
     """Give the folder its name, or leave everything under the names that it had."""
     if isinstance(target, Address):
         return
+    now = time.time_ns()
     for path in (*sorted(partial.rglob("*"), reverse=True), partial):  # files before their folders
+        with suppress(OSError):  # some file systems set no times: then `unedited` finds nothing
+            os.utime(path, ns=(now, now))
         sync_path(path)
     if not (overwrite and target.exists()):
         _rename_for_good(partial, target)
@@ -318,6 +324,28 @@ def publish(partial: Path, target: Path, *, overwrite: bool, warn: Callable[[str
         replaced.rename(target)
         raise
     _discard(replaced, warn)
+
+
+def put_last(path: Address, content: bytes, others: Iterable[str]) -> None:
+    """Write a folder's last object, with a note of the versions of others, for ``unedited``."""
+    objects.put(path, content, is_new=True, note=_versions(path.parent, others))
+
+
+def unedited(last: Path, names: Iterable[str]) -> set[str]:
+    """Return which files were not written since their folder was published with ``last``.
+
+    They have the time of ``last``. In a bucket all have the versions of its note, or none counts.
+    """
+    if isinstance(last, Address):
+        is_same = objects.read_note(last) == _versions(last.parent, names)
+        return {*names} if is_same else set()
+    made, there = version(last).mtime_ns, {name: last.parent / name for name in names}
+    return {n for n, path in there.items() if exists(path) and version(path).mtime_ns == made}
+
+
+def _versions(folder: Address, names: Iterable[str]) -> str:
+    listed = [(name, objects.listed(folder / name)) for name in sorted(names)]
+    return blake3(repr(listed).encode()).hexdigest()
 
 
 def _discard(replaced: Path, warn: Callable[[str], None]) -> None:
