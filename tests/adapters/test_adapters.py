@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, save, small_model
+from tests.support.forked import typed
 from tests.support.peft_models import FORMS, Form, Trained
 from tests.support.train_runs import trained as trained_by_command
 from zexport import ExportOptions, consolidate, verify_export
@@ -266,6 +268,31 @@ def test_without_the_base_there_is_no_merge(tmp_path: Path) -> None:
     trained = train(tmp_path, "plain")
     with pytest.raises(FrozenLeftOutError, match="--base"):
         merge_of(trained, tmp_path / "out", base=False)
+
+
+@pytest.mark.parametrize("named", ["by the adapter", "beside the export", "in the hub's cache"])
+def test_a_merge_is_verified_with_the_base_of_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    trained, base = train(tmp_path, "plain"), tmp_path / "base"
+    if named == "in the hub's cache":
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        model = tmp_path / "hub" / "models--owner--name"
+        base = model / "snapshots" / ("a" * 40)
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("a" * 40)
+    elif named == "by the adapter":
+        base = tmp_path / "elsewhere" / "models" / "base"
+        config = trained.checkpoint / "adapter_config.json"
+        content = json.loads(config.read_text()) | {"base_model_name_or_path": str(base)}
+        config.write_text(json.dumps(content))
+    shutil.move(trained.base, base)
+    out = tmp_path / "out"
+    consolidate(trained.checkpoint, out, ExportOptions(adapter=AdapterMode.MERGE, base=base))
+    done = typed("verify", out, "--against", trained.checkpoint)
+    assert (done.returncode, done.stderr) == (0, "")
+    shutil.rmtree(base)
+    assert "in --base MODEL" in typed("verify", out, "--against", trained.checkpoint).stderr
 
 
 def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from blake3 import blake3
 from msgspec import structs
 from safetensors.torch import save_file
 
+from tests.support.forked import typed
 from tests.support.plans import Wanted, digest_on_disk, export_plan, save, source_file
 from zexport.api import verify as api
 from zexport.errors import DamagedCheckpointError, VerificationError
@@ -24,6 +26,7 @@ from zexport.run.against_checkpoint import Problem
 from zexport.run.execute import Progress, run_plan
 from zexport.run.verify import INDEX_NAME, verify_export
 
+CHECKPOINT = Path(__file__).parents[2] / "fixtures" / "z3_w2_bf16" / "ckpt"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PLACES = {"a": SHARDS[0], "b": SHARDS[1]}
 INDEX = {"metadata": {"total_size": 1000 * 2 + 500 * 2}, "weight_map": PLACES}
@@ -74,10 +77,28 @@ def test_a_sound_export_has_no_problems(plan: ExportPlan) -> None:
     assert json.loads(json.dumps(report.to_json()))["ok"] is True
 
 
-def test_a_folder_without_a_manifest_has_one_problem(tmp_path: Path) -> None:
-    report = verify_export(tmp_path)
-    assert [(p.file, p.tensor) for p in report.problems] == [(MANIFEST_NAME, "")]
-    assert not report.ok
+def test_a_folder_without_a_manifest_is_not_judged(tmp_path: Path) -> None:
+    for words in ((), ("--against", CHECKPOINT)):
+        done = typed("verify", tmp_path, *words)
+        assert done.returncode == VerificationError.exit_code
+        told = " ".join((done.stdout + done.stderr).split())
+        assert "there is no manifest, so nothing can be verified against it" in told
+        assert "zexport diff" in told
+
+
+def test_a_checkpoint_of_another_step_is_warned_of(tmp_path: Path) -> None:
+    (source := tmp_path / "run").symlink_to(CHECKPOINT)
+    typed("consolidate", source, tmp_path / "out")
+    assert "Warnings" not in typed("verify", tmp_path / "out", "--against", source).stdout
+    source.unlink()
+    shutil.copytree(CHECKPOINT, source)
+    for path in source.glob("*/*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        torch.save(state | {"global_steps": 7}, path)
+    done = typed("verify", tmp_path / "out", "--against", source)
+    assert done.returncode == 0
+    assert "the export is of step 2, the checkpoint of step 7" in done.stdout
+    assert "made from run/global_step2 (step 2" in done.stdout.replace("ckpt/", "run/")
 
 
 def test_a_changed_weight_is_found_in_the_file_and_the_tensor(plan: ExportPlan) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from zexport.api.export import OnProgress, plan_anywhere
 from zexport.checkpoint.candidates import list_run_checkpoints
 from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.location import Location
 from zexport.checkpoint.opening import Checkpoint, open_recorded
 from zexport.errors import (
     FrozenLeftOutError,
@@ -18,8 +19,9 @@ from zexport.errors import (
     UsageError,
     VerificationError,
 )
-from zexport.filenames import CONFIG, MANIFEST_NAME
+from zexport.filenames import ADAPTER_CONFIG, CONFIG, MANIFEST_NAME
 from zexport.findings import FindingKind
+from zexport.model.hub_cache import GivenBase, cached_snapshot
 from zexport.options import CheckMode, ExportOptions, checks_arguments
 from zexport.plan.plan import ExportPlan
 from zexport.printable import shell_word
@@ -28,6 +30,7 @@ from zexport.run.manifest import Manifest, read_manifest
 from zexport.run.verify import VerifyReport
 from zexport.store.address import place
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder
 from zexport.store.json import as_table
@@ -54,7 +57,7 @@ def verify_export(
         against: the checkpoint it came from; every tensor is then made again from it. Several
             folders where nodes kept their own parts.
         base: the base model, where weights came from one: a folder, or the hub's name of a model
-            in its cache on this machine.
+            in its cache on this machine. Without it, the one that the manifest names is looked for.
         adapter_config: the adapter's configuration, where the export was given one.
         follow_symlinks: read what a link leads to, wherever that is.
         check: how much of the masters is held against the module's own copy of them.
@@ -82,6 +85,7 @@ def verify_export(
     manifest = read_manifest(out_dir)
     made_from = manifest.provenance.get("checkpoint")
     checkpoint = _open_source(against, made_from, follow_symlinks=follow_symlinks)
+    base = base or _recorded_base(manifest, checkpoint.location, out_dir.parent)
     adapter_config = place(adapter_config) if adapter_config is not None else None
     given = ExportOptions(base=base, adapter_config=adapter_config, check=check)
     plan = _plan_again(checkpoint, out_dir, manifest, given)
@@ -132,6 +136,26 @@ def _open_source(
             expected=f"the tag {tag}",
             hint="Give the checkpoint that it was made from, or the run with it",
         ) from cause
+
+
+def _recorded_base(manifest: Manifest, location: Location, above: Path) -> Path | None:
+    """Return the base that a manifest names, if it is where an adapter says, or in the Hub cache.
+
+    Of a folder it has the last two names: the working folder and those of the export and of the
+    checkpoint are looked into.
+    """
+    base = GivenBase.recorded(manifest.provenance.get("base"))
+    if base is None:
+        return None
+    config = location.root / ADAPTER_CONFIG
+    location.boundary.check(config)
+    named = read_json_object(config).get("base_model_name_or_path") if is_file(config) else None
+    folders = (Path(), above, location.root, location.root.parent)
+    names = (base.name, base.name.rpartition("/")[2])
+    places = [Path(str(named)), *(folder / name for folder in folders for name in names)]
+    cached = cached_snapshot(base.name, base.commit or "main")
+    places += [cached] if cached is not None else []
+    return next((one for one in places if is_folder(one) and GivenBase.of(one) == base), None)
 
 
 def _plan_again(

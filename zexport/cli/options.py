@@ -254,7 +254,11 @@ adapter_config_option = click.option(
     "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
 )
 given_options = together(
-    click.option("--base", type=PATH, help="The base model, where the export was given one."),
+    click.option(
+        "--base",
+        type=PATH,
+        help="Base model, if the export was given one. Default: the one its manifest names.",
+    ),
     adapter_config_option,
 )
 adapter_options = together(

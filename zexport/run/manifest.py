@@ -167,6 +167,12 @@ def read_manifest(out_dir: Path) -> Manifest:
                 expected=SCHEMA,
             )
         return _manifest_of(table)
+    except FileNotFoundError as cause:
+        raise VerificationError(
+            "there is no manifest, so nothing can be verified against it",
+            path=path,
+            hint="Compare the folder's weights with a checkpoint's: zexport diff FOLDER CKPT",
+        ) from cause
     except OSError as cause:
         raise VerificationError(
             f"cannot be read: {cause.strerror}",

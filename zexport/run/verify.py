@@ -46,7 +46,8 @@ class VerifyReport:
             ranks.
         by_manifest_alone: files that were held against the manifest and nothing else, such as
             config and tokenizer.
-        warnings: files that were added to the export and change what loads.
+        warnings: files that were added to the export and change what loads; a step of the
+            checkpoint that differs from the manifest's.
         problems: everything that is wrong.
         base: the model that the export was given for what the checkpoint lacks; null without one.
         notes: what was warned of when it was made, and what of this command changed nothing.
@@ -130,7 +131,7 @@ def verify_export(
     try:
         manifest = read_manifest(out_dir)
     except VerificationError as error:
-        unread = (Problem(MANIFEST_NAME, "", error.problem),)
+        unread = (Problem(MANIFEST_NAME, "", ". ".join(filter(None, (error.problem, error.hint)))),)
         return VerifyReport(out_dir, 0, 0, plan is not None, unread)
     told = Teller(progress, _nbytes_to_read(manifest, plan))
     headers, problems = _written(out_dir, _holding_tensors(manifest))
@@ -157,7 +158,7 @@ def verify_export(
         compared_with=plan.origin if plan else None,
         is_checkpoint="settings" in manifest.provenance,
         by_manifest_alone=_by_manifest_alone(manifest, plan),
-        warnings=tuple(_added_files(out_dir, manifest.files)),
+        warnings=(*_added_files(out_dir, manifest.files), *_other_step(manifest, plan)),
         base=GivenBase.recorded(manifest.provenance.get("base")),
         notes=tuple(_told_then(manifest)),
         conclusion=conclusion,
@@ -196,7 +197,15 @@ def _origin(manifest: Manifest, plan: ExportPlan | None, *, is_whole: bool) -> O
     if plan is None:
         return recorded
     is_same = Origin.recorded(plan.provenance.get("checkpoint")) == recorded
-    return plan.origin if recorded is None or is_same or is_whole else recorded
+    is_likely = is_whole and not any(_other_step(manifest, plan))
+    return plan.origin if recorded is None or is_same or is_likely else recorded
+
+
+def _other_step(manifest: Manifest, plan: ExportPlan | None) -> Iterator[str]:
+    """Warn of a checkpoint of another step than the manifest records; another tag is refused."""
+    recorded = Origin.recorded(manifest.provenance.get("checkpoint"))
+    if plan is not None and recorded is not None and plan.origin.step != recorded.step:
+        yield f"the export is of step {recorded.step}, the checkpoint of step {plan.origin.step}"
 
 
 class _Told(Struct, frozen=True):
