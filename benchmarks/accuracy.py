@@ -80,7 +80,7 @@ _DEEPSPEED_RAISES = (
 
 def _equal(found: torch.Tensor, truth: torch.Tensor) -> bool:
     """The same values in the same shape, whatever their type; NaN is none of them."""
-    return found.shape == truth.shape and torch.equal(found.double(), truth.double())
+    return bool(found.shape == truth.shape and torch.equal(found.double(), truth.double()))
 
 
 def damaged(case: Path, folder: Path) -> Path:

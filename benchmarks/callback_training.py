@@ -39,7 +39,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class _Clock(TrainerCallback):  # type: ignore[misc]
+class _Clock(TrainerCallback):
     """Notes when each step begins."""
 
     def __init__(self) -> None:

@@ -98,10 +98,10 @@ def vllm(folder: Path) -> tuple[torch.nn.Module, _Load]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    kernels = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    kernels = torch.library.Library("_C", "FRAGMENT")
     for name in _ACTIVATIONS:
         if not hasattr(torch.ops._C, name):
-            kernels.define(f"{name}(Tensor! out, Tensor input) -> ()")  # type: ignore[no-untyped-call]
+            kernels.define(f"{name}(Tensor! out, Tensor input) -> ()")
     config = EngineArgs(
         model=str(folder),
         dtype="float32",

@@ -65,7 +65,7 @@ def zero3_optimizer_state(
     base = _adamw_state(flats)
     for flat, group_id in zip(flats, ids, strict=True):
         flat.requires_grad_()
-        flat.ds_id = group_id  # type: ignore[attr-defined]  # torch.save keeps such attributes
+        flat.ds_id = group_id  # torch.save keeps such attributes
     state = {
         "zero_stage": ZeroStageEnum.weights,
         **_loss_scale(),

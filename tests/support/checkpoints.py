@@ -197,7 +197,7 @@ def _zero3_optimizer(model: Model, run: Run, rank: int) -> dict[str, object]:
         for group in groups
     ]
     for index, flat in enumerate(flats):
-        flat.ds_id = f"{index}_{len(flats)}"  # type: ignore[attr-defined]
+        flat.ds_id = f"{index}_{len(flats)}"
     state = {
         "zero_stage": _stand_in("deepspeed.runtime.zero.config", "ZeroStageEnum")(3),
         **_loss_scale(),

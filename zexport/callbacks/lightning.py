@@ -14,7 +14,7 @@ else:
     from lightning.pytorch import Callback
 
 
-class LightningExportCallback(Exports, Callback):  # type: ignore[misc]
+class LightningExportCallback(Exports, Callback):
     """Exports every checkpoint that ``ModelCheckpoint`` saves; else as ``ExportCallback``."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

@@ -14,7 +14,7 @@ from zexport.callbacks.exports import Exports
 _LOG = logging.getLogger("zexport.callbacks")
 
 
-class ExportCallback(Exports, TrainerCallback):  # type: ignore[misc]
+class ExportCallback(Exports, TrainerCallback):
     """Exports every checkpoint that a Trainer saves, in a process of its own at low priority.
 
     ``Trainer(..., callbacks=[ExportCallback("models", dtype="bf16")])``; TRL, Axolotl and

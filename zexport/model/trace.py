@@ -54,11 +54,11 @@ class _Part:
     boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(TorchDispatchMode):
     """While active, records what becomes of ``tensors``, which have no data."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         self._parts: list[_Part] = []
         self._kept: list[torch.Tensor] = []  # a storage's number is its own only while it lives

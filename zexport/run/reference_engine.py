@@ -219,7 +219,7 @@ def _may_be_rounded(value: torch.Tensor, wanted: torch.dtype) -> bool:
     if value.dtype is not torch.float32 or wanted.is_complex:
         return True
     if wanted.is_floating_point:
-        return wanted.itemsize > value.dtype.itemsize
+        return bool(wanted.itemsize > value.dtype.itemsize)
     return not bool((value.abs() < _INTEGERS_OF_FLOAT32).all())  # NaN is below nothing
 
 
