@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+_DTYPE_NAMES = {
+    **dict.fromkeys(("float", "float32"), "fp32"),
+    **dict.fromkeys(("half", "float16"), "fp16"),
+    "bfloat16": "bf16",
+}
+
+
+def dtype_name(text: str) -> str:
+    """Return zexport's name for a dtype such as ``torch.bfloat16`` or ``BF16``."""
+    name = text.lower().removeprefix("torch.")
+    return _DTYPE_NAMES.get(name, name)
+
+
 class ExportDType(Enum):
     """The element type of the exported floating-point tensors."""
 
@@ -31,9 +44,9 @@ class ExportDType(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ExportDType | None:
-        """By torch's name for it, too."""
-        names = {"float32": cls.FP32, "bfloat16": cls.BF16, "float16": cls.FP16}
-        return names.get(value) if isinstance(value, str) else None
+        """Accept torch's names and any case."""
+        name = dtype_name(value) if isinstance(value, str) else value
+        return next((member for member in cls if member.value == name), None)
 
 
 class NameLayout(Enum):

@@ -33,7 +33,16 @@ def refusal(*words: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("word", "recorded"), [("bfloat16", "bf16"), ("float32", "fp32"), ("float16", "fp16")]
+    ("word", "recorded"),
+    [
+        ("bfloat16", "bf16"),
+        ("torch.bfloat16", "bf16"),
+        ("BF16", "bf16"),
+        ("float", "fp32"),
+        ("Float32", "fp32"),
+        ("half", "fp16"),
+        ("float16", "fp16"),
+    ],
 )
 def test_element_types_go_by_torchs_names_too(word: str, recorded: str, tmp_path: Path) -> None:
     words = ("--dtype", word, "--base-dtype", word, "--dry-run")
@@ -41,6 +50,23 @@ def test_element_types_go_by_torchs_names_too(word: str, recorded: str, tmp_path
     assert (options["dtype"], options["base_dtype"]) == (recorded, recorded)
     assert ExportOptions(dtype=word, base_dtype=word).dtype is ExportDType(recorded)  # type: ignore[arg-type]
     assert recorded in refusal("consolidate", ZERO3, tmp_path / "model", "--dtype", "int8")
+
+
+def test_choices_ignore_case(tmp_path: Path) -> None:
+    words = ("--layout", "Memory", "--verify", "NONE", "--allow", "NaN", "--progress", "JSON")
+    options = result("consolidate", ZERO3, tmp_path / "model", *words)["options"]
+    assert (options["layout"], options["allow"]) == ("memory", ["nan"])
+    words = ("-n", "1", "--format", "Native", "--dry-run")
+    assert result("reshard", ZERO3, tmp_path / "on-1", *words)
+    model = tmp_path / "model"
+    assert result("diff", model, model, "--fail-on", "Different")
+
+
+@pytest.mark.parametrize("word", ["bf16", "torch.float16", "FP32"])
+def test_a_dtype_after_the_output_is_an_option_that_was_meant(word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"Did you mean --dtype {ExportDType(word).value}"):
+        refusal("consolidate", ZERO3, tmp_path / "model", word)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_forgotten_out_is_what_is_said_to_be_missing() -> None:

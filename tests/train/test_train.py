@@ -367,6 +367,12 @@ class TestDeepSpeedConfiguration:
             settled(options, {"stage"})
 
 
+def test_quiet_run_prints_nothing(tmp_path: Path) -> None:
+    words = ("-q", "--world-size", 1, "--steps", 1, "--dtype", "BFloat16", "--save", "Partitioned")
+    assert run(tmp_path / "run", *words) == Run(0, "", "")
+    assert json.loads((tmp_path / "run" / "zexport_train.json").read_text())["dtype"] == "bf16"
+
+
 def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     theirs = {"optimizer": {"params": {"lr": 1e-4}}, "zero_optimisation": {}}

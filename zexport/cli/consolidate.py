@@ -18,8 +18,10 @@ from zexport.cli.options import (
     verify_option,
 )
 from zexport.errors import UsageError
+from zexport.options import ExportDType, dtype_name
 from zexport.printable import shell_word
 from zexport.store.address import local_path
+from zexport.store.folders import exists
 
 
 @click.command(short_help="Turn a ZeRO checkpoint into a Hugging Face model folder.")
@@ -56,6 +58,7 @@ def consolidate(
     """
     first = shell_word(paths[0]) if paths else "run/checkpoint-100"
     example = f"zexport consolidate {first} model"
+    _check_no_dtype(paths)
     ckpts, out = split(paths, output, example)
     given["verify"] = "none" if no_verify else verify
     making = Making.taken_from(given)
@@ -64,6 +67,17 @@ def consolidate(
     if push_to_hub is not None:
         then = _uploading(push_to_hub, out, making, overwrite=options.overwrite)
     making.make(ckpts, out, options, then, _confirming(ckpts, as_seen, making))
+
+
+def _check_no_dtype(paths: tuple[Path, ...]) -> None:
+    """Raise if the last argument is a dtype that follows a new folder to make."""
+    dtypes = {dtype.value for dtype in ExportDType}
+    match paths:
+        case (_, *_, out, last) if dtype_name(str(last)) in dtypes and not exists(out):
+            raise UsageError(
+                f"{str(last)!r} is a dtype, not a folder",
+                hint=f"Did you mean --dtype {dtype_name(str(last))}?",
+            )
 
 
 def _uploading(

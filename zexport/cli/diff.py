@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--all", is_flag=True, help="List every tensor, equal ones too.")
 @click.option(
     "--fail-on",
-    type=click.Choice(["none", "different", "not-cast-equal"]),
+    type=click.Choice(["none", "different", "not-cast-equal"], case_sensitive=False),
     default="none",
     show_default=True,
     help="End with exit code 7, not 0, if anything differs, or anything but rounding.",

@@ -124,14 +124,14 @@ class Named(click.Choice[str]):
 
     def __init__(self, members: type[Enum], listed: Iterable[Enum] = ()) -> None:
         self._members = members
-        super().__init__([member.value for member in listed or members])
+        super().__init__([member.value for member in listed or members], case_sensitive=False)
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """The member; a value may have a second name, such as ``bfloat16``."""
+        """Return the member, in any case; a dtype also by torch's name."""
         try:
-            return self._members(value)
+            return self._members(str(value).lower())
         except ValueError:
             return super().convert(value, param, ctx)  # its refusal lists the values
 
@@ -220,7 +220,7 @@ jobs_option = click.option(
 )
 verify_option = click.option(
     "--verify",
-    type=click.Choice(["readback", "disk", "none"]),
+    type=click.Choice(["readback", "disk", "none"], case_sensitive=False),
     default="readback",
     show_default=True,
     help="Read the result again before it gets its name; disk: from the disk, not from memory.",
@@ -242,7 +242,7 @@ allow_option = click.option(
 )
 progress_option = click.option(
     "--progress",
-    type=click.Choice(["auto", "json"]),
+    type=click.Choice(["auto", "json"], case_sensitive=False),
     default="auto",
     show_default=True,
     help="Progress on stderr: a bar or plain lines, or JSON lines.",

@@ -47,7 +47,7 @@ from zexport.printable import shell_word
 )
 @click.option(
     "--format",
-    type=click.Choice([one.value for one in ResumeFormat]),
+    type=click.Choice([one.value for one in ResumeFormat], case_sensitive=False),
     default=ResumeFormat.NATIVE.value,
     show_default=True,
     help="Rank files for N ranks, which plain load_checkpoint takes, or one universal checkpoint "

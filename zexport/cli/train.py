@@ -9,11 +9,20 @@ import click
 from click.core import ParameterSource
 
 from zexport.cli.environment import tell_of_options_set
+from zexport.cli.making import quiet_option
 from zexport.cli.options import GivenPath, number_option, together
+from zexport.options import dtype_name
 
 _FOLDER = GivenPath(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 _FILE = GivenPath(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
 _OUT = GivenPath(file_okay=False, path_type=Path, resolve_path=True)
+
+
+class _DType(click.Choice[str]):
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        """Return zexport's name for a dtype that has torch's or another case."""
+        return dtype_name(super().normalize_choice(choice, ctx))
+
 
 _train_options = together(
     click.option("--model", type=_FOLDER, help="Model folder to start from (default: built in)."),
@@ -28,7 +37,7 @@ _train_options = together(
     ),
     click.option(
         "--dtype",
-        type=click.Choice(["fp32", "bf16", "fp16"]),
+        type=_DType(["fp32", "bf16", "fp16"]),
         default="bf16",
         help="Element type that the module trains in.",
     ),
@@ -58,7 +67,7 @@ _train_options = together(
     number_option("--timeout", 600, "Seconds a rank may be waited for."),
     click.option(
         "--save",
-        type=click.Choice(["partitioned", "gathered", "both"]),
+        type=click.Choice(["partitioned", "gathered", "both"], case_sensitive=False),
         default="partitioned",
         help="Every rank's part (to resume), the whole 16-bit model from rank 0, or both.",
     ),
@@ -75,9 +84,12 @@ _train_options = together(
 @click.argument("out", type=_OUT)
 @_train_options
 @click.option("--json", is_flag=True, help="Print one JSON object.")
+@quiet_option
 @click.option("--local_rank", hidden=True, expose_value=False)  # the deepspeed launcher appends it
 @click.pass_context
-def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **values: Any) -> None:
+def train(
+    context: click.Context, /, ds_config: Path | None, *, json: bool, quiet: bool, **values: Any
+) -> None:
     """Make a checkpoint in OUT by a short sharded training run with DeepSpeed.
 
     Started by itself it launches --world-size ranks; under torchrun or the deepspeed launcher it is
@@ -98,6 +110,11 @@ def train(context: click.Context, /, ds_config: Path | None, *, json: bool, **va
     tell_of_options_set()
     for told in without_effect(options, explicit):
         click.echo(f"Warning: {told}.", err=True)
-    summary = run_training(options, explicit, progress=lambda line: click.echo(line, err=True))
-    if summary is not None:
+
+    def progress(line: str) -> None:
+        if not quiet:
+            click.echo(line, err=True)
+
+    summary = run_training(options, explicit, progress=progress)
+    if summary is not None and (json or not quiet):
         click.echo(summary.to_json() if json else summary.to_text())
