@@ -10,10 +10,12 @@ from pathlib import Path
 
 import obstore
 import pytest
+from click.testing import CliRunner
 
 import zexport
 from tests.support.buckets import BUCKET, Answer, Request, Server
 from tests.support.checkpoints import Model, Run, save, values
+from zexport.cli.main import cli
 from zexport.errors import CheckpointError, MissingExtraError, UsageError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.options import Engine, ExportOptions
@@ -282,14 +284,28 @@ def test_a_store_out_of_reach_and_no_credentials_are_told(
     client.use_storage_options(
         {"metadata_endpoint": "http://169.254.169.254:1", "connect_timeout": "1s"}
     )
-    with pytest.raises(CheckpointError, match="there are no credentials"):
-        zexport.open_checkpoint(address)
+    told = "cannot be read: there are no credentials. Set AWS_ACCESS_KEY_ID"
+    assert _refusal(address).startswith(f"{address}: {told}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     client.use_storage_options({})
-    with pytest.raises(CheckpointError, match="the store cannot be reached"):
-        zexport.open_checkpoint(address)
+    told = "cannot be read: the store cannot be reached. Check the network"
+    assert _refusal(address).startswith(f"{address}: {told}")
+
+
+def test_missing_bucket_and_wrong_region_are_refused_with_the_cure(
+    address: str, server: Server
+) -> None:
+    told = "cannot be read: there is no such bucket. Check its name"
+    assert _refusal("s3://no-such-bucket/run").startswith(f"s3://no-such-bucket/run: {told}")
+    server.fault = lambda _: Answer("301 Moved Permanently", "PermanentRedirect")
+    told = "cannot be read: the bucket is in another region. Set AWS_REGION"
+    assert _refusal(address).startswith(f"{address}: {told}")
+
+
+def _refusal(given: str) -> str:
+    return str(CliRunner().invoke(cli, ["inspect", given]).exception)
 
 
 def test_a_profile_of_aws_is_taken_with_its_region(

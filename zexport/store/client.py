@@ -65,6 +65,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _SENTENCES = (
     (r"NoSuchBucket|ContainerNotFound", errno.ENOENT, "there is no such bucket"),
     (r"169\.254\.|metadata\.google|CredentialProvider", errno.EACCES, "there are no credentials"),
+    (r"incorrectly configured region", errno.EIO, "the bucket is in another region"),
     (r"not found: Error performing P(UT|OST) ", errno.ENOENT, "the store answers"),
     (r"^Object at location .* not found", errno.ENOENT, "there is no such object"),
     (r"^Object at location .* already exists", errno.EEXIST, "it is there already"),
@@ -76,6 +77,19 @@ _SENTENCES = (
     (r"HTTP error", errno.EIO, "the store's answer was cut off"),
 )
 """What the library's words mean; the first that fits. ``the store ...`` goes on with the answer."""
+
+_KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
+}
+_AZURE_KEYS = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run az login"
+_CURES = {
+    "there is no such bucket": "Check its name, the endpoint and the region",
+    "there are no credentials": "Set {keys}",
+    "the bucket is in another region": "Set AWS_REGION or --storage-option region=REGION",
+    "the store cannot be reached": "Check the network, the region and the endpoint "
+    "(--storage-option endpoint=URL)",
+}
 
 _options: dict[str, str] = {}
 
@@ -198,6 +212,14 @@ def refusals(address: Address) -> Iterator[None]:
             raise  # the system's own, or told already
         number, sentence = _told(str(cause)) or (errno.EIO, first_line(cause))
         raise OSError(number, sentence, address) from cause
+
+
+def cure_of(cause: OSError) -> str:
+    """Return what to do about a refusal that concerns a whole bucket or store; else nothing."""
+    if not isinstance(cause.filename, Address):
+        return ""
+    scheme = cause.filename.root_url.partition(":")[0]
+    return _CURES.get(cause.strerror, "").format(keys=_KEYS.get(scheme, _AZURE_KEYS))
 
 
 def _told(text: str) -> tuple[int, str] | None:

@@ -16,6 +16,7 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 from zexport.errors import CheckpointError, OutputError, ZexportError
 from zexport.store import objects
 from zexport.store.address import Address
+from zexport.store.client import cure_of
 from zexport.store.object_files import ObjectInput, ObjectOutput, ObjectReader
 from zexport.store.retries import steadily, synced
 from zexport.store.versions import Version
@@ -201,15 +202,17 @@ def reading(
 ) -> Iterator[None]:
     """Turn an operating system's refusal to read into an error about what it names, else ``path``.
 
+    If a whole bucket or store refuses, it is about ``path``.
     What was not to be read is not for this block: refusals to write are for ``writing``.
     """
     try:
         yield
     except OSError as cause:
+        cure = cure_of(cause)
         raise error(
             f"cannot be read: {cause.strerror or cause}",
-            path=_named(cause) or path,
-            hint=hint,
+            path=path if cure else _named(cause) or path,
+            hint=cure or hint,
         ) from cause
 
 
@@ -230,7 +233,7 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(
             f"cannot be written: {cause.strerror}",
             path=path,
-            hint=HINTS.get(cause.errno or 0, ""),
+            hint=cure_of(cause) or HINTS.get(cause.errno or 0, ""),
         ) from cause
 
 
