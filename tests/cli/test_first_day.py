@@ -72,6 +72,32 @@ def test_a_folder_that_is_no_single_checkpoint_is_told_what_to_type(runs: Path) 
     assert f"Did you mean {one}?" in refusal("inspect", runs / "rum-a" / "checkpoint-1")[0]
 
 
+def test_missing_model_states_file_is_named_for_each_stage(tmp_path: Path) -> None:
+    half = shutil.copytree(ZERO3, tmp_path / "half")
+    for path in (half / "global_step2").glob("zero_pp_rank_*_model_states.pt"):
+        path.unlink()
+    zero3, plain = "zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"
+    said, _ = refusal("consolidate", half, tmp_path / "model")
+    assert f"expected {zero3})" in said
+    for path in (half / "global_step2").iterdir():
+        path.write_bytes(path.read_bytes()[:3000])
+    said, _ = refusal("consolidate", half, tmp_path / "model")
+    assert f"expected {zero3} (ZeRO-3) or {plain} (other stages)" in said
+
+
+@pytest.mark.parametrize("edit", [{"num_hidden_layers": n} for n in (1, 3)] + [{"hidden_size": 32}])
+def test_a_config_that_does_not_fit_is_traced_to_the_base(
+    edit: dict[str, int], tmp_path: Path
+) -> None:
+    run, base = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(ZERO3 / "global_step2", run / "global_step2")
+    zexport.consolidate(ZERO3, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | edit))
+    said, _ = refusal("consolidate", run, tmp_path / "model", "--base", base)
+    assert f"config.json came from --base {base} and is probably another model's" in said
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

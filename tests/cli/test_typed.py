@@ -64,7 +64,7 @@ def test_choices_ignore_case(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["bf16", "torch.float16", "FP32"])
 def test_a_dtype_after_the_output_is_an_option_that_was_meant(word: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"Did you mean --dtype {ExportDType(word).value}"):
+    with pytest.raises(UsageError, match=f"Pass it as --dtype {ExportDType(word).value}"):
         refusal("consolidate", ZERO3, tmp_path / "model", word)
     assert not any(tmp_path.iterdir())
 

@@ -124,7 +124,8 @@ def read_ranks(tag_dir: Path, files: Iterable[RankFile]) -> RankStates:
     problems += _missing(of_optimizers, tag_dir, missing, world_size)
     if 0 in missing_model:
         mp_rank = files[0].mp_rank if files else 0
-        problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3))
+        is_known = is_zero3 or bool(model or optimizer)
+        problems.append(no_first_model(tag_dir, mp_rank, is_zero3=is_zero3 if is_known else None))
     problems += _surplus(tag_dir, named | (model_named if is_zero3 else set()), world_size)
     within = range(WORLD_SIZE_MAX if world_size is None else world_size)
     own = {r: s for r, s in optimizer.items() if r in within}
@@ -233,15 +234,22 @@ def _missing(
 
 
 def no_first_model(
-    tag_dir: Path, mp_rank: int = 0, *, is_zero3: bool = False
+    tag_dir: Path, mp_rank: int = 0, *, is_zero3: bool | None = False
 ) -> IncompleteCheckpointError:
-    """The problem of a model-parallel index without the file that names its weights."""
-    kind = RankFileKind.MODEL_PER_RANK if is_zero3 else RankFileKind.MODEL
+    """Return the error for a model-parallel index without the file that names its weights.
+
+    ``is_zero3`` is ``None`` if no file that can be read records the stage.
+    """
+    plain, zero3 = (
+        rank_file_name(kind, 0, mp_rank)
+        for kind in (RankFileKind.MODEL, RankFileKind.MODEL_PER_RANK)
+    )
+    either = f"{zero3} (ZeRO-3) or {plain} (other stages)"
     return IncompleteCheckpointError(
         "lacks the model file of rank 0, which names and shapes come from",
         path=tag_dir,
         found="no such file",
-        expected=rank_file_name(kind, 0, mp_rank),
+        expected=either if is_zero3 is None else zero3 if is_zero3 else plain,
         hint="Copy it from the node of rank 0",
     )
 

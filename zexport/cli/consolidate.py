@@ -76,7 +76,7 @@ def _check_no_dtype(paths: tuple[Path, ...]) -> None:
         case (_, *_, out, last) if dtype_name(str(last)) in dtypes and not exists(out):
             raise UsageError(
                 f"{str(last)!r} is a dtype, not a folder",
-                hint=f"Did you mean --dtype {dtype_name(str(last))}?",
+                hint=f"Pass it as --dtype {dtype_name(str(last))}",
             )
 
 

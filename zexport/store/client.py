@@ -219,7 +219,7 @@ def cure_of(cause: OSError) -> str:
     if not isinstance(cause.filename, Address):
         return ""
     scheme = cause.filename.root_url.partition(":")[0]
-    return _CURES.get(cause.strerror, "").format(keys=_KEYS.get(scheme, _AZURE_KEYS))
+    return _CURES.get(cause.strerror or "", "").format(keys=_KEYS.get(scheme, _AZURE_KEYS))
 
 
 def _told(text: str) -> tuple[int, str] | None:

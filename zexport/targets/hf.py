@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from zexport.checkpoint.contents import Role, StoredTensor
 from zexport.collected import Collected
+from zexport.errors import NamesMismatchError, ZexportError
 from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.statements import Statement, disagreements
 from zexport.filenames import CONFIG, README
+from zexport.findings import FindingKind
 from zexport.model.card import model_card, paragraphs_of
 from zexport.model.config import ConfigFile
 from zexport.model.fit import Fit
@@ -34,7 +36,7 @@ from zexport.plan.plan import (
     SideFile,
     plan_file,
 )
-from zexport.printable import some
+from zexport.printable import shown, some
 from zexport.ranges.dtypes import DType
 from zexport.weights.hub_names import check_shapes, settle_names
 from zexport.weights.model_class import is_value_head
@@ -60,6 +62,19 @@ class HubModel(Struct, frozen=True):
 
     def select(self) -> Selection:
         """The weights under the names of the model's files, whole."""
+        try:
+            return self._selection()
+        except ZexportError as error:
+            is_misfit = error.finding is FindingKind.SHAPE_MISMATCH
+            is_misfit = is_misfit or isinstance(error, NamesMismatchError)
+            if is_misfit and CONFIG in self.collected.files_of_base:
+                error.hint = shown(
+                    f"config.json came from --base {self.collected.options.base} and is probably "
+                    "another model's. Give the base of this run, or its own config.json"
+                )
+            raise
+
+    def _selection(self) -> Selection:
         found = self.collected
         checkpoint, options = found.checkpoint, found.options
         tag_dir = checkpoint.location.tag_dir
