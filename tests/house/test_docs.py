@@ -281,3 +281,12 @@ def test_the_site_is_built_and_every_link_on_it_leads_somewhere(tmp_path: Path) 
     assert made == {"index.html", *(f"{page.as_posix()}/index.html" for page in pages)} - {
         "index/index.html"
     }
+
+
+def test_the_readme_compares_the_installation_that_it_tells_to_make() -> None:
+    readme, install = text_of(REPOSITORY / "README.md"), text_of(DOCS / "install.md")
+    (command,) = re.findall(r"^pip install ('\.\[\w+\]')$", readme, re.MULTILINE)
+    (size,) = re.findall(
+        rf"^\| `pip install {re.escape(command)}` .*\| (\S+ GB) with", install, re.M
+    )
+    assert re.search(rf"^\| Size .*`pip install {re.escape(command)}`.*\| {size} \|", readme, re.M)

@@ -105,8 +105,7 @@ def cell_files(index: int, ranks: RankStates) -> CellFiles:
     """The files of one index, of which none may be missing."""
     model = ranks.first_model
     if model is None:
-        tag_dir = next(iter(ranks.optimizer.values())).file.path.parent
-        raise no_first_model(tag_dir, index, is_zero3=ranks.is_zero3)
+        raise no_first_model(next(iter(ranks.optimizer.values())).file.path.parent, index)
     owners = [one for one in owners_of(ranks, ranks.world_size) if one is not None]
     if not any(model.param_shapes):
         raise UnsupportedError(

@@ -61,8 +61,7 @@ def read_experts(checkpoint: ZeroCheckpoint) -> Read:
     for index, ranks in sorted(checkpoint.cells.items()):
         model = ranks.first_model
         if model is None:
-            tag_dir = checkpoint.location.tag_dir
-            raise no_first_model(tag_dir, index, is_zero3=ranks.is_zero3)
+            raise no_first_model(checkpoint.location.tag_dir, index)
         named = [*_named(checkpoint, index)]
         experts = [one for one in named if one[0].kind is RankFileKind.EXPERT]
         layers = find_layers(ranks, model, [module_file(*one) for one in experts])
