@@ -87,6 +87,12 @@ def test_a_folder_without_a_manifest_is_no_export(tmp_path: Path) -> None:
     assert caught.value.path == tmp_path / MANIFEST_NAME
 
 
+def test_a_manifest_that_is_no_file_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).mkdir()
+    with pytest.raises(VerificationError, match="cannot be read: Not a regular file"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff", b"[" * 100_000], ids=["empty", "half", "bytes", "deep"]
 )

@@ -254,11 +254,7 @@ adapter_config_option = click.option(
     "--adapter-config", type=PATH, help="adapter_config.json, where it lies elsewhere."
 )
 given_options = together(
-    click.option(
-        "--base",
-        type=PATH,
-        help="Base model, if the export was given one. Default: the one its manifest names.",
-    ),
+    click.option("--base", type=PATH, help="Base model. Default: the one the manifest names."),
     adapter_config_option,
 )
 adapter_options = together(
