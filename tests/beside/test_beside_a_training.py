@@ -14,10 +14,11 @@ from tests.support.beside_training import (
     LIMIT_S,
     Training,
     assert_all_exported,
-    assert_pruned_well,
+    assert_is,
     make_base,
 )
 from zexport import consolidate, prune
+from zexport.options import ExportOptions
 
 STEPS = 8
 
@@ -28,19 +29,18 @@ STEPS = 8
 def test_every_save_is_exported_as_the_engine_had_it_though_the_run_keeps_two(
     tmp_path: Path,
 ) -> None:
-    """By a watch that prunes and is ended in the middle; then by the callback: equal losses."""
+    """By a watch that is ended in the middle; then by the callback: equal losses."""
     base = make_base(tmp_path / "base")
     beside = Training(base, tmp_path / "beside" / "run", STEPS)
     models = tmp_path / "beside" / "models"
     command = [sys.executable, "-m", "zexport", "watch", str(beside.out), str(models)]
-    command += ["--dtype", "bf16", "--prune", "--keep-resumable", "1"]
+    command += ["--dtype", "bf16"]
     watching = subprocess.Popen([*command, "--interval", "0.2"], env=beside.environment)
     beside.finish()
     watching.send_signal(signal.SIGTERM)
     assert watching.wait(60) == 130
     subprocess.run([*command, "--once"], env=beside.environment, timeout=LIMIT_S, check=True)
     assert_all_exported(beside, models)
-    assert assert_pruned_well(beside, tmp_path / "scratch") > 0
     assert (beside.out / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
 
     models = tmp_path / "within" / "models"
@@ -51,6 +51,8 @@ def test_every_save_is_exported_as_the_engine_had_it_though_the_run_keeps_two(
     assert within.log("loss") == beside.log("loss")
     assert len(within.log("loss")) == STEPS
 
-    old, whole = within.out / f"checkpoint-{STEPS - 1}", tmp_path / "whole"
-    consolidate(old, whole)
-    assert prune(old, whole, delete=True).is_deleted
+    name = f"checkpoint-{STEPS - 1}"
+    pruned = prune(within.out / name, models / name).pruned
+    assert pruned is not None
+    consolidate(pruned, tmp_path / "again", ExportOptions(dtype="bf16"))  # type: ignore[arg-type]
+    assert_is(tmp_path / "again", within.truths()[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import Run, deepspeed_names, edit, model_file, save, small_model
 from tests.support.forked import typed
@@ -20,9 +20,7 @@ from tests.support.pruning import AS_STORED, state_of, tensors_of, trainers_run
 from tests.torture.faults import Calls, killing, watched
 from tests.torture.prunings import count_calls, killed_at
 from zexport import (
-    PruneReport,
     ReshardOptions,
-    WatchOptions,
     consolidate,
     diff_states,
     open_checkpoint,
@@ -32,8 +30,6 @@ from zexport import (
     watch,
 )
 from zexport.beside import sightings
-from zexport.beside.events import EventKind
-from zexport.beside.pruner import words_of_prune
 from zexport.checkpoint.optimizer_states import PRUNED
 from zexport.compare.verdict import Cause
 from zexport.errors import (
@@ -48,9 +44,8 @@ from zexport.errors import (
 )
 from zexport.findings import FindingKind
 from zexport.inspect.inspect import Outcome, inspect_checkpoint
-from zexport.options import ExportDType, ExportOptions
+from zexport.options import ExportOptions
 from zexport.run.manifest import read_manifest
-from zexport.store.address import place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = (
@@ -93,25 +88,23 @@ def test_a_pruned_checkpoint_gives_the_same_weights_and_no_training_takes_it(
     ]
 
 
-@pytest.mark.parametrize("delete", [False, True])
 @pytest.mark.parametrize(
     ("at", "named"),
     [("run", "checkpoint-2"), ("run/checkpoint-2", "."), ("run/checkpoint-2/global_step2", "..")],
 )
 def test_a_checkpoint_may_be_named_from_where_somebody_stands(
-    at: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, delete: bool
+    at: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the run, or in the checkpoint itself, whose name goes under the working directory."""
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out")
     monkeypatch.chdir(tmp_path / at)
     out = os.path.relpath(tmp_path / "out")
-    prune(named, out, delete=delete)
-    left = [] if delete else ["pruned-checkpoint-2"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-4", *left]
+    prune(named, out)
+    left = ["checkpoint-4", "pruned-checkpoint-2"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == left
     if at == "run":
-        with pytest.raises(NotACheckpointError) if delete else nullcontext():
-            prune(named, out, delete=delete)
+        prune(named, out)
 
 
 def test_a_removed_working_directory_is_told_by_watch_and_prune(
@@ -135,9 +128,8 @@ def test_a_place_that_the_system_refuses_is_told_by_watch_and_prune(tmp_path: Pa
     """As one that nobody may read, or a bucket for which there are no credentials."""
     trainers_run(tmp_path / "run")
     refused = tmp_path / ("x" * 300)
-    for delete in (False, True):
-        with pytest.raises(ZexportError, match="name too long"):
-            prune(refused, tmp_path / "out", delete=delete)
+    with pytest.raises(ZexportError, match="name too long"):
+        prune(refused, tmp_path / "out")
     with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
         watch(refused, tmp_path / "outs")
     with pytest.raises(OutputError, match="cannot be written: File name too long"):
@@ -145,9 +137,8 @@ def test_a_place_that_the_system_refuses_is_told_by_watch_and_prune(tmp_path: Pa
 
 
 def test_the_root_of_all_folders_is_no_checkpoint(tmp_path: Path) -> None:
-    for delete in (False, True):
-        with pytest.raises(NotACheckpointError):
-            prune("/", tmp_path / "out", delete=delete)
+    with pytest.raises(NotACheckpointError):
+        prune("/", tmp_path / "out")
 
 
 def test_deepspeed_finds_no_optimizer_state_where_moments_were(tmp_path: Path) -> None:
@@ -179,199 +170,17 @@ def test_the_times_by_which_a_run_orders_its_checkpoints_stay(tmp_path: Path) ->
     }
 
 
-def test_all_of_a_checkpoint_goes_if_a_complete_fp32_export_stands_for_it(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run")
-    for name, options in (
-        ("rounded", ExportOptions(dtype=ExportDType.BF16)),
-        ("part", ExportOptions(only="lin")),
-    ):
-        consolidate(old, tmp_path / name, options)
-        before = state_of(old)
-        with pytest.raises(OutputError, match="cannot stand for the checkpoint"):
-            prune(old, tmp_path / name, delete=True)
-        assert state_of(old) == before
-    consolidate(old, tmp_path / "out")
-    done = prune(old, tmp_path / "out", delete=True)
-    assert (done.is_deleted, done.nbytes_freed) == (True, done.nbytes_before)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-4"]
-    with pytest.raises(NotACheckpointError, match="nothing is left to do") as caught:
-        prune(old, tmp_path / "out", delete=True)
-    assert "checkpoint-4" not in str(caught.value)  # which is another, and was not proved
-    with pytest.raises(NotACheckpointError, match="does not exist") as caught:
-        prune(old.with_name("checkpoint-3"), tmp_path / "out", delete=True)
-    assert "nothing is left" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("notes.md", "eval/results.json", "hf/model.safetensors", "global_step2/notes.txt"),
-        *("tokenizer.json", "model-ema.safetensors", "custom_checkpoint_0.pkl"),
-        *("global_step2/zero/notes.md", "copy/deep/weights.pt"),
-    ],
-)
-def test_what_no_training_wrote_and_no_export_has_is_named_and_stays(
-    tmp_path: Path, name: str
-) -> None:
-    """A file of the user's, and a tokenizer that an export of the weights alone lacks."""
-    old = trainers_run(tmp_path / "run")
-    consolidate(old, tmp_path / "out", AS_STORED)
-    (old / name).parent.mkdir(exist_ok=True, parents=True)
-    (old / name).write_text("{}")
-    os.utime(old / name, (1000, 1000))
-    before = state_of(old)
-    for dry_run in (True, False):
-        with pytest.raises(OutputError, match=f"no part of.*{name.split('/', maxsplit=1)[0]}"):
-            prune(old, tmp_path / "out", delete=True, dry_run=dry_run)
-    assert state_of(old) == before
-    pruned = prune(old, tmp_path / "out").pruned
-    assert pruned is not None
-    assert (pruned / name).read_text() == "{}"
-    with pytest.raises(OutputError, match="no part of"):
-        prune(pruned, tmp_path / "out", delete=True)
-    (pruned / name).unlink()
-    assert prune(pruned, tmp_path / "out", delete=True).is_deleted
-
-
-def test_what_frameworks_write_goes_with_the_checkpoint(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
-    for name in (
-        *("training_args.bin", "scheduler.pt", "zero_to_fp32.py", "sampler_1.bin", "scaler.pt"),
-        *("model.safetensors.index.json", "random_states_0.pkl"),
-    ):
-        (old / name).write_text("{}")
-    consolidate(old, tmp_path / "out", AS_STORED)
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-    assert not old.exists()
-
-
-_BESIDE = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin")
-
-
-@pytest.mark.parametrize("name", _BESIDE)
-def test_weights_beside_a_checkpoint_go_if_they_are_those_of_the_export(
-    tmp_path: Path, name: str
-) -> None:
-    """A callback may have put an average of the run's weights there, under the usual name."""
-    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
-    consolidate(old, tmp_path / "out")
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    rounded = {key: one.bfloat16() for key, one in [*weights.items()][:-1]}
-    rounded["placeholder"] = torch.empty(0)
-    key = next(key for key, one in rounded.items() if one.ndim == 2)
-    averaged = {**rounded, key: rounded[key] * 1.01}
-    for held in (averaged, {**rounded, "ema": torch.ones(2)}, None, rounded):
-        if held is None:
-            (old / name).write_text("{}")
-        elif name.endswith(".bin"):
-            torch.save(held, old / name)
-        else:
-            save_file(held, old / name)
-        os.utime(old / name, (1000, 1000))
-        if held is not rounded:
-            with pytest.raises(OutputError, match=f"no part of.*{name}"):
-                prune(old, tmp_path / "out", delete=True)
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-
-
-def test_files_of_the_exports_names_go_if_it_says_the_same(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run", FIXTURES / "z2_w2_bf16_groups" / "ckpt")
-    consolidate(old, tmp_path / "out")
-    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
-        whole = (old / name).read_bytes()
-        content = json.loads(whole)
-        (old / name).write_text(json.dumps({**content, "added_since": 1}))
-        with pytest.raises(OutputError, match=f"no part of.*found {name}\\)"):
-            prune(old, tmp_path / "out", delete=True)
-        (old / name).write_bytes(whole)
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-
-
-def test_what_no_conversion_wrote_below_zero_stays(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run", FIXTURES / "uni_z2_w2_bf16_odd" / "ckpt")
-    consolidate(old, tmp_path / "out", AS_STORED)
-    (zero,) = old.glob("*/zero")
-    weights = sorted(path for path in zero.iterdir() if path.is_dir())
-    for folder in weights:
-        torch.save(torch.ones(1), folder / "momentum_buffer.pt")
-    for mine in (zero / "mine.pt", weights[0] / "mine.pt", weights[0] / "deep" / "fp32.pt"):
-        mine.parent.mkdir(exist_ok=True)
-        torch.save(torch.ones(1), mine)
-        for path in zero.rglob("*.pt"):
-            os.utime(path, (1000, 1000))
-        with pytest.raises(OutputError, match=r"no part of.*global_step2_universal/"):
-            prune(old, tmp_path / "out", delete=True)
-        mine.unlink()
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-
-
-def test_an_adapter_stands_for_a_checkpoint_that_has_nothing_else(tmp_path: Path) -> None:
-    """A Trainer leaves the base out; what was saved whole has it, and a merge no adapter."""
-    checkpoint = FIXTURES / "z2_w2_bf16_lora" / "ckpt"
-    old = trainers_run(tmp_path / "run", checkpoint)
-    shutil.rmtree(old / "base")
-    for name in ("config.json", "generation_config.json"):  # the base's, which peft leaves out
-        (old / name).unlink()
-
-    def leave_the_base_out(state: dict[str, Any]) -> None:
-        state["module"] = {name: t for name, t in state["module"].items() if "lora_" in name}
-        state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
-
-    whole = shutil.copytree(old, tmp_path / "whole" / old.name)
-    shutil.copytree(old.with_name("checkpoint-4"), whole.with_name("checkpoint-4"))
-    edit(old / "global_step2" / "mp_rank_00_model_states.pt", leave_the_base_out)
-    for path in old.rglob("*"):
-        os.utime(path, (1000, 1000))
-    base = checkpoint / "base"
-    for name, options, why in (
-        ("merged", ExportOptions(base=base), r"worked into its base.*--adapter keep"),
-        ("rounded", ExportOptions(dtype=ExportDType.BF16), r"rounded \(bf16\).*again as fp32"),
-    ):
-        consolidate(old, tmp_path / name, options)
-        with pytest.raises(OutputError, match=why):
-            prune(old, tmp_path / name, delete=True, base=options.base)
-    consolidate(old, tmp_path / "out")
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-    consolidate(whole, tmp_path / "adapter")
-    with pytest.raises(OutputError, match=r"not 21 weights of the base.*--layout memory"):
-        prune(whole, tmp_path / "adapter", delete=True)
-    consolidate(whole, tmp_path / "all", AS_STORED)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        with pytest.raises(OutputError, match=f"no part of.*{name}"):
-            prune(whole, tmp_path / "all", delete=True)
-        shutil.move(whole / name, tmp_path / name)
-    assert prune(whole, tmp_path / "all", delete=True).is_deleted
-
-
-def test_a_removal_that_was_stopped_is_ended_by_the_next_call(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run")
-    consolidate(old, tmp_path / "out")
-    count = count_calls(old, tmp_path / "out", delete=True)
-    for at in range(1, count + 1, max(1, count // 4)):
-        killed_at(old, tmp_path / "out", at, delete=True)
-
-
-@pytest.mark.parametrize("delete", [False, True])
-def test_a_pruning_that_was_stopped_at_its_note_is_ended_by_the_next_call(
-    delete: bool, tmp_path: Path
-) -> None:
+def test_a_pruning_that_was_stopped_at_its_note_is_ended_by_the_next_call(tmp_path: Path) -> None:
     """The note that is not finished is newer than any file of the run."""
     old = trainers_run(tmp_path / "run")
     consolidate(old, tmp_path / "out")
     pruned = old.rename(old.with_name("pruned-checkpoint-2"))
     (pruned / "global_step2" / ".zexport_pruned.json.new").write_text("{")
-    assert prune(old, tmp_path / "out", delete=delete).nbytes_freed > 0
+    assert prune(old, tmp_path / "out").nbytes_freed > 0
     assert not [*pruned.rglob("*.new")]
-
-
-def test_a_removal_that_was_stopped_at_its_empty_folders_is_ended(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run")
-    consolidate(old, tmp_path / "out")
-    shutil.rmtree(old)
-    (old.with_name("pruned-checkpoint-2") / "global_step2").mkdir(parents=True)
-    with pytest.raises(NotACheckpointError, match="checkpoint-2: does not exist"):
-        prune(old, tmp_path / "out", delete=True)
-    assert [path.name for path in old.parent.iterdir()] == ["checkpoint-4"]
+    (pruned / "global_step2" / "zexport_pruned.json").write_text("nothing")
+    with pytest.raises(CheckpointError, match="not what zexport prune writes"):
+        prune(old, tmp_path / "out")
 
 
 def test_what_a_kill_leaves_gives_the_same_weights_and_the_next_call_goes_on(
@@ -434,23 +243,58 @@ def _a_mount_below_it(old: Path, _: Path) -> None:
     (old / "data").mkdir()
 
 
+def _a_newer_one_with_a_flipped_bit(old: Path, _: Path) -> None:
+    """``torch.load`` reads it without a word: it checks no CRC-32."""
+    newer = next(old.with_name("checkpoint-4").glob("*/*_optim_states.pt"))
+    with zipfile.ZipFile(newer) as content:
+        tensors = [one for one in content.infolist() if "/data/" in one.filename]
+    largest = max(tensors, key=lambda one: one.file_size)
+    data = bytearray(newer.read_bytes())
+    data[largest.header_offset + largest.file_size] ^= 1
+    newer.write_bytes(data)
+    os.utime(newer, (1000, 1000))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (_a_link_of_the_run, "the link `best`"),
         (_a_link_into_it, "the link `best`"),
-        (_a_link_out_of_it, "holds a link that leads elsewhere"),
-        (_a_mount_below_it, "holds a mount point, `data`"),
         (_no_newer_one, "newest complete"),
         (_an_older_one_was_written_later, "newest complete"),
         (_best_of_the_run, "the best"),
+        (_a_newer_one_with_a_flipped_bit, "resume from checkpoint-4"),
+    ],
+)
+def test_a_checkpoint_that_a_training_would_resume_from_is_pruned_by_even_newest_only(
+    tmp_path: Path, change: Callable[[Path, Path], None], said: str
+) -> None:
+    old, out = trainers_run(tmp_path / "run"), tmp_path / "out"
+    consolidate(old, out)
+    change(old, out)
+    before = state_of(tmp_path / "run")
+    for words in ((), ("--dry-run",)):
+        refused = typed("prune", old, "--export", out, *words)
+        assert refused.returncode == UsageError.exit_code
+        assert said in " ".join(refused.stderr.split())
+        assert "--even-newest" in refused.stderr
+    assert state_of(tmp_path / "run") == before
+    assert typed("prune", old, "--export", out, "--even-newest").returncode == 0
+    assert [path.name for path in old.parent.glob("*-2")] == ["pruned-checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_a_link_out_of_it, "holds a link that leads elsewhere"),
+        (_a_mount_below_it, "holds a mount point, `data`"),
         (_still_written, "may still be being written"),
         (_made_with_allow, "--allow"),
         (_an_older_pruned_one, "would be called `pruned-checkpoint-2`"),
         (_a_link, "a link"),
     ],
 )
-def test_what_a_training_may_go_on_from_is_left_as_it_is(
+def test_a_folder_that_cannot_be_pruned_safely_is_left_as_it_is(
     tmp_path: Path,
     change: Callable[[Path, Path], None],
     said: str,
@@ -461,11 +305,66 @@ def test_what_a_training_may_go_on_from_is_left_as_it_is(
     consolidate(old, tmp_path / "out")
     change(old, tmp_path / "out")
     before = state_of(tmp_path / "run")
-    for delete in (False, True):
-        with pytest.raises(OutputError, match=said) as caught:
-            prune(old, tmp_path / "out", delete=delete)
-        assert caught.value.exit_code == 6
+    for even_newest in (False, True):
+        with pytest.raises(OutputError, match=said):
+            prune(old, tmp_path / "out", even_newest=even_newest)
     assert state_of(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("names", "is_model"),
+    [
+        (("agent0-step2", "agent1-step4"), False),
+        (("agent0-step2", "agent0-step4"), True),
+        (("seed1", "seed2"), False),
+        (("iter1", "iter2"), False),
+        (("agent2-step2", "agent4-step4"), False),
+    ],
+)
+def test_a_number_is_a_step_only_if_the_files_record_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], is_model: bool
+) -> None:
+    """Any other number is part of the model's name, and each model has a newest checkpoint."""
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    run = tmp_path / "run"
+    for step, name in zip((2, 4), names, strict=True):
+        if name.startswith("iter"):
+            save(small_model(), Run(steps=step), run / name, "global_step5")
+        else:
+            save(small_model(), Run(steps=step), run, name)
+    (run / "latest").unlink(missing_ok=True)
+    consolidate(run / names[0], tmp_path / "out", AS_STORED)
+    with nullcontext() if is_model else pytest.raises(UsageError, match="of its model"):
+        prune(run / names[0], tmp_path / "out")
+
+
+def test_an_export_of_another_step_or_tag_is_refused_though_its_weights_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    run = tmp_path / "run"
+    for tag, step in (("global_step2", 2), ("copy2", 2), ("global_step4", 4)):
+        save(small_model(), Run(steps=step), run, tag)
+    save(small_model(), Run(steps=3), tmp_path / "other", "global_step2")
+    for at, made_from in enumerate((run / "copy2", tmp_path / "other" / "global_step2")):
+        consolidate(made_from, tmp_path / f"{at}", AS_STORED)
+        with pytest.raises(VerificationError, match="made from another checkpoint"):
+            prune(run / "global_step2", tmp_path / f"{at}")
+    consolidate(run / "global_step2", tmp_path / "out", AS_STORED)
+    assert prune(run / "global_step2", tmp_path / "out").pruned is not None
+
+
+def test_a_tag_is_not_pruned_if_latest_names_one_that_no_training_resumes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sightings, "_SETTLED_S", -1)
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        save(small_model(), Run(steps=step), run, f"global_step{step}")
+    next((run / "global_step6").glob("*_optim_states.pt")).unlink()
+    consolidate(run / "global_step2", tmp_path / "out", AS_STORED)
+    with pytest.raises(UsageError, match="`latest` names global_step6, from which no training"):
+        prune(run / "global_step2", tmp_path / "out")
 
 
 def test_what_lightning_calls_the_best_is_left_as_it_is(
@@ -475,15 +374,16 @@ def test_what_lightning_calls_the_best_is_left_as_it_is(
     monkeypatch.setattr(sightings, "_SETTLED_S", -1)
     run = tmp_path / "run"
     for step in (2, 4, 6):
-        best = {"best_model_path": "/far/epoch=0-step=2.ckpt", "best_model_score": torch.ones(())}
+        best = {"best_model_path": "/far/epoch=2-step=2.ckpt", "best_model_score": torch.ones(())}
         told = {"callbacks": {"ModelCheckpoint{}": best, "Timer": {"elapsed": 1.0}, "Odd": []}}
-        state = Run(steps=step, client_state=told)
-        save(small_model(), state, run / f"epoch=0-step={step}.ckpt", "checkpoint")
-    for step in (2, 4):
-        consolidate(run / f"epoch=0-step={step}.ckpt", tmp_path / f"{step}", AS_STORED)
-    with pytest.raises(OutputError, match="the best"):
-        prune(run / "epoch=0-step=2.ckpt", tmp_path / "2")
-    assert prune(run / "epoch=0-step=4.ckpt", tmp_path / "4").nbytes_freed > 0
+        state = Run(steps=step, client_state={**told, "epoch": step, "global_step": step})
+        save(small_model(), state, run / f"epoch={step}-step={step}.ckpt", "checkpoint")
+        name = f"epoch={step}-step={step}.ckpt"
+        consolidate(run / name, tmp_path / f"{step}", AS_STORED)
+    for step, said in ((2, "the best"), (6, "newest complete")):
+        with pytest.raises(UsageError, match=said):
+            prune(run / f"epoch={step}-step={step}.ckpt", tmp_path / f"{step}")
+    assert prune(run / "epoch=4-step=4.ckpt", tmp_path / "4").nbytes_freed > 0
 
 
 def test_what_changes_after_it_was_proved_stays(
@@ -500,9 +400,9 @@ def test_what_changes_after_it_was_proved_stays(
         return found
 
     monkeypatch.setattr(pruning, "verify_export", verify)
-    for delete, dry_run in ((False, False), (False, True), (True, False), (True, True)):
+    for dry_run in (False, True):
         with pytest.raises(CheckpointError, match="by its run meanwhile"):
-            prune(old, tmp_path / "out", delete=delete, dry_run=dry_run)
+            prune(old, tmp_path / "out", dry_run=dry_run)
         (old / "notes.txt").unlink()
     assert old.exists()
 
@@ -516,8 +416,8 @@ def test_a_save_that_was_cut_short_is_no_newer_checkpoint_however_old_it_is(
     newer = next((tmp_path / "run" / "checkpoint-4").glob("*/*_optim_states.pt"))
     newer.write_bytes(newer.read_bytes()[:500])
     before = state_of(tmp_path / "run")
-    with pytest.raises(OutputError, match="newest complete"):
-        prune(old, tmp_path / "out", delete=True)
+    with pytest.raises(UsageError, match="newest complete"):
+        prune(old, tmp_path / "out")
     assert state_of(tmp_path / "run") == before
 
 
@@ -534,8 +434,8 @@ def test_the_folder_of_a_run_is_not_taken_for_its_checkpoint(
     (runs / "seed1" / "trainer_state.json").write_text("{}")
     for run in (runs / "1234567", runs / "seed1"):
         consolidate(run / "global_step2", tmp_path / f"{run.name}-out")
-        with pytest.raises(OutputError):
-            prune(run / "global_step2", tmp_path / f"{run.name}-out", delete=True)
+        with pytest.raises(UsageError):
+            prune(run / "global_step2", tmp_path / f"{run.name}-out")
         assert (run / "latest").exists()
         assert (run / "global_step2").exists()
 
@@ -545,7 +445,7 @@ def test_an_export_within_the_checkpoint_does_not_stand_for_it(tmp_path: Path) -
     consolidate(old, tmp_path / "out")
     shutil.move(tmp_path / "out", old / "hf")
     with pytest.raises(OutputError, match="lies in the checkpoint"):
-        prune(old, old / "hf", delete=True)
+        prune(old, old / "hf")
     assert (old / "global_step2").exists()
 
 
@@ -556,17 +456,16 @@ def test_an_export_without_frozen_weights_stands_for_no_checkpoint(tmp_path: Pat
         prune(old, tmp_path / "out")
 
 
-@pytest.mark.parametrize("delete", [False, True])
 def test_a_name_that_no_note_can_tell_is_refused_before_anything_is_touched(
-    delete: bool, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     old = trainers_run(tmp_path / "run")
     out = tmp_path / os.fsdecode(b"model-\xff")
     consolidate(old, tmp_path / "out")
     (tmp_path / "out").rename(out)
     before = state_of(tmp_path / "run")
-    with pytest.raises(OutputError, match="is no UTF-8"):
-        prune(old, out, delete=delete)
+    with pytest.raises(OutputError, match="is not UTF-8"):
+        prune(old, out)
     assert state_of(tmp_path / "run") == before
 
 
@@ -585,10 +484,10 @@ def test_the_tag_that_latest_names_is_left_and_others_of_a_plain_run_are_not(
     (run / "latest").write_text("global_step4")
     for step in (2, 4):
         consolidate(run / f"global_step{step}", tmp_path / f"{step}", AS_STORED)
-    with pytest.raises(OutputError, match="`latest` names"):
+    with pytest.raises(UsageError, match="`latest` names it"):
         prune(run, tmp_path / "4")
     (run / "latest_universal").write_text("global_step2")
-    with pytest.raises(OutputError, match="`latest` names"):
+    with pytest.raises(UsageError, match="`latest` names it"):
         prune(run, tmp_path / "2", tag="global_step2")
     (run / "latest_universal").unlink()
     before = tensors_of(run / "global_step2", tmp_path / "scratch")
@@ -614,9 +513,8 @@ def test_parts_that_nodes_kept_are_pruned_as_one(tmp_path: Path) -> None:
     assert verify_export(tmp_path / "out", against=pruned).ok
 
 
-@pytest.mark.parametrize("delete", [False, True])
-def test_parts_that_nodes_kept_go_together_whenever_a_removal_is_stopped(
-    delete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_parts_that_nodes_kept_go_together_whenever_a_pruning_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No node has a part under its old name where another lacks something."""
     monkeypatch.setattr(sightings, "_SETTLED_S", -1)
@@ -628,17 +526,17 @@ def test_parts_that_nodes_kept_go_together_whenever_a_removal_is_stopped(
         for path in node.glob(f"*/*zero_pp_rank_{1 - number}_*"):
             path.unlink()
     parts = [node / "global_step2" for node in nodes]
-    consolidate(parts, tmp_path / "out", AS_STORED if not delete else None)
+    consolidate(parts, tmp_path / "out", AS_STORED)
     kept = shutil.copytree(tmp_path / "all", tmp_path / "kept")
     with watched(Calls()) as calls:
-        prune(parts, tmp_path / "out", delete=delete)
+        prune(parts, tmp_path / "out")
     for at in range(calls.counts.total(), 0, -max(1, calls.counts.total() // 6)):
         shutil.rmtree(tmp_path / "all")
         shutil.copytree(kept, tmp_path / "all")
         child = os.fork()
         if child == 0:
             with watched(killing(at)):
-                prune(parts, tmp_path / "out", delete=delete)
+                prune(parts, tmp_path / "out")
             os._exit(0)
         os.waitpid(child, 0)
         named = [part for part in parts if part.exists()]
@@ -647,10 +545,9 @@ def test_parts_that_nodes_kept_go_together_whenever_a_removal_is_stopped(
             shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
             consolidate(there, tmp_path / "scratch", AS_STORED)
             assert not open_checkpoint(there).pruned_files
-        if there:
-            prune(parts, tmp_path / "out", delete=delete)
+        prune(parts, tmp_path / "out")
         left = {path.name for node in nodes for path in node.iterdir() if path.is_dir()}
-        assert left == {"global_step4"} | ({"pruned-global_step2"} if not delete else set())
+        assert left == {"global_step4", "pruned-global_step2"}
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "another checkpoint's", "no manifest"])
@@ -704,10 +601,9 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_staged_leaves_nothing(
     """What was written for it is a third of it, and nobody would come back for that."""
     from zexport.beside import hollowing
 
-    run, outs = tmp_path / "run", tmp_path / "outs"
+    run = tmp_path / "run"
     old = trainers_run(run)
-    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
-    kept = shutil.copytree(old, tmp_path / "kept")
+    consolidate(old, tmp_path / "out")
     fill = hollowing.fill
 
     def as_the_run_removes(*given: Any) -> None:
@@ -716,51 +612,18 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_staged_leaves_nothing(
 
     monkeypatch.setattr(hollowing, "fill", as_the_run_removes)
     with pytest.raises(CheckpointError, match="No such file"):
-        prune(old, outs / "checkpoint-2")
+        prune(old, tmp_path / "out")
     assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
-    shutil.move(kept, old)
-
-    def and_is_killed(*given: Any) -> None:
-        as_the_run_removes(*given)
-        os._exit(9)
-
-    monkeypatch.setattr(hollowing, "fill", and_is_killed)
-    if (child := os.fork()) == 0:
-        prune(old, outs / "checkpoint-2")
-    os.waitpid(child, 0)
-    assert (run / "pruned-checkpoint-2.partial").exists()
-    options = WatchOptions(once=True, prune=True, keep_resumable=1)
-    assert [*watch(run, outs, options)] == []
-    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
-
-
-def test_a_watch_tells_a_rotation_from_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zexport.beside import watch as beside
-
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    old = trainers_run(run)
-    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
-    start = beside.start_prune
-
-    def after_the_run(*given: Any) -> Any:
-        shutil.rmtree(old)
-        return start(*given)
-
-    monkeypatch.setattr(beside, "start_prune", after_the_run)
-    (one,) = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
-    assert (one.event, one.code) == (EventKind.NOT_PRUNED, 0)
-    assert one.why == "the run removed it meanwhile"
 
 
 @pytest.mark.parametrize("case", ["z0_w2_bf16", "uni_z2_w2_bf16_odd"])
-def test_states_that_lie_elsewhere_are_left_to_a_removal_of_all(case: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_states_files_cannot_be_pruned(
+    case: str, tmp_path: Path
+) -> None:
     old = trainers_run(tmp_path / "run", FIXTURES / case / "ckpt")
     consolidate(old, tmp_path / "out", AS_STORED)
-    with pytest.raises(UnsupportedError, match="--delete"):
+    with pytest.raises(UnsupportedError, match="remove the checkpoint yourself"):
         prune(old, tmp_path / "out")
-    assert isinstance(prune(old, tmp_path / "out", delete=True), PruneReport)
 
 
 def test_of_a_pruned_checkpoint_the_weights_alone_are_compared(tmp_path: Path) -> None:
@@ -804,105 +667,6 @@ def test_nothing_goes_where_the_new_files_would_be_read_otherwise(
     assert state_of(tmp_path / "run") == before
 
 
-def test_a_folder_that_is_being_removed_says_so(tmp_path: Path) -> None:
-    old = trainers_run(tmp_path / "run")
-    consolidate(old, tmp_path / "out", AS_STORED)
-    done = prune(old, tmp_path / "out")
-    assert done.pruned is not None
-    path = done.pruned / "global_step2" / "zexport_pruned.json"
-    note = json.loads(path.read_text())
-    path.write_text(json.dumps(note | {"is_deleted": True}))
-    (problem,) = open_checkpoint(done.pruned).problems
-    assert "was being removed" in str(problem)
-    with pytest.raises(CheckpointError, match="another export"):
-        prune(old, tmp_path / "elsewhere", delete=True)
-    path.write_text("nothing")
-    with pytest.raises(CheckpointError, match="not what zexport prune writes"):
-        open_checkpoint(done.pruned)
-    path.write_text(json.dumps(note | {"is_deleted": True}))
-    shutil.move(tmp_path / "out", tmp_path / "gone")
-    with pytest.raises(VerificationError, match="is not the export any more"):
-        prune(old, tmp_path / "out", delete=True)
-    assert done.pruned.exists()
-    shutil.move(tmp_path / "gone", tmp_path / "out")
-    (done.pruned / "notes.md").write_text("written since")
-    with pytest.raises(OutputError, match=r"no part of.*notes"):
-        prune(old, tmp_path / "out", delete=True)
-    (done.pruned / "notes.md").unlink()
-    other = done.pruned.with_name("pruned-checkpoint-3")
-    shutil.copytree(done.pruned, other)
-    own = other / "global_step2" / "zexport_pruned.json"
-    own.write_text(json.dumps(note | {"checkpoint": "checkpoint-3"}))
-    for more in (other, old.with_name("checkpoint-4")):  # the shell's star takes them all
-        with pytest.raises(CheckpointError, match="another checkpoint than the one whose removal"):
-            prune([old, more], tmp_path / "out", delete=True)
-        assert not open_checkpoint(more).problems
-    assert prune(old, tmp_path / "out", delete=True).is_deleted
-    assert not done.pruned.exists()
-
-
-def test_a_watch_prunes_what_it_has_exported_but_the_newest_and_the_best(tmp_path: Path) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    old = trainers_run(run, steps=(2, 4, 6))
-    before = {step: tensors_of(run / f"checkpoint-{step}", tmp_path / "s") for step in (2, 4)}
-    state = run / "checkpoint-6" / "trainer_state.json"
-    state.write_text(json.dumps({"global_step": 6, "best_model_checkpoint": "run/checkpoint-4"}))
-    newest = state_of(run / "checkpoint-6")
-    options = WatchOptions(once=True, prune=True, keep_resumable=1)
-    bf16 = ExportOptions(dtype=ExportDType.BF16)
-    told = [(one.event, one.checkpoint) for one in watch(run, outs, options, bf16)]
-    assert told == [
-        (EventKind.EXPORTED, "checkpoint-2"),
-        (EventKind.PRUNED, "checkpoint-2"),  # though exports wait: the disk may be filling
-        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (4, 6)),
-    ]
-    assert not old.exists()
-    state.write_text(json.dumps({"global_step": 6}))
-    (run / "checkpoint-4").rename(run / "pruned-checkpoint-4")  # and was killed
-    (one,) = watch(run, outs, options, bf16)
-    assert (one.event, one.checkpoint) == (EventKind.PRUNED, "checkpoint-4")
-    assert one.nbytes_freed > 0
-    for step, tensors in before.items():
-        assert tensors_of(run / f"pruned-checkpoint-{step}", tmp_path / "s") == tensors
-    assert {n: b for n, (_, b) in state_of(run / "checkpoint-6").items() if "trainer" not in n} == {
-        n: b for n, (_, b) in newest.items() if "trainer" not in n
-    }
-    assert [*watch(run, outs, options, bf16)] == []
-
-
-def test_a_watch_that_had_nothing_to_prune_looks_again_after_the_next_export(
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    trainers_run(run, steps=(2, 4, 6))
-    state = {"global_step": 6, "best_model_checkpoint": "run/checkpoint-2"}
-    (run / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
-    options = WatchOptions(once=True, prune=True, keep_resumable=1)
-    told = [(one.event, one.checkpoint) for one in watch(run, tmp_path / "outs", options)]
-    assert told == [
-        *((EventKind.EXPORTED, f"checkpoint-{step}") for step in (2, 4)),
-        (EventKind.PRUNED, "checkpoint-4"),
-        (EventKind.EXPORTED, "checkpoint-6"),
-    ]
-
-
-def test_an_export_that_is_removed_later_has_its_checkpoint_pruned_before(tmp_path: Path) -> None:
-    """One that cannot be, as an older save of it was pruned, is told of."""
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    trainers_run(run, steps=(2, 4, 6))
-    shutil.copytree(run / "checkpoint-2", run / "pruned-checkpoint-2")
-    options = WatchOptions(once=True, keep=1, prune=True, keep_resumable=1)
-    events = [*watch(run, outs, options)]
-    told = {(one.event, one.checkpoint) for one in events if one.event is not EventKind.EXPORTED}
-    assert told == {
-        (EventKind.NOT_PRUNED, "checkpoint-2"),
-        (EventKind.PRUNED, "checkpoint-4"),
-        (EventKind.REMOVED, "checkpoint-4"),
-    }
-    assert any("would be called" in one.failure.message for one in events if one.failure)
-    assert {one.name for one in outs.glob("c*")} == {"checkpoint-2", "checkpoint-6"}
-
-
 def test_the_last_checkpoint_stays_though_the_end_of_the_training_was_saved_beside_it(
     tmp_path: Path,
 ) -> None:
@@ -912,48 +676,18 @@ def test_the_last_checkpoint_stays_though_the_end_of_the_training_was_saved_besi
     save(small_model(), Run(steps=4, optimizer_step=4.0), run, "global_step4")
     (run / "latest").write_text("global_step4")
     consolidate(run / "checkpoint-4", tmp_path / "out", AS_STORED)
-    with pytest.raises(OutputError, match="is the newest complete checkpoint"):
+    with pytest.raises(UsageError, match="is the newest complete checkpoint"):
         prune(run / "checkpoint-4", tmp_path / "out")
 
 
-def test_no_variable_of_the_environment_has_a_whole_checkpoint_removed(
+def test_even_newest_has_to_be_typed_and_nothing_prunes_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither does a watch pass it on, nor is it enough by itself."""
-    for name in ("PRUNE_DELETE", "PRUNE_DRY_RUN", "CONSOLIDATE_DRY_RUN"):
-        monkeypatch.setenv(f"ZEXPORT_{name}", "1")
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    old = trainers_run(run)
-    before = tensors_of(old, tmp_path / "scratch")
-    events = [*watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))]
-    assert EventKind.PRUNED in [one.event for one in events]
-    assert tensors_of(run / "pruned-checkpoint-2", tmp_path / "scratch") == before
-    done = typed("prune", run / "checkpoint-4", "--export", outs / "checkpoint-4")
-    assert done.returncode == UsageError.exit_code
-    assert "--delete is asked for by ZEXPORT_PRUNE_DELETE alone" in " ".join(done.stderr.split())
-
-
-def test_an_export_that_a_watch_cannot_prune_by_is_told_of_once(tmp_path: Path) -> None:
-    """The manifest is the watch's own; a shard has lost a bit since."""
+    monkeypatch.setenv("ZEXPORT_PRUNE_EVEN_NEWEST", "1")
     run, outs = tmp_path / "run", tmp_path / "outs"
     trainers_run(run)
-    assert len([*watch(run, outs, WatchOptions(once=True))]) == 2
-    shard = outs / "checkpoint-2" / "model.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
-    before = state_of(run)
-    (one,) = watch(run, outs, WatchOptions(once=True, prune=True, keep_resumable=1))
-    assert (one.event, one.code) == (EventKind.NOT_PRUNED, 7)
-    assert state_of(run) == before
-
-
-def test_a_watch_that_could_never_prune_says_so_at_once(tmp_path: Path) -> None:
-    for options in (
-        ExportOptions(exclude_frozen=True),
-        ExportOptions(allow=frozenset({FindingKind.STRAY_FILES})),
-    ):
-        with pytest.raises(UsageError, match="stands for its checkpoint"):
-            next(watch(tmp_path / "run", tmp_path / "outs", WatchOptions(prune=True), options))
-    with pytest.raises(UsageError, match="object storage"):
-        words_of_prune(place("s3://bucket/run"), ExportOptions())
+    done = typed("prune", run / "checkpoint-4", "--export", outs)
+    assert done.returncode == UsageError.exit_code
+    assert "asked for by ZEXPORT_PRUNE_EVEN_NEWEST alone" in " ".join(done.stderr.split())
+    for words in (("prune", run, "--delete"), ("watch", run, outs, "--prune")):
+        assert "No such option" in typed(*words).stderr

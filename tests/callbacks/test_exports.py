@@ -237,8 +237,6 @@ def test_a_training_that_saves_no_rank_files_hears_that_nothing_was_exported(
 
 
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
-    with pytest.raises(UsageError, match="stands for its checkpoint"):
-        Exports("models", prune=True, exclude_frozen=True)
     with pytest.raises(UsageError, match="no command 'no-such'"):
         Exports("models", then="no-such {}")
     with pytest.raises(NotACheckpointError, match="nope"):

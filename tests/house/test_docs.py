@@ -189,7 +189,7 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 def test_commands_in_examples_are_understood(page: Path) -> None:
     for block in blocks(page, "sh", "bash", "console"):
         for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
+            words = shlex.split(line.removeprefix("$ ").partition("&&")[0], comments=True)
             if words[:1] == ["zexport"] and words[1:]:
                 root = cli.make_context("zexport", words[1:])
                 COMMANDS[words[1]].make_context(words[1], words[2:], parent=root)

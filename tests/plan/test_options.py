@@ -75,7 +75,7 @@ def test_what_no_option_can_be_is_refused_by_its_name(name: str, value: object) 
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("delete", lambda at: zexport.prune(at / "ckpt", at / "out", delete="no")),
+        ("even_newest", lambda at: zexport.prune(at / "ckpt", at / "out", even_newest="no")),
         ("dry_run", lambda at: zexport.prune(at / "ckpt", at / "out", dry_run="false")),
         ("check", lambda at: zexport.verify_export(at / "out", check="none")),
         ("follow_symlinks", lambda at: zexport.open_checkpoint(at, follow_symlinks="no")),

@@ -17,19 +17,16 @@ import torch
 from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save
-from zexport import WatchEvent, plan_export, run_export, verify_export
-from zexport.beside.events import EventKind
+from zexport import plan_export, run_export, verify_export
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout
 from zexport.plan.plan import ExportPlan
 from zexport.plan.summary import side_nbytes, summarize
-from zexport.report.beside import print_event
 from zexport.report.export import print_export, print_plan, print_verify
 from zexport.report.failure import Failure, Told
 from zexport.report.text import (
-    PlainConsole,
     duration,
     folded,
     near,
@@ -401,15 +398,3 @@ def on_terminal(environment: dict[str, str]) -> str:
         shown += part
     os.close(ours)
     return shown.decode()
-
-
-@pytest.mark.parametrize(
-    ("freed", "said"),
-    [(0, "one that was stopped had freed its room already"), (1500, "1.5 kB are free again")],
-)
-def test_a_pruning_tells_what_it_has_freed_or_that_another_had(freed: int, said: str) -> None:
-    event = WatchEvent(EventKind.PRUNED, "checkpoint-2", 2, Path("out"), nbytes_freed=freed)
-    out = io.StringIO()
-    print_event(PlainConsole(out), event)
-    assert said in out.getvalue()
-    assert "0 B" not in out.getvalue()

@@ -9,16 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from zexport import consolidate
-from zexport.options import ExportOptions
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 400
@@ -96,19 +92,3 @@ def assert_all_exported(training: Training, models: Path, lost: Iterable[str] = 
     for name in there:
         assert_is(models / name, truths[name])
     return len(there)
-
-
-def assert_pruned_well(training: Training, scratch: Path) -> int:
-    """What was pruned exports as the engine had it, and a newer save was there; how many were."""
-    truths, saved_at = training.truths(), training.log("saved_at")
-    pruned = sorted(training.out.glob("pruned-checkpoint-*"))
-    for folder in pruned:
-        name = folder.name.removeprefix("pruned-")
-        consolidate(folder, scratch, ExportOptions(dtype="bf16"))  # type: ignore[arg-type]
-        assert_is(scratch, truths[name])
-        shutil.rmtree(scratch)
-        (note,) = folder.glob("*/zexport_pruned.json")
-        told = json.loads(note.read_text())
-        at, step = datetime.fromisoformat(told["at"]).timestamp() + 1, told["step"]
-        assert any(other > step and when <= at for other, when in saved_at.items()), folder
-    return len(pruned)

@@ -1,4 +1,4 @@
-"""A training with exports and prunings beside it, all of which are killed at random moments."""
+"""A training with exports beside it, all of which are killed at random moments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.beside_training import (
-    Training,
-    assert_all_exported,
-    assert_pruned_well,
-    make_base,
-)
+from tests.support.beside_training import Training, assert_all_exported, make_base
 
 _WATCH_S = (5.0, 60.0)
 """Between two kills of the watch, or of what runs for it."""
@@ -34,8 +29,8 @@ def trainings(folder: Path, saves: int, seed: int) -> str:
     """Train for so many saves; what was seen, in words.
 
     Raises:
-        AssertionError: an export or a pruned checkpoint is not what the engine had, a save has
-            neither an export nor a word on it, or a loss is another than without all this.
+        AssertionError: an export is not what the engine had, a save has neither an export nor a
+            word on it, or a loss is another than without all this.
     """
     chance = random.Random(seed)  # noqa: S311 - nothing secret
     base = make_base(folder / "base")
@@ -50,7 +45,6 @@ def trainings(folder: Path, saves: int, seed: int) -> str:
     lost, unseen = _lost(told), _unseen(beside, times)
     exported = assert_all_exported(beside, models, [*lost, *unseen])
     unseen -= {*lost} | {path.name for path in models.iterdir()}
-    pruned = assert_pruned_well(beside, folder / "scratch")
     assert beside.log("loss") == plain.log("loss")
     assert len(beside.log("loss")) == saves
     assert (beside.out / f"checkpoint-{saves}" / "trainer_state.json").exists()
@@ -58,13 +52,13 @@ def trainings(folder: Path, saves: int, seed: int) -> str:
     return (
         f"{saves} saves, {exported} exported as the engine had them, {len(lost)} told as rotated "
         f"away, {len(unseen)} came and went while no watch was up, "
-        f"{pruned} pruned; losses equal; kills: {kills}"
+        f"losses equal; kills: {kills}"
     )
 
 
 def _words(training: Training, models: Path) -> list[str]:
     command = [sys.executable, "-m", "zexport", "watch", str(training.out), str(models), "--json"]
-    return [*command, "--dtype", "bf16", "--prune", "--keep-resumable", "1", "--interval", "0.2"]
+    return [*command, "--dtype", "bf16", "--interval", "0.2"]
 
 
 def _train(
@@ -122,12 +116,11 @@ def _kill_beside(watching: subprocess.Popen[bytes], chance: random.Random) -> st
     """Kill the watch, or what runs for it, or all; in words, which."""
     children = _children(watching.pid)
     if children and chance.random() < 2 / 3:
-        names = {pid: _command(pid) for pid in children}
         for pid in children:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if chance.random() < 1 / 2:
-            return next(iter(names.values()))
+            return "an export"
     watching.send_signal(chance.choice((signal.SIGKILL, signal.SIGTERM)))
     watching.wait()
     return "the watch"
@@ -137,13 +130,6 @@ def _children(pid: int) -> list[int]:
     with suppress(OSError):
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     return []
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return "a pruning" if b"prune" in words else "an export"
-    return "an export"
 
 
 def _lost(told: Path) -> list[str]:

@@ -21,8 +21,6 @@ class WatchOptions:
         every: export checkpoints of steps that this divides.
         newest_only: leave out what a newer complete checkpoint has overtaken.
         interval_s: seconds between two looks at the run.
-        prune: remove the optimizer's states of checkpoints that were exported (``zexport.prune``).
-        keep_resumable: so many of the newest complete checkpoints are not pruned.
     """
 
     once: bool = False
@@ -31,8 +29,6 @@ class WatchOptions:
     every: int = 1
     newest_only: bool = False
     interval_s: float = 15.0
-    prune: bool = False
-    keep_resumable: int = 2
 
     def __post_init__(self) -> None:
         """What is of another type, and numbers that mean nothing, are refused."""
@@ -41,7 +37,6 @@ class WatchOptions:
             ("keep", self.keep, 1),
             ("every", self.every, 1),
             ("interval_s", self.interval_s, 0.05),
-            ("keep_resumable", self.keep_resumable, 1),
         ):
             if value is not None and value < least:
                 raise UsageError(f"{name} is too small", found=value, expected=f"{least} or more")

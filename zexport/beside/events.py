@@ -28,10 +28,6 @@ class EventKind(StrEnum):
     COMMAND_FAILED = "command-failed"
     REMOVED = "removed"
     """The export was older than those that are kept."""
-    PRUNED = "pruned"
-    """The optimizer's states of the checkpoint were removed."""
-    NOT_PRUNED = "not-pruned"
-    """They were not, for a reason that is none of those why a checkpoint is always left."""
     LEFT = "left"
     """The export is older than those that are kept, and stays all the same."""
     NOT_AGAIN = "not-again"
@@ -51,7 +47,6 @@ class WatchEvent:
         warnings: what should be known before the export is used.
         failure: why there is no export, or what is wrong.
         why: the reason, where it is no error.
-        nbytes_freed: bytes of the checkpoint that are free again.
     """
 
     event: EventKind
@@ -62,7 +57,6 @@ class WatchEvent:
     warnings: tuple[str, ...] = ()
     failure: Told | None = None
     why: str = ""
-    nbytes_freed: Natural = 0
 
     @property
     def code(self) -> int:

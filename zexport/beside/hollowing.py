@@ -1,9 +1,9 @@
-"""Taking out of a checkpoint's folder what only a resume needs, or all of it, in steps that hold.
+"""Taking out of a checkpoint's folder what only a resume needs, in steps that hold.
 
 Files are written again beside the folder, and read again through it, before anything is touched.
 Then the folder gets another name and a note, and only then files are replaced, one by one, and
 removed. So whatever ends this, the folder is whole, or is called pruned; and what is called pruned
-exports as before at every moment, unless its note says that all of it is to go.
+exports as before at every moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.ranges.extents import paths_of
 from zexport.ranges.replicas import Replica
-from zexport.resharding.without_moments import Rewriting
+from zexport.resharding.without_moments import DELETE_BY_HAND, Rewriting
 from zexport.run.execute import Progress, fill
 from zexport.run.receipts import drop_unfinished
 from zexport.run.staging import clear_up
@@ -123,7 +123,7 @@ def prove(opened: ZeroCheckpoint, places: Sequence[Place]) -> int:
             "cannot be pruned: without the optimizer's states it would be read otherwise",
             path=opened.location.tag_dir,
             found=again.problems[0].statement() if again.problems else None,
-            hint="Report this layout; --delete removes it whole, with a complete fp32 export",
+            hint=f"Report this layout. {DELETE_BY_HAND}",
         )
     copies = [
         Replica(one.name, source_of(one), source_of(other))
@@ -205,23 +205,6 @@ def hollow_out(place: Place, names: Sequence[str], note: Note) -> None:
             sync_path(folder)
     with writing(partial):
         remove(partial)
-
-
-def doom(place: Place, note: Note) -> None:
-    """Note in a folder that was renamed that all of it is to go."""
-    with writing(place.folder):
-        write_durably(place.tag_dir / NOTE, _lines(note))
-
-
-def delete(place: Place) -> None:
-    """Remove a folder; its note goes last, so that what is left, if this is ended, says why."""
-    with writing(place.folder):
-        for folder, kept in ((place.tag_dir, NOTE), (place.folder, place.tag_dir.name)):
-            for path in children(folder):
-                if path.name not in (kept, NOTE):
-                    remove(path)
-        remove(place.folder)
-        sync_path(place.folder.parent)
 
 
 def _lines(note: Note) -> bytes:

@@ -21,7 +21,7 @@ from zexport.errors import UsageError
 from zexport.report.failure import Failure, Told
 from zexport.store.client import options_in_use
 from zexport.store.files import read_at, size_now
-from zexport.store.json import Natural, decoded
+from zexport.store.json import decoded
 
 _NICENESS = 10
 _END_S = 20
@@ -156,27 +156,20 @@ def _read(file: FileIO, begin: int) -> str:
 
 
 class Exported(Struct, frozen=True):
-    """What an export, or a pruning, in its own process told.
+    """What an export in its own process told.
 
     Attributes:
         warnings: what should be known before it is used.
-        nbytes_freed: bytes that a pruning has freed.
         error: why there is none.
     """
 
     warnings: tuple[str, ...] = ()
-    nbytes_freed: Natural = 0
     error: Told | None = None
 
 
 def start_export(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
     """An export as ``zexport consolidate`` makes it, with its options in words."""
     return _ours("consolidate", str(checkpoint), str(out_dir), *words, "--quiet")
-
-
-def start_prune(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
-    """What ``zexport prune`` does, with an export that is there."""
-    return _ours("prune", str(checkpoint), "--export", str(out_dir), *words, "--quiet")
 
 
 def start_watch(run: Path, outs: Path, words: Sequence[str]) -> Job:

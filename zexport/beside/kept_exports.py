@@ -94,7 +94,6 @@ class Shelf:
             return
         done = [age for age in self._ledger.ages() if exists(self._ledger.out(age.name))]
         kept = newest(done, self._options.keep) | self._stay | self._owed()
-        kept |= there.keys() if self._options.prune else set()  # which their exports prove
         older = [one for one in done if one.name not in kept]
         older.sort(key=lambda one: one.written_ns)
         try:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from zipfile import ZipFile, is_zipfile
 
 from msgspec import Struct
 
 from zexport.beside.best import best_names
 from zexport.beside.newest import Age, newest
-from zexport.beside.sightings import Sighting, look, sighting
+from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
+from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate
 from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
 from zexport.checkpoint.pruned import original_name, pruned_name
-from zexport.errors import OutputError, UnsupportedError
+from zexport.checkpoint.ranks import models_of
+from zexport.checkpoint.untrusted import Value
+from zexport.errors import OutputError, UnsupportedError, UsageError, VerificationError
+from zexport.filenames import MANIFEST_NAME
+from zexport.options import ExportOptions
 from zexport.printable import some
+from zexport.run.manifest import Manifest
+from zexport.run.staging import real_path
 from zexport.store.boundary import Boundary
+from zexport.store.contents import read_json_object
 from zexport.store.files import reading, version
 from zexport.store.folders import (
     child_folders,
@@ -29,6 +38,7 @@ from zexport.store.folders import (
     real,
     subfolders,
 )
+from zexport.store.json import as_table
 from zexport.store.versions import Version
 
 _OF_ONE = re.compile(r"(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)s?[-_=]?\d.*", re.I)
@@ -124,16 +134,21 @@ def is_one_checkpoint(folder: Path) -> bool:
     return location.framework in _WRAPPING and _is_wrapped(location)
 
 
-def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:
-    """Refuse a checkpoint that a training goes on from, or may.
+def check_prunable(
+    place: Place, *others: Place, opened: ZeroCheckpoint, even_newest: bool, is_last: bool
+) -> None:
+    """Raise if a checkpoint may still change, or if a training would resume from it.
 
     Args:
         place: where it lies.
         others: where the other nodes' parts of it lie.
-        is_pruned: whether no training can go on from it any more.
+        opened: what all parts hold; once it is pruned, no training can resume from it.
+        even_newest: accept that a training would resume from it.
+        is_last: read the checkpoint that a resume would use instead, too.
 
     Raises:
-        OutputError: with the reason.
+        OutputError: its folder may not be changed.
+        UsageError: a training would resume from it.
     """
     for folder in (place.folder, place.tag_dir):
         if is_link(folder) or is_mount(folder):
@@ -143,8 +158,22 @@ def check_prunable(place: Place, *others: Place, is_pruned: bool) -> None:
         hint = "Remove that, or move it elsewhere"
         why = f"would be called `{place.target.name}`, as an older save is that was pruned"
         raise _refused(place.folder, why, hint)
-    if not is_pruned:
-        _check_not_needed(place, others)
+    if opened.pruned_files:
+        return
+    run, nodes = place.folder.parent, [one.folder.parent for one in others]
+    own = sighting(run, place.folder.name, Boundary.of(run))
+    is_begun = any(one.is_renamed for one in (place, *others))
+    if not is_begun and (lacks := own.lacks(None, *nodes)):
+        why = f"may still be being written: {lacks}"
+        raise _refused(place.folder, why, "Wait until it is complete")
+    if even_newest:
+        return
+    for why in _reasons(place, _saved(own, opened), nodes, is_last=is_last):
+        raise UsageError(
+            f"is not pruned: {why}",
+            path=place.folder,
+            hint="If no training will resume from it, pass --even-newest",
+        )
 
 
 def _check_own(place: Place) -> None:
@@ -160,30 +189,88 @@ def _check_own(place: Place) -> None:
             raise _refused(folder, why, "Put the files themselves there, or remove it")
 
 
-def _check_not_needed(place: Place, parts: Sequence[Place]) -> None:
-    folder, run = place.folder, place.folder.parent
-    nodes = [one.folder.parent for one in parts]
-    name = original_name(folder.name)
-    within = Boundary.of(run)
-    own = sighting(run, folder.name, within)
-    is_begun = any(one.is_renamed for one in (place, *parts))
-    if not is_begun and (lacks := own.lacks(None, *nodes)):
-        raise _refused(folder, f"may still be being written: {lacks}", "Wait until it is complete")
-    rest = (one for one in look(run, within) if one.name != own.name)
-    others = [one for one in rest if one.is_resumable(*nodes)]
-    newest = newest_of([own, *others], within, 1)
-    if own.name in newest:
-        hint = "Wait for the next one; to end the run for good, remove it yourself"
-        raise _refused(folder, "is the newest complete checkpoint of its run", hint)
-    if name in [read_latest(run, latest) for latest in LATEST]:
-        hint = "Have `latest` name another tag first"
-        raise _refused(folder, "is what `latest` names: a training would go on from it", hint)
-    if name in best_names(run, [one for one in others if one.name in newest]):
-        hint = "A Trainer loads it at the end; prune it when the training has ended"
-        raise _refused(folder, "is the best checkpoint, says the Trainer", hint)
-    if link := link_to(folder):
-        hint = "Remove the link, or have it lead elsewhere first"
-        raise _refused(folder, f"is what the link `{link.name}` of its run leads to", hint)
+class _Saved(Struct, frozen=True):
+    """A checkpoint of a run.
+
+    Attributes:
+        seen: its files.
+        opened: what they hold.
+        step: the step that its Trainer's state records, or else its rank files.
+        model: its name without its step: equal for checkpoints of one model.
+    """
+
+    seen: Sighting
+    opened: ZeroCheckpoint
+    step: int
+    model: str
+
+
+def _saved(seen: Sighting, opened: ZeroCheckpoint) -> _Saved:
+    """Return a checkpoint; a number in its name is a step, or an epoch, if its files record it."""
+    state, name = seen.folder / TRAINER_STATE, original_name(seen.name)
+    of_trainer = read_json_object(state).get("global_step") if is_file(state) else None
+    step = of_trainer if isinstance(of_trainer, int) else opened.global_steps or 0
+    states = next((one.file.value for one in models_of(opened.cells).values()), {})
+    root = Value(seen.tag_dir, "model states", states)
+    if (epoch := root.get("epoch").number_or_none()) is not None:
+        name = re.sub(rf"epoch={epoch}(?!\d)", "epoch=#", name)
+    steps = {of_trainer, opened.global_steps, root.get("global_step").number_or_none()}
+    at = [found for found in re.finditer(r"\d+", name, re.ASCII) if int(found[0]) in steps]
+    model = f"{name[: at[-1].start()]}#{name[at[-1].end() :]}" if at else name
+    return _Saved(seen, opened, step, model)
+
+
+def _reasons(place: Place, own: _Saved, nodes: Sequence[Path], *, is_last: bool) -> Iterator[str]:
+    """Yield why a training would resume from a checkpoint; each holds only if none before does."""
+    run, name = own.seen.run, original_name(own.seen.name)
+    latest = {read_latest(run, one) for one in LATEST}
+    if name in latest:
+        yield "`latest` names it"
+    if link := link_to(place.folder):
+        yield f"the link `{link.name}` leads to it"
+    rest = [one for one in look(run, Boundary.of(run)) if one.name != own.seen.name]
+    opened = ((one, one.opened_to_resume(*nodes)) for one in rest)
+    usable = [_saved(one, found) for one, found in opened if found is not None]
+    same = [one for one in usable if one.model == own.model]
+    same.sort(key=lambda one: (one.step, one.seen.written_ns))
+    if not same or own.step >= same[-1].step:
+        yield "it is the newest complete checkpoint of its model"
+    by_time = [max(ones, key=lambda one: one.seen.written_ns).seen for ones in (same, usable)]
+    if own.seen.written_ns >= by_time[0].written_ns:
+        yield "it is the newest complete checkpoint of its model by the time of its files"
+    if name in best_names(run, [same[-1].seen, *by_time]):
+        yield "it is the best checkpoint of its run"
+    if is_last:
+        yield from _unusable_instead(place, rest, usable, latest, same[-1])
+
+
+def _unusable_instead(
+    place: Place,
+    rest: Sequence[Sighting],
+    usable: Sequence[_Saved],
+    latest: Container[str | None],
+    newest: _Saved,
+) -> Iterator[str]:
+    """Yield why a training could not resume from the checkpoint that it would use instead."""
+    if place.folder == place.tag_dir:
+        named = next((one.name for one in rest if one.name in latest), newest.seen.name)
+        found = next((one for one in usable if one.seen.name == named), None)
+        if found is None:
+            yield f"`latest` names {named}, from which no training can resume"
+        newest = found or newest
+    if damaged := _damaged_file(newest.opened):
+        yield f"a training would resume from {newest.seen.name}, and {damaged} is damaged"
+
+
+def _damaged_file(opened: ZeroCheckpoint) -> Path | None:
+    """Return a file that has a record whose CRC-32 is wrong: ``torch.load`` checks none."""
+    for path in (one.path for one in opened.torch_files):
+        with reading(path):
+            if is_zipfile(path):
+                with ZipFile(path) as content:
+                    if content.testzip() is not None:
+                        return path
+    return None
 
 
 def newest_of(complete: list[Sighting], boundary: Boundary, count: int) -> set[str]:
@@ -197,6 +284,54 @@ def link_to(folder: Path) -> Path | None:
     with reading(folder.parent):
         links = [path for path, is_link in child_folders(folder.parent) if is_link]
     return next((link for link in links if real(link).is_relative_to(target)), None)
+
+
+def check_apart(places: Sequence[Place], out: Path) -> None:
+    """Refuse an export that lies in the checkpoint that it is to stand for."""
+    for one in places:
+        if real_path(out).is_relative_to(real_path(one.folder)):
+            raise OutputError(
+                "lies in the checkpoint that it is to stand for",
+                path=out,
+                hint="Move it out of there first",
+            )
+
+
+def check_stands_for(out: Path, manifest: Manifest, opened: ZeroCheckpoint) -> None:
+    """Raise unless an export was made from all of this checkpoint, without accepted findings.
+
+    Raises:
+        OutputError: it lacks something.
+        VerificationError: it was made from another tag or step, or has no export's manifest.
+    """
+    told = manifest.provenance
+    try:
+        options = ExportOptions.from_recorded(told.get("options"))
+    except ValueError as cause:
+        raise VerificationError(
+            "is not the manifest of an export", path=out / MANIFEST_NAME, found=cause
+        ) from cause
+    record = as_table(told.get("checkpoint"))
+    tag = original_name(str(record.get("tag")))
+    made_from = f"tag {tag}, step {record.get('global_steps')}"
+    own = f"tag {original_name(opened.location.tag)}, step {opened.global_steps}"
+    if made_from != own:
+        raise VerificationError(
+            "was made from another checkpoint",
+            path=out,
+            found=made_from,
+            expected=own,
+            hint="Export this checkpoint",
+        )
+    why = "without frozen weights" if options.exclude_frozen else ""
+    if options.allow or any(one.accepted for one in manifest.findings):
+        why = "with --allow"
+    if why:
+        raise OutputError(
+            f"cannot stand for the checkpoint: it was exported {why}",
+            path=out,
+            hint="Export it again without that",
+        )
 
 
 def _refused(path: Path, why: str, hint: str) -> OutputError:

@@ -1,4 +1,4 @@
-"""The optimizer's part of a checkpoint removed, once an export of it is proved."""
+"""The optimizer states of one checkpoint removed, once an export of it is proved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from zexport.api.export import OnProgress
 from zexport.api.verify import verify_export
 from zexport.beside.hollowing import (
     check_as_noted,
-    delete,
-    doom,
     hollow_out,
     of_a_resume,
     prove,
@@ -25,23 +23,27 @@ from zexport.beside.hollowing import (
     stage,
     unstage,
 )
-from zexport.beside.prunable import Place, check_prunable, place_of
-from zexport.beside.stands_for import check_nothing_else, check_stands_for
-from zexport.beside.stopped_removal import Stopped, check_apart, stopped_removal
-from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
+from zexport.beside.prunable import (
+    Place,
+    check_apart,
+    check_prunable,
+    check_stands_for,
+    place_of,
+)
+from zexport.checkpoint.contents import raise_problems
 from zexport.checkpoint.opening import Checkpoint, open_checkpoint
-from zexport.checkpoint.pruned import Note, Sizes, original_name, pruned_name, read_note
-from zexport.errors import NotACheckpointError, OutputError, VerificationError
+from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
+from zexport.errors import OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments
 from zexport.printable import brief, some
-from zexport.resharding.without_moments import without_moments
+from zexport.resharding.without_moments import DELETE_BY_HAND, without_moments
 from zexport.run.manifest import read_manifest
-from zexport.store.address import Address, last_names, place
+from zexport.store.address import Address, place
 from zexport.store.contents import read_whole
 from zexport.store.files import reading, version
-from zexport.store.folders import absolute, exists, real
-from zexport.store.json import JsonObject, Natural, as_table, form_of
+from zexport.store.folders import absolute
+from zexport.store.json import JsonObject, Natural, form_of
 from zexport.store.publish import locked
 
 
@@ -51,11 +53,10 @@ class PruneReport:
 
     Attributes:
         checkpoint: its folder, as it was called.
-        pruned: what that is called now; null where it was deleted, or where nothing was done yet.
+        pruned: what that is called now; null where nothing was done yet.
         step: optimizer steps taken.
         export: the folder that was held against it.
         tensors: tensors that were held against the export, and against the files written again.
-        is_deleted: whether all of it went, or would go.
         is_dry_run: whether nothing was done, though all was held against the export.
         rewritten: optimizer files that are written again without the optimizer's states.
         removed: files that go whole.
@@ -70,7 +71,6 @@ class PruneReport:
     step: Natural | None
     export: Path
     tensors: Natural
-    is_deleted: bool
     is_dry_run: bool
     rewritten: tuple[str, ...]
     removed: tuple[str, ...]
@@ -91,7 +91,7 @@ def prune(
     checkpoint: Checkpoint,
     export: Path | str,
     *,
-    delete: bool = False,
+    even_newest: bool = False,
     dry_run: bool = False,
     tag: str | None = None,
     base: Path | str | None = None,
@@ -99,7 +99,7 @@ def prune(
     check: CheckMode = CheckMode.SAMPLED,
     progress: OnProgress | None = None,
 ) -> PruneReport:
-    """Remove the optimizer's states of a checkpoint whose export is proved, or all of it.
+    """Remove the optimizer states of a checkpoint whose export is proved.
 
     The masters stay: the folder, ``pruned-checkpoint-N`` now, exports as before, bit for bit. That
     is proved, and ``export`` is held against the checkpoint byte by byte, before anything goes.
@@ -108,7 +108,7 @@ def prune(
     Args:
         checkpoint: any level of the checkpoint's folders; several where nodes kept their own parts.
         export: a folder that ``consolidate`` made of it.
-        delete: remove all of it, which needs a complete fp32 export.
+        even_newest: also if a training would resume from this checkpoint.
         dry_run: prove the export, say how much it is, and do nothing.
         tag: which checkpoint, where there are several.
         base: the base model, where the export was given one.
@@ -117,8 +117,8 @@ def prune(
         progress: told of every step.
 
     Raises:
-        OutputError: a training may go on from it, the export lacks something of it, or the disk
-            refuses.
+        UsageError: a training would resume from it.
+        OutputError: it is being written, the export lacks something of it, or the disk refuses.
         VerificationError: the export is damaged, or of another checkpoint.
         CheckpointError: the checkpoint is incomplete, damaged or gone.
         UnsupportedError: the optimizer's states lie where they cannot be removed apart.
@@ -126,13 +126,7 @@ def prune(
     began = time.monotonic()
     out = absolute(place(export))
     paths = _local(checkpoint)
-    with reading(paths[0]):
-        stopped = stopped_removal(paths, tag) if delete else None
-    if stopped is not None:
-        return _finished(stopped, out, began, dry_run=dry_run)
-    with reading(paths[0], hint="Check its permissions"):
-        _check_there(paths, out)
-    job = _Job(paths, out, tag, is_deletion=delete)
+    job = _Job(paths, out, tag, even_newest=even_newest)
     tensors = job.verify(base, adapter_config, check, progress)
     if dry_run:
         job.check()
@@ -145,13 +139,13 @@ def prune(
 
 
 def _check_told(places: Sequence[Place], out: Path) -> None:
-    """Refuse what a note cannot tell: what goes is removed by the word of that alone."""
+    """Refuse names that the note in the pruned checkpoint cannot record."""
     for path in (out, *(one.folder for one in places)):
         try:
             str(path).encode()
         except UnicodeEncodeError as cause:
             raise OutputError(
-                "has a name that is no UTF-8, which no note of what is removed can tell",
+                "has a name that is not UTF-8, which the note of what is removed cannot record",
                 path=path,
                 hint="Give it another name first",
             ) from cause
@@ -166,54 +160,36 @@ def _local(checkpoint: Checkpoint) -> list[Path]:
         raise OutputError(
             "lies in object storage, where nothing is pruned",
             path=far,
-            hint="Remove it with the store's own tools, once zexport verify OUT --against has "
-            "said that the export is whole",
+            hint=DELETE_BY_HAND,
         )
     return paths
-
-
-def _check_there(paths: Sequence[Path], out: Path) -> None:
-    """Tell of a checkpoint that is gone, as its export names it: none of a like name is meant."""
-    for path in paths if exists(out / MANIFEST_NAME) else ():
-        if exists(path) or exists(pruned_name(path)):
-            continue
-        made_of = as_table(read_manifest(out).provenance.get("checkpoint"))
-        if made_of.get("folder") == last_names(real(path)):
-            raise NotACheckpointError(
-                "does not exist any more, as it did when the export was made",
-                path=path,
-                hint="If it was removed by --delete, nothing is left to do",
-            )
 
 
 class _Job:
     """One pruning: what is to go, as far as it can be known before anything is done."""
 
     def __init__(
-        self, paths: Sequence[Path], out: Path, tag: str | None, *, is_deletion: bool
+        self, paths: Sequence[Path], out: Path, tag: str | None, *, even_newest: bool
     ) -> None:
         """What is to be done, unless it is refused."""
         self._out = out
-        self._is_deletion = is_deletion
+        self._even_newest = even_newest
         with reading(paths[0], hint="Check its permissions"):
             self.places = places = [place_of(path, tag) for path in paths]
             self._noted = [one.versions() for one in places]
             self._opened = opened = open_checkpoint([one.tag_dir for one in places])
             raise_problems(opened)
-            _check_all(places, opened)
+            self._check_all(is_last=False)
             check_apart(places, out)
             _check_told(places, out)
-            manifest = read_manifest(out)
-            check_stands_for(out, manifest, opened if is_deletion else None)
-            for one in places if is_deletion else ():
-                check_nothing_else(one, out, manifest)
-            self._rewritings = () if is_deletion else without_moments(opened)
+            check_stands_for(out, read_manifest(out), opened)
+            self._rewritings = without_moments(opened)
             resume = [path for one in places for path in of_a_resume(one)]
             freed = sum(version(path).nbytes for path in resume)
         freed += sum(one.nbytes_before - one.file.nbytes for one in self._rewritings)
         self._before = sum(file.nbytes for one in self._noted for file in one.values())
-        self._freed = self._before if is_deletion else max(freed, 0)
-        self._removed = () if is_deletion else tuple(path.name for path in resume)
+        self._freed = max(freed, 0)
+        self._removed = tuple(path.name for path in resume)
         left_out = (key for one in self._rewritings for key in one.left_out)
         self._left_out = tuple(dict.fromkeys(left_out))
 
@@ -245,27 +221,31 @@ class _Job:
 
     def check(self) -> None:
         """Refuse what has changed since: the proof may have taken an hour."""
-        _check_all(self.places, self._opened)
+        self._check_all(is_last=True)
         for one, known in zip(self.places, self._noted, strict=True):
             check_as_noted(one, one, known)
+
+    def _check_all(self, *, is_last: bool) -> None:
+        """Refuse a checkpoint that a resume needs, whichever of its nodes' folders says so."""
+        for one in self.places:
+            others = (other for other in self.places if other is not one)
+            check_prunable(
+                one,
+                *others,
+                opened=self._opened,
+                even_newest=self._even_newest,
+                is_last=is_last,
+            )
 
     def run(self, tensors: int, progress: OnProgress | None) -> None:
         """Do it: first what takes nothing away, then the rest.
 
         The proof may have taken an hour, in which another checkpoint became the newest or went.
         """
-        if self._is_deletion:
-            _check_all(self.places, self._opened)
-            renamed = rename(self.places, self._noted)
-            for one in renamed:
-                doom(one, self._note(one, tensors, {}))
-            for one in renamed:
-                delete(one)
-            return
         try:
             staged = [stage(self._opened, one, self._rewritings, progress) for one in self.places]
             prove(self._opened, self.places)
-            _check_all(self.places, self._opened)
+            self._check_all(is_last=True)
             renamed = rename(self.places, self._noted)
         except BaseException as error:  # Ctrl-C too: then finished files stay
             for one in self.places:
@@ -292,7 +272,6 @@ class _Job:
             rewritten={**(earlier.rewritten if earlier else {}), **rewritten},
             removed=tuple(dict.fromkeys((*(earlier.removed if earlier else ()), *self._removed))),
             left_out=self._left_out,
-            is_deleted=self._is_deletion,
         )
 
     def report(self, tensors: int, began: float, *, is_dry_run: bool = False) -> PruneReport:
@@ -300,11 +279,10 @@ class _Job:
         first = self.places[0]
         return PruneReport(
             checkpoint=first.folder.with_name(original_name(first.folder.name)),
-            pruned=None if is_dry_run or self._is_deletion else first.target,
+            pruned=None if is_dry_run else first.target,
             step=self._opened.global_steps,
             export=self._out,
             tensors=tensors,
-            is_deleted=self._is_deletion,
             is_dry_run=is_dry_run,
             rewritten=tuple(Path(one.file.filename).name for one in self._rewritings),
             removed=self._removed,
@@ -313,34 +291,3 @@ class _Job:
             nbytes_freed=self._freed,
             seconds=time.monotonic() - began,
         )
-
-
-def _check_all(places: Sequence[Place], opened: ZeroCheckpoint) -> None:
-    """Refuse a checkpoint that a resume may need, whichever of its nodes' folders tells of it."""
-    for one in places:
-        others = (other for other in places if other is not one)
-        check_prunable(one, *others, is_pruned=bool(opened.pruned_files))
-
-
-def _finished(stopped: Stopped, out: Path, began: float, *, dry_run: bool) -> PruneReport:
-    """End a removal that was stopped."""
-    stopped.check(out)
-    nbytes = stopped.nbytes
-    if not dry_run:
-        stopped.end()
-    note = stopped.note
-    return PruneReport(
-        checkpoint=stopped.places[0].folder.with_name(note.checkpoint),
-        pruned=None,
-        step=note.step,
-        export=out,
-        tensors=note.tensors,
-        is_deleted=True,
-        is_dry_run=dry_run,
-        rewritten=(),
-        removed=(),
-        left_out=(),
-        nbytes_before=nbytes,
-        nbytes_freed=nbytes,
-        seconds=time.monotonic() - began,
-    )

@@ -23,6 +23,7 @@ from zexport.checkpoint.candidates import (
     list_tags,
     recorded_step,
 )
+from zexport.checkpoint.contents import ZeroCheckpoint
 from zexport.checkpoint.find import locate, run_folder
 from zexport.checkpoint.opening import open_checkpoint
 from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
@@ -120,19 +121,19 @@ class Sighting(Struct, frozen=True):
         is_still = self.age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
         return "" if is_still else "its files may still change"
 
-    def is_resumable(self, *others: Path) -> bool:
-        """Whether a training can go on from it, which its age alone never says.
+    def opened_to_resume(self, *others: Path) -> ZeroCheckpoint | None:
+        """Return the opened checkpoint, or ``None`` if no training can resume from it.
 
         Args:
             others: the folders of the same run on other nodes, which hold their parts of it.
         """
         if self._is_trainers and self._lacks_of_trainer():
-            return False
+            return None
         try:
             opened = open_checkpoint(self._parts(others))
         except (ZexportError, FileNotFoundError):
-            return False
-        return not opened.problems and not opened.pruned_files
+            return None
+        return None if opened.problems or opened.pruned_files else opened
 
     def _parts(self, others: Sequence[Path]) -> list[Path]:
         return [run / self.tag_dir.relative_to(self.run) for run in (self.run, *others)]

@@ -18,7 +18,6 @@ from zexport.beside.jobs import (
     check_command,
     start_command,
     start_export,
-    start_prune,
     told_by,
 )
 from zexport.beside.kept_exports import Shelf
@@ -27,7 +26,6 @@ from zexport.beside.lookout import Lookout
 from zexport.beside.past import Past
 from zexport.beside.pins import Pin, pins_folder
 from zexport.beside.places import check_places
-from zexport.beside.pruner import Pruner, is_gone, words_of_prune
 from zexport.beside.sightings import look
 from zexport.errors import CheckpointError, OutputError
 from zexport.options import ExportOptions, checks_arguments, chosen
@@ -92,7 +90,6 @@ def watch(
         boundary=Boundary.of(run, follow=follow_symlinks),
         words=(*words_of(export), "--verify", chosen("verify", VerifyMode, verify).value),
         made_with=made_with(export),
-        to_prune=words_of_prune(run, export) if options.prune else None,
         is_over=is_over,
     )
     return _watched(run, outs, asked)
@@ -105,7 +102,6 @@ class _Asked(Struct, frozen=True):
     boundary: Boundary
     words: Sequence[str]
     made_with: str
-    to_prune: Sequence[str] | None
     is_over: Callable[[], bool]
 
 
@@ -119,9 +115,6 @@ def _watched(run: Path, outs: Path, asked: _Asked) -> Generator[WatchEvent]:
         lookout = Lookout(run, pins, ledger, asked.boundary, asked.options)
         shelf = Shelf(ledger, asked.options, asked.made_with)
         work = _Work(lookout, shelf, ledger, asked.options, asked.words, asked.is_over)
-        if asked.to_prune is not None:
-            kept = asked.options.keep_resumable
-            work.pruner = Pruner(ledger, asked.boundary, kept, asked.to_prune)
         try:
             yield from work.events()
         finally:
@@ -160,12 +153,9 @@ class _Work:
     owed: list[str] = field(default_factory=list)
     """Exports whose command is to be run."""
     task: _Task | None = None
-    """The export, or the pruning, that runs."""
+    """The export that runs."""
     command: _Task | None = None
     """The command that runs, which no export waits for."""
-    pruner: Pruner | None = None
-    has_exported: bool = False
-    """Whether the pruner has not had its turn since the last export."""
 
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
@@ -254,14 +244,11 @@ class _Work:
         """Start what is next, if nothing runs."""
         while self.owed and self.options.then and self.command is None:
             self._command(self.owed.pop(0))
-        if self.has_exported:  # else the disk may fill while exports wait
-            self._prune()
         if not self._is_busy():
             yield from self.lookout.skip()
             running = None if self.command is None else self.command.event.checkpoint
             if (one := self.lookout.take(but=running)) is not None:
                 self._export(one)
-        self._prune()
 
     def _export(self, one: Pin) -> None:
         name, step = one.seen.name, one.step
@@ -286,17 +273,6 @@ class _Work:
             event = self.ledger.event(EventKind.RAN, name, entry.step)
             self.command = _Task(job, event, time.monotonic())
 
-    def _prune(self) -> None:
-        if self.pruner is None or self._is_busy():
-            return
-        self.has_exported = False
-        checkpoint = self.pruner.next(self.lookout.run, self.lookout.seen)
-        if checkpoint is not None:
-            name = checkpoint.name
-            job = start_prune(checkpoint, self.ledger.out(name), self.pruner.words)
-            event = self.ledger.event(EventKind.PRUNED, name, self.ledger.entries[name].step)
-            self.task = _Task(job, event, time.monotonic())
-
     def _wait(self) -> Iterator[WatchEvent]:
         """Let time pass, until what runs has ended or the next look is due."""
         seconds = _SETTLE_S if self.ends else self.options.interval_s
@@ -314,20 +290,15 @@ class _Work:
         if task is self.command:
             self.command = None
         else:
-            self.task, self.has_exported = None, task.pin is not None
+            self.task = None
         look_anew(task.event.out)
-        ended = self._ended(task, code)
+        if task.pin is not None:
+            ended = self._exported(task, task.pin, code)
+        else:
+            ended = self._ran(task.event, code)
         yield replace(ended, seconds=time.monotonic() - task.began)
         task.job.end()
         yield from self.shelf.retire(self.lookout.seen, self.lookout.boundary)
-
-    def _ended(self, task: _Task, code: int) -> WatchEvent:
-        """Note how what ran has ended."""
-        if task.pin is not None:
-            return self._exported(task, task.pin, code)
-        if task.event.event is EventKind.PRUNED:
-            return self._pruned(task.event, task.job, code)
-        return self._ran(task.event, code)
 
     def _exported(self, task: _Task, kept: Pin, code: int) -> WatchEvent:
         """Note how an export has ended."""
@@ -361,19 +332,6 @@ class _Work:
             self.lookout.waits[event.checkpoint] = why
             return replace(event, event=EventKind.CHANGED, why=why)
         return replace(event, event=EventKind.FAILED, failure=kept.named(told.error))
-
-    def _pruned(self, event: WatchEvent, job: Job, code: int) -> WatchEvent:
-        """Note how a pruning has ended."""
-        told = told_by(job, code)
-        if told.error is None:
-            self.lookout.seen.pop(event.checkpoint, None)
-            return replace(event, nbytes_freed=told.nbytes_freed)
-        if self.pruner is not None:
-            self.pruner.failed(event.checkpoint, self.lookout.seen)
-            if is_gone(self.lookout.run, event.checkpoint):
-                why = "the run removed it meanwhile"
-                return replace(event, event=EventKind.NOT_PRUNED, why=why)
-        return replace(event, event=EventKind.NOT_PRUNED, failure=told.error)
 
     def _ran(self, event: WatchEvent, code: int) -> WatchEvent:
         """Note how a command has ended."""

@@ -15,7 +15,6 @@ from zexport.beside.choices import WatchOptions
 from zexport.beside.command_line import words_of
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, check_command, start_watch
-from zexport.beside.pruner import words_of_prune
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
@@ -26,7 +25,7 @@ from zexport.store.folders import absolute, is_folder
 from zexport.store.json import decoded
 
 _LOG = logging.getLogger("zexport.callbacks")
-_NEWS = (EventKind.EXPORTED, EventKind.PRUNED, EventKind.SKIPPED)
+_NEWS = (EventKind.EXPORTED, EventKind.SKIPPED)
 
 
 class Exports:
@@ -65,8 +64,6 @@ class Exports:
         watch = WatchOptions(then=then, newest_only=newest_only, interval_s=interval_s, **of_watch)
         export = ExportOptions(**{"dtype": dtype, **more})
         check_command(then)
-        if watch.prune:
-            words_of_prune(Path(), export)
         if export.base is not None and not is_folder(model_folder(export.base)):
             hint = "Give a model folder, or the hub's name of one in its cache"
             raise NotACheckpointError("is no folder of a base", path=export.base, hint=hint)
@@ -147,7 +144,7 @@ def _warn_of_none(run: Path) -> None:
             _LOG.warning("nothing was exported: %s holds no ZeRO checkpoint", run)
 
 
-_OF_WATCH = frozenset(("keep", "every", "prune", "keep_resumable"))
+_OF_WATCH = frozenset(("keep", "every"))
 
 
 def _tell(line: str, job: Job) -> int:

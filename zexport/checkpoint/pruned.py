@@ -52,7 +52,6 @@ class Note(Struct, frozen=True):
         rewritten: files that were written again, by name.
         removed: names of files that were removed.
         left_out: keys of optimizer files that cannot be written again, and were left out.
-        is_deleted: whether all of it is to go.
     """
 
     zexport_version: str
@@ -65,7 +64,6 @@ class Note(Struct, frozen=True):
     rewritten: Mapping[str, Sizes]
     removed: tuple[str, ...]
     left_out: tuple[str, ...]
-    is_deleted: bool
     schema: int = SCHEMA
 
 

@@ -29,7 +29,6 @@ from zexport.checkpoint.layouts.structure import (
 from zexport.checkpoint.location import Location
 from zexport.checkpoint.model_states import ModelStates
 from zexport.checkpoint.node_local import unite
-from zexport.checkpoint.pruned import NOTE, read_note
 from zexport.checkpoint.rank_files import (
     MODEL_FILES,
     RankFile,
@@ -80,7 +79,6 @@ def read_checkpoint(locations: Sequence[Location]) -> ZeroCheckpoint:
     if not (files or inventory.files or problems):
         problems.append(_no_files(save.tag_dir))
     problems += _missing_frozen(save, inventory)
-    problems += _being_removed(locations)
     told = tuple(_unless_unfinished(problems, files))
     found = _describe(locations, save, structure, inventory, told)
     beside = judge((*stated_beside(found), *client_statements(found)), None)
@@ -267,17 +265,6 @@ def _told_of(cells: Mapping[int, RankStates]) -> Iterator[str]:
             "the optimizer's states were removed (zexport prune): the weights are all there, and "
             "no training goes on from it"
         )
-
-
-def _being_removed(locations: Sequence[Location]) -> Iterator[ZexportError]:
-    """Tells of a removal that was stopped, whatever it has left."""
-    for location in locations:
-        if (note := read_note(location.tag_dir)) is not None and note.is_deleted:
-            yield IncompleteCheckpointError(
-                "was being removed when zexport prune --delete was stopped",
-                path=location.tag_dir / NOTE,
-                hint=f"Run the same command again; the weights are in {note.export}",
-            )
 
 
 def _without_checksums(files: Iterable[TorchFile]) -> Iterator[str]:

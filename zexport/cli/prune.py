@@ -21,14 +21,14 @@ from zexport.errors import UsageError
 from zexport.printable import shell_word
 
 
-@click.command(short_help="Remove the optimizer's states of a checkpoint whose export is proved.")
+@click.command(short_help="Remove the optimizer states of a checkpoint whose export is proved.")
 @click.argument("ckpts", metavar="CKPT...", type=PATH, nargs=-1, required=True)
 @click.option("--export", type=PATH, metavar="OUT", help="The export of it.  [required]")
 @click.option(
-    "--delete",
+    "--even-newest",
     is_flag=True,
     callback=typed_alone,
-    help="Remove all of it; OUT must be complete, and fp32.",
+    help="Prune CKPT even if a training would resume from it.",
 )
 @click.option("--dry-run", is_flag=True, help="Prove OUT, say how much it is, and do nothing.")
 @tag_option
@@ -48,8 +48,8 @@ def prune(
     """Remove from the checkpoint CKPT what only a resume needs: about two thirds of it.
 
     The fp32 weights stay, and export as before. OUT is held against CKPT byte by byte first. The
-    folder is called pruned-checkpoint-N then. A checkpoint that a training may go on from is left
-    as it is: the newest of its run, the best, what `latest` names. Several CKPT are one checkpoint
+    folder is called pruned-checkpoint-N then. A checkpoint that a training would resume from is
+    refused: what `latest` names, the newest of its model, the best. Several CKPT are one checkpoint
     of which nodes kept their own parts.
 
     Example: zexport prune run/checkpoint-100 --export models/checkpoint-100

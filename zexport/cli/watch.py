@@ -56,14 +56,6 @@ _watch_options = together(
         show_default=True,
         help="Seconds between two looks at RUN.",
     ),
-    click.option(
-        "--prune",
-        is_flag=True,
-        help="Then remove the optimizer's states of older checkpoints, as zexport prune does.",
-    ),
-    number_option(
-        "--keep-resumable", 2, "With --prune: leave the newest N checkpoints as they are."
-    ),
 )
 
 

@@ -21,8 +21,6 @@ _SAID = {
     "ran": "its --then command ended well, after {time}",
     "command-failed": "{why}",
     "removed": "{out} is removed, as newer exports are there",
-    "pruned": "pruned, {freed} are free again",
-    "not-pruned": "not pruned: {why}",
     "left": "its export stays: {why}",
     "not-again": "not exported again: {why}",
 }
@@ -31,10 +29,8 @@ _SAID = {
 def print_event(console: Console, event: WatchEvent, known: Sequence[str] = ()) -> None:
     """One line, and one for each warning, or for all where they are ``known`` from the last one."""
     why = event.why if event.failure is None else event.failure.message
-    out, time, freed = near(event.out), duration(event.seconds), size(event.nbytes_freed)
-    said = _SAID[event.event.value].format(why=why, out=out, time=time, freed=freed)
-    if event.event.value == "pruned" and not event.nbytes_freed:
-        said = "pruned: one that was stopped had freed its room already"
+    out, time = near(event.out), duration(event.seconds)
+    said = _SAID[event.event.value].format(why=why, out=out, time=time)
     step = "" if event.step is None else f" (step {event.step:,})"
     style = "bold red" if event.code else "bold green" if event.event.value == "exported" else ""
     print_line(console, f"{event.checkpoint}{step}: {said}", style)
@@ -52,8 +48,7 @@ def print_prune(console: Console, done: PruneReport) -> None:
     if not done.nbytes_freed:
         print_line(console, f"{checkpoint} is pruned already: nothing is left to remove")
     elif done.is_dry_run:
-        what = "would be removed" if done.is_deleted else "would be freed"
-        print_line(console, f"{checkpoint}: {freed} of {before} {what}")
+        print_line(console, f"{checkpoint}: {freed} of {before} would be freed")
     else:
         print_line(console, f"{checkpoint}: {freed} of {before} freed", "bold green")
     if done.pruned is not None and done.pruned != done.checkpoint:

@@ -16,6 +16,11 @@ from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resharding.state import Recorded
 from zexport.resharding.values import unwritable, with_leaves
 
+DELETE_BY_HAND = (
+    "To free the disk, verify a complete fp32 export with zexport verify OUT --against CKPT, and "
+    "remove the checkpoint yourself"
+)
+
 _ZERO = "optimizer_state_dict"
 _DEPTH_MAX = 6
 """States of a parameter lie no deeper in an optimizer's dictionary, of any optimizer that is."""
@@ -43,7 +48,7 @@ def without_moments(checkpoint: ZeroCheckpoint) -> tuple[Rewriting, ...]:
             path=checkpoint.location.tag_dir,
             found=checkpoint.layout,
             expected="optimizer files of ranks (*_optim_states.pt)",
-            hint="Remove it whole with --delete, which needs a complete fp32 export",
+            hint=DELETE_BY_HAND,
         )
     tag = original_name(checkpoint.location.tag)
     return tuple(_rewriting(one, tag) for one in states if not one.is_pruned)
