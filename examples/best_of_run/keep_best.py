@@ -1,4 +1,4 @@
-"""Keep the best model that lm-eval found, and prune the checkpoints of all others.
+"""Keep the best model that lm-eval found.
 
 Usage: python keep_best.py WORK_FOLDER
 """
@@ -10,8 +10,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-
-import zexport
 
 
 def scores(folder: Path) -> dict[int, float]:
@@ -26,23 +24,15 @@ def scores(folder: Path) -> dict[int, float]:
 
 
 def main(work: Path) -> None:
-    """Copy the best to ``best``; its checkpoint, and the newest, stay as they are."""
+    """Print all scores, and copy the best model to ``best``."""
     perplexity = scores(work / "scores")
     if not perplexity:
-        raise SystemExit(f"{work / 'scores'} has no step-*.json: nothing is kept or pruned")
+        raise SystemExit(f"{work / 'scores'} has no step-*.json: nothing is kept")
     best = min(perplexity, key=lambda step: perplexity[step])
     shutil.rmtree(work / "best", ignore_errors=True)  # of an earlier call
     shutil.copytree(work / "models" / f"checkpoint-{best}", work / "best")
     for step in sorted(perplexity):
         print(f"step {step}: perplexity {perplexity[step]:.2f}" + ", the best" * (step == best))
-        checkpoint = work / "run" / f"checkpoint-{step}"
-        if step == best or not checkpoint.exists():
-            continue
-        try:
-            done = zexport.prune(checkpoint, work / "models" / checkpoint.name)
-            print(f"  {done.nbytes_freed:,} of {done.nbytes_before:,} bytes freed")
-        except zexport.ZexportError as error:  # the newest, from which the training may go on
-            print(f"  {error}")
 
 
 if __name__ == "__main__":

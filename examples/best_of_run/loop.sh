@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train, export every checkpoint beside the training, evaluate each, keep the best, prune the rest.
+# Train, export every checkpoint while the training goes on, evaluate each, keep the best model.
 #
 # Usage: loop.sh BASE_MODEL WORK_FOLDER
 set -euo pipefail
@@ -8,10 +8,8 @@ mkdir -p "$2"
 work=$(realpath "$2")
 here=$(realpath "$(dirname "$0")")
 
-# lm-eval with a task of your own, which lies here with its data: nothing is downloaded.
-evaluate="cd '$here' && lm_eval --model hf --model_args pretrained={},dtype=float32 --tasks tide \
-  --include_path . --device cpu --batch_size 1 --output_path '$work'/scores/step-{step}.json"
-watch=(zexport watch "$work/run" "$work/models" --dtype bf16 --then "$evaluate")
+watch=(zexport watch "$work/run" "$work/models" --dtype bf16
+  --then "bash '$here/evaluate.sh' '$work' {} {step}")
 
 # Exports and evaluations go on while the training does; what the run rotates away is kept first.
 "${watch[@]}" --interval 1 > "$work/watch.log" &

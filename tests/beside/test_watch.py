@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,11 @@ def _save(run: Path, step: int, *, is_whole: bool = True, **state: object) -> Pa
     if is_whole:
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, **state}))
     return folder
+
+
+def _shell(script: str) -> str:
+    """A script as a command after an export; ``$1`` is the folder, ``$2`` the step."""
+    return f"sh -c {shlex.quote(script)} sh {{}} {{step}}"
 
 
 class _Killed(Job):
@@ -595,14 +601,14 @@ def test_the_command_after_an_export_gets_folder_and_step_as_words_of_their_own(
     run, outs = tmp_path / "run", tmp_path / "it's $(touch there); outs"
     _save(run, 2)
     log = tmp_path / "log"
-    fails = WatchOptions(once=True, then=f"printf '%s|' \"{{}}\" {{step}} >> {log}; exit 3")
+    fails = WatchOptions(once=True, then=_shell(f"printf '%s|' \"$@\" >> {log}; exit 3"))
     events = [*watch(run, outs, fails)]
     assert [one.event for one in events] == [EventKind.EXPORTED, EventKind.COMMAND_FAILED]
     assert log.read_text() == f"{outs / 'checkpoint-2'}|2|"
     _save(run, 4)
     assert len([*watch(run, outs, fails)]) == 3
     shutil.rmtree(outs / "checkpoint-4")
-    works = WatchOptions(once=True, then=f"echo again {{step}} >> {log}")
+    works = WatchOptions(once=True, then=_shell(f"echo again $2 >> {log}"))
     assert _told([*watch(run, outs, works)]) == [(EventKind.RAN, "checkpoint-2")]
     assert [*watch(run, outs, works)] == []
     assert log.read_text().endswith("again 2\n")
@@ -612,7 +618,7 @@ def test_no_export_waits_for_a_command(tmp_path: Path) -> None:
     run, outs, go = tmp_path / "run", tmp_path / "outs", tmp_path / "go"
     for step in (2, 4):
         _save(run, step)
-    then = f"until [ -e {go} ]; do sleep 0.1; done"
+    then = _shell(f"until [ -e {go} ]; do sleep 0.1; done")
     events = watch(run, outs, WatchOptions(interval_s=0.1, then=then))
     exported = [(EventKind.EXPORTED, "checkpoint-2"), (EventKind.EXPORTED, "checkpoint-4")]
     assert _told([next(events), next(events)]) == exported
@@ -630,7 +636,7 @@ def test_no_export_is_replaced_while_a_command_is_at_it(
     monkeypatch.setattr(sightings, "_SETTLED_S", 0)
     for step in (2, 4):
         _save(run, step)
-    then = f"echo {{step}} >> {log}; until [ -e {go} ]; do sleep 0.1; done"
+    then = _shell(f"echo $2 >> {log}; until [ -e {go} ]; do sleep 0.1; done")
     events = watch(run, outs, WatchOptions(interval_s=0.1, then=then))
     assert {next(events).event, next(events).event} == {EventKind.EXPORTED}
     for step in (4, 2):  # the first of which has its command now
@@ -827,11 +833,41 @@ def test_the_call_refuses_what_cannot_be_meant_though_no_event_is_asked_for(
         watch(run, outs, ONCE, verify="no")
     with pytest.raises(UsageError, match="lies in the run"):
         watch(run, run / "outs")
-    with pytest.raises(UsageError, match="no command 'no-such'"):
-        watch(run, outs, WatchOptions(then="no-such {}"))
-    for then in ("FEW=1 no-such", "if true; then no-such; fi", "(no-such)", ": {}", "'a b' {}"):
-        watch(run, outs, WatchOptions(then=then)).close()
+    for then, problem in (
+        ("no-such {}", "program not found"),
+        (" ", "program not found"),
+        ("sh 'a", "No closing quotation"),
+        ("echo 'done: {}'", "must be words of their own"),
+        ("echo --step={step}", "must be words of their own"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            watch(run, outs, WatchOptions(then=then))
     assert [*tmp_path.iterdir()] == [run]
+
+
+def test_a_tag_with_shell_syntax_is_an_ordinary_word_for_then(tmp_path: Path) -> None:
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    tag = "global_step2$(touch PWNED)"
+    save(small_model(), Run(steps=2), run, tag)
+    for path in (run / tag).iterdir():
+        os.utime(path, (1000, 1000))
+    words = [sys.executable, "-m", "zexport", "watch", run, outs, "--once", "--then"]
+    refused = subprocess.run([*words, 'sh -c "echo done: {}"'], cwd=tmp_path, check=False)
+    assert (refused.returncode, outs.exists()) == (UsageError.exit_code, False)
+    subprocess.run([*words, "cp -r {} copy"], cwd=tmp_path, check=True)
+    assert _files(tmp_path / "copy") == _files(outs / tag)
+    assert not [*tmp_path.rglob("PWNED")]
+
+
+def test_a_command_that_cannot_be_run_is_reported(tmp_path: Path) -> None:
+    run, outs, script = tmp_path / "run", tmp_path / "outs", tmp_path / "script"
+    _save(run, 2)
+    script.write_text("exit 0\n")
+    script.chmod(0o755)
+    *_, last = watch(run, outs, WatchOptions(once=True, then=str(script)))
+    assert (last.event, last.code) == (EventKind.COMMAND_FAILED, OutputError.exit_code)
+    assert last.failure is not None
+    assert "cannot be run: Exec format error" in last.failure.message
 
 
 def test_folders_that_belong_to_others_are_refused(tmp_path: Path) -> None:
@@ -905,7 +941,7 @@ def _signal_for_a_while(pid: int) -> None:
 def test_a_watch_ends_soon_after_it_is_asked_to_and_leaves_no_process(tmp_path: Path) -> None:
     run, outs, pid = tmp_path / "run", tmp_path / "outs", tmp_path / "pid"
     _save(run, 2)
-    then = f"echo $$ > {pid}; sleep 300"
+    then = _shell(f"echo $$ > {pid}; sleep 300")
     words = [sys.executable, "-m", "zexport", "watch", run, outs, "--interval", "0.1", "--json"]
     watching = subprocess.Popen([*words, "--then", then], stdout=subprocess.PIPE, text=True)
     assert watching.stdout is not None

@@ -85,7 +85,9 @@ def test_of_a_command_that_failed_its_own_words_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    exports = Exports(tmp_path / "out", then="echo of {step} >&2; exit 9", interval_s=0.05)
+    exports = Exports(
+        tmp_path / "out", then="sh -c 'echo of $0 >&2; exit 9' {step}", interval_s=0.05
+    )
     deadline = time.monotonic() + 120
     for step in (2, 4):
         trainers_run(run, steps=(step,))
@@ -110,7 +112,7 @@ def test_a_training_of_several_ranks_waits_for_nothing_and_hears_what_happens(
     monkeypatch.setattr(atexit, "register", at_exit.append)
     run, env = tmp_path / "run", tmp_path / "env"
     trainers_run(run, steps=(2,))
-    then = f"env > {env}; echo a traceback >&2; exit 9"
+    then = f"sh -c 'env > {env}; echo a traceback >&2; exit 9'"
     exports = Exports(tmp_path / "out", then=then, interval_s=0.05, collect_s=120)
     deadline = time.monotonic() + 120
     while not any("a traceback" in line for line in caplog.messages):
@@ -130,7 +132,7 @@ def test_low_priority_counts_against_the_training_itself(tmp_path: Path) -> None
     """Linux weighs niceness within a session alone; a group of its own is spared by Ctrl-C."""
     run, told = tmp_path / "run", tmp_path / "told"
     trainers_run(run)
-    then = f"cat /proc/$$/stat > {told}"
+    then = f"sh -c 'cat /proc/$$/stat > {told}'"
     exports = Exports(tmp_path / "out", then=then, interval_s=0.05, collect_s=120)
     exports.begin(run)
     assert exports._job is not None
@@ -170,7 +172,7 @@ def test_ctrl_c_ends_the_training_and_what_was_saved_is_exported(tmp_path: Path)
 def test_a_command_that_asks_the_terminal_fails_and_hangs_not(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if child == 0:
-        job = jobs.start_command("cat /dev/tty", tmp_path, 2)
+        job = jobs.start_command(["cat", "/dev/tty"], tmp_path, 2)
         code = job.wait(20)
         job.end()
         os._exit(0 if code else 1)
@@ -237,7 +239,7 @@ def test_a_training_that_saves_no_rank_files_hears_that_nothing_was_exported(
 
 
 def test_an_option_that_cannot_be_meant_is_refused_before_the_training_begins() -> None:
-    with pytest.raises(UsageError, match="no command 'no-such'"):
+    with pytest.raises(UsageError, match="program not found"):
         Exports("models", then="no-such {}")
     with pytest.raises(NotACheckpointError, match="nope"):
         Exports("models", base="nope")

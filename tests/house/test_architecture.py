@@ -103,7 +103,7 @@ def test_files_are_opened_listed_and_written_in_the_store_alone() -> None:
     """All others name files, so that a file may lie elsewhere than on this machine's disk.
 
     The command line and training use the user's own disk, DeepSpeed's own functions write as
-    DeepSpeed does, and a zip archive opens its records.
+    DeepSpeed does, a zip archive opens its records, and `--then` looks for its program.
     """
     apart = r"(store|cli|train)/|compat\.py|model/names_process\.py"
     found = {
@@ -112,7 +112,8 @@ def test_files_are_opened_listed_and_written_in_the_store_alone() -> None:
         if not re.match(apart, path.relative_to(PACKAGE).as_posix())
         if (calls := {call for call in called(path) if _is_of_files(call)})
     }
-    assert found == {"formats/torch_zip.py": {"archive.open"}}
+    ours = {"formats/torch_zip.py": {"archive.open"}, "beside/jobs.py": {"shutil.which"}}
+    assert found == ours
     assert any(_is_of_files(call) for call in called(PACKAGE / "store" / "folders.py"))
 
 

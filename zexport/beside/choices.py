@@ -16,7 +16,8 @@ class WatchOptions:
 
     Attributes:
         once: export what is complete, and end.
-        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
+        then: a command after each export, run without a shell; the word ``{}`` is its folder, the
+            word ``{step}`` its step.
         keep: so many exports stay, the newest; ``None`` for all.
         every: export checkpoints of steps that this divides.
         newest_only: leave out what a newer complete checkpoint has overtaken.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,18 +46,15 @@ Source: torch 2.13, ``distributed/elastic/agent/server/local_elastic_agent.py``;
 ``utils/launch.py``, ``state.py``; Lightning 2.6, ``plugins/environments/slurm.py``.
 """
 
-_PLACE = re.compile(r"""(?P<quote>["']?)(?P<name>\{(?:step)?\})(?P=quote)""")
+_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
+"""With these blocked, a process in the background that asks the terminal fails at once."""
 
-_PLAIN = re.compile(r"[\w./][\w./+-]*")
-"""A word that a shell takes as it is."""
+_PLACES = ("{}", "{step}")
 
 _TAIL = 2000
 """So many characters of a complaint are told."""
 
 _READ_NBYTES = 1 << 20
-
-_UNASKED = "trap '' TTIN TTOU; "
-"""What asks the terminal from the background fails at once, and is not stopped for ever."""
 
 
 class Job:
@@ -85,14 +83,18 @@ class Job:
             # not as words, which anybody may read
             ours = ("CONSOLIDATE", "WATCH")
             environment |= {f"ZEXPORT_{one}{_OF_STORAGE}": settings for one in ours}
-        self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
-            words,
-            stdin=subprocess.PIPE if is_of_training else subprocess.DEVNULL,
-            stdout=2 if is_heard else self._out,
-            stderr=2 if is_heard else self._err,
-            env=environment,
-            process_group=0,  # of this session: niceness counts within one alone (autogroup)
-        )
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - ours, or the user's own command
+                words,
+                stdin=subprocess.PIPE if is_of_training else subprocess.DEVNULL,
+                stdout=2 if is_heard else self._out,
+                stderr=2 if is_heard else self._err,
+                env=environment,
+                process_group=0,  # of this session: niceness counts within one alone (autogroup)
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._heard = self._complained = 0
         with suppress(OSError):  # it has ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
@@ -196,30 +198,33 @@ def told_by(job: Job, code: int) -> Exported:
     return Exported(error=Told(max(code, 1), UNTOLD, None, said, ""))
 
 
-def check_command(command: str) -> None:
-    """Refuse a command of which the shell finds no first word.
+def split_command(command: str) -> list[str]:
+    """Return the words of a command that is run without a shell.
 
     Raises:
-        UsageError: with that word. One that the shell would make something of is not looked for.
+        UsageError: there is no such program, or ``{}`` or ``{step}`` is part of a longer word.
     """
-    word = next(iter(command.split()), "")
-    if not _PLAIN.fullmatch(word):
-        return
-    looked = ("sh", "-c", 'command -v "$1"', "sh", word)
-    found = subprocess.run(looked, capture_output=True, stdin=subprocess.DEVNULL, check=False)  # noqa: S603 - it is not run
-    if found.returncode:
+    try:
+        words = shlex.split(command)
+    except ValueError as cause:
+        raise UsageError(f"then: {cause}", found=command, hint="Close the quotes") from cause
+    if command and shutil.which(next(iter(words), "")) is None:
         raise UsageError(
-            f"then: the shell finds no command {word!r}",
-            hint="Give one that can be run, by its path where PATH does not lead to it",
+            "then: program not found",
+            found=command,
+            hint="Name a program in PATH, or give its path. Put shell syntax into a script",
         )
+    for word in words:
+        if word not in _PLACES and any(place in word for place in _PLACES):
+            raise UsageError(
+                "then: {} and {step} must be words of their own",
+                found=word,
+                hint="Pass them to a script, as in --then 'bash script.sh {} {step}'",
+            )
+    return words
 
 
-def start_command(command: str, out_dir: Path, step: int | None) -> Job:
-    """A shell's command, with ``{}`` for the folder and ``{step}`` for the step, each quoted.
-
-    Quotes that somebody has put around one of them are taken away.
-    """
-    number = "" if step is None else str(step)
-    values = {"{}": shlex.quote(str(out_dir)), "{step}": shlex.quote(number)}
-    words = _PLACE.sub(lambda found: values[found["name"]], command)
-    return Job(("sh", "-c", _UNASKED + words), is_heard=True)
+def start_command(words: Sequence[str], out_dir: Path, step: int | None) -> Job:
+    """Start the command after an export: ``{}`` is its folder, ``{step}`` its step."""
+    values = {"{}": str(out_dir), "{step}": "" if step is None else str(step)}
+    return Job([values.get(word, word) for word in words], is_heard=True)

@@ -15,7 +15,7 @@ from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import (
     UNTOLD,
     Job,
-    check_command,
+    split_command,
     start_command,
     start_export,
     told_by,
@@ -79,17 +79,17 @@ def watch(
         OutputError: another watch exports to ``outs``, it has another run's exports, or it cannot
             be written; raised by the first event that is asked for.
         UsageError: ``outs`` is the run's folder or lies in it, or holds checkpoints; ``run`` is one
-            checkpoint; the shell finds no such command.
+            checkpoint; the command of ``then`` cannot be run.
     """
     run, outs = absolute(place(run)), absolute(place(outs))
     options, export = options or WatchOptions(), export or ExportOptions()
     check_places(run, outs, once=options.once)
-    check_command(options.then)
     asked = _Asked(
         options=options,
         boundary=Boundary.of(run, follow=follow_symlinks),
         words=(*words_of(export), "--verify", chosen("verify", VerifyMode, verify).value),
         made_with=made_with(export),
+        then=split_command(options.then),
         is_over=is_over,
     )
     return _watched(run, outs, asked)
@@ -102,6 +102,7 @@ class _Asked(Struct, frozen=True):
     boundary: Boundary
     words: Sequence[str]
     made_with: str
+    then: Sequence[str]
     is_over: Callable[[], bool]
 
 
@@ -114,7 +115,7 @@ def _watched(run: Path, outs: Path, asked: _Asked) -> Generator[WatchEvent]:
         ledger = Ledger(outs, own, real(run), there)
         lookout = Lookout(run, pins, ledger, asked.boundary, asked.options)
         shelf = Shelf(ledger, asked.options, asked.made_with)
-        work = _Work(lookout, shelf, ledger, asked.options, asked.words, asked.is_over)
+        work = _Work(lookout, shelf, ledger, asked)
         try:
             yield from work.events()
         finally:
@@ -138,9 +139,7 @@ class _Work:
     lookout: Lookout
     shelf: Shelf
     ledger: Ledger
-    options: WatchOptions
-    words: Sequence[str]
-    is_over: Callable[[], bool]
+    asked: _Asked
     ends: bool = False
     """Whether it ends when nothing is left to do."""
     ends_at: float = 0.0
@@ -157,11 +156,16 @@ class _Work:
     command: _Task | None = None
     """The command that runs, which no export waits for."""
 
+    @property
+    def options(self) -> WatchOptions:
+        """What the caller has chosen."""
+        return self.asked.options
+
     def events(self) -> Iterator[WatchEvent]:
         """All that happens, until nothing is left to do or for ever."""
         yield from self._take_over()
         while True:
-            if not self.ends and (self.options.once or self.is_over()):
+            if not self.ends and (self.options.once or self.asked.is_over()):
                 self.ends, self.ends_at = True, time.monotonic() + _REST_S
             yield from self._look()
             yield from self._settle()
@@ -224,9 +228,6 @@ class _Work:
         may_settle = not self._is_time_over() and self.lookout.may_settle(_REST_S)
         return not self.lookout.waits or (self.last_looks > 1 and not may_settle)
 
-    def _is_busy(self) -> bool:
-        return self.task is not None or bool(self.orphans)
-
     def _left(self) -> Iterator[WatchEvent]:
         """What is not exported at the end, and why."""
         for name, why in self.lookout.waits.items():
@@ -243,8 +244,8 @@ class _Work:
     def _begin(self) -> Iterator[WatchEvent]:
         """Start what is next, if nothing runs."""
         while self.owed and self.options.then and self.command is None:
-            self._command(self.owed.pop(0))
-        if not self._is_busy():
+            yield from self._command(self.owed.pop(0))
+        if self.task is None and not self.orphans:
             yield from self.lookout.skip()
             running = None if self.command is None else self.command.event.checkpoint
             if (one := self.lookout.take(but=running)) is not None:
@@ -259,19 +260,25 @@ class _Work:
         past = Past.of(one.path)
         warnings = tuple(self.shelf.strangers(one.seen, step, past))
         self.ledger.begin(one.seen, step, past.by(step or 0), self.shelf.made_with)
-        job = start_export(one.path, self.ledger.out(name), (*self.words, *again, *links, *seen))
+        job = start_export(
+            one.path, self.ledger.out(name), (*self.asked.words, *again, *links, *seen)
+        )
         event = self.ledger.event(EventKind.EXPORTED, name, step)
         self.task = _Task(job, event, time.monotonic(), one, warnings)
 
     def _is_there(self, name: str) -> bool:
         return exists(self.ledger.out(name))
 
-    def _command(self, name: str) -> None:
-        if self._is_there(name):
-            entry = self.ledger.entries[name]
-            job = start_command(self.options.then, self.ledger.out(name), entry.step)
-            event = self.ledger.event(EventKind.RAN, name, entry.step)
-            self.command = _Task(job, event, time.monotonic())
+    def _command(self, name: str) -> Iterator[WatchEvent]:
+        if not self._is_there(name):
+            return
+        event = self.ledger.event(EventKind.RAN, name, self.ledger.entries[name].step)
+        try:
+            job = start_command(self.asked.then, event.out, event.step)
+        except OSError as error:  # such as a script without a #! line
+            yield self._command_failed(event, f"cannot be run: {error.strerror}")
+            return
+        self.command = _Task(job, event, time.monotonic())
 
     def _wait(self) -> Iterator[WatchEvent]:
         """Let time pass, until what runs has ended or the next look is due."""
@@ -338,8 +345,11 @@ class _Work:
         if code == 0:
             self.ledger.paid(event.checkpoint)
             return event
-        message = f"the command after the export ended with code {code}; it is run again when "
-        message += "the watch is started again"
+        return self._command_failed(event, f"ended with code {code}")
+
+    def _command_failed(self, event: WatchEvent, how: str) -> WatchEvent:
+        message = f"the command after the export {how}; it is run again when the watch is started "
+        message += "again"
         message += ", and the export stays until then" if self.options.keep is not None else ""
         told = Told(OutputError.exit_code, "command", None, message, "")
         return replace(event, event=EventKind.COMMAND_FAILED, failure=told)

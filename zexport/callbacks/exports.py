@@ -14,7 +14,7 @@ import msgspec
 from zexport.beside.choices import WatchOptions
 from zexport.beside.command_line import words_of
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.jobs import Job, check_command, start_watch
+from zexport.beside.jobs import Job, split_command, start_watch
 from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
@@ -37,7 +37,8 @@ class Exports:
     Args:
         out: the folder for the exports, each under its checkpoint's name.
         dtype: element type of the weights; ``auto`` for the one that the module trains in.
-        then: a command for the shell after each export; ``{}`` is its folder, ``{step}`` its step.
+        then: a command after each export, run without a shell; the word ``{}`` is its folder, the
+            word ``{step}`` its step.
         newest_only: leave out what a newer checkpoint has overtaken.
         interval_s: seconds between two looks at the run.
         collect_s: so long, at the most, the end of the training, or of rank 0's process where there
@@ -63,7 +64,7 @@ class Exports:
         of_watch = {key: more.pop(key) for key in [*more] if key in _OF_WATCH}
         watch = WatchOptions(then=then, newest_only=newest_only, interval_s=interval_s, **of_watch)
         export = ExportOptions(**{"dtype": dtype, **more})
-        check_command(then)
+        split_command(then)
         if export.base is not None and not is_folder(model_folder(export.base)):
             hint = "Give a model folder, or the hub's name of one in its cache"
             raise NotACheckpointError("is no folder of a base", path=export.base, hint=hint)

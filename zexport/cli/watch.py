@@ -42,8 +42,8 @@ _watch_options = together(
         "--then",
         metavar="CMD",
         default="",
-        help="Run CMD by the shell after each export, with {} for its folder and {step} for its "
-        "step, both quoted.",
+        help="Run CMD after each export, without a shell. The words {} and {step} become its "
+        "folder and its step.",
     ),
     number_option("--keep", None, "Keep only the newest N exports."),
     number_option("--every", 1, "Export only checkpoints of every N steps."),
