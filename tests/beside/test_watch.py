@@ -450,7 +450,7 @@ def test_the_last_look_at_a_run_that_cannot_be_read_is_no_look(
         [*watch(run, outs, OFTEN, is_over=lambda: True)]
 
 
-@pytest.mark.parametrize("said", ["", '{"schema": 1, "warnings": []}', '{"schema": 1, "warn'])
+@pytest.mark.parametrize("said", ["", '{"schema": 2, "warnings": []}', '{"schema": 2, "warn'])
 def test_an_export_that_stands_counts_though_its_process_was_killed(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

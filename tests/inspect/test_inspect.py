@@ -91,7 +91,7 @@ def test_it_says_what_the_run_was(tmp_path: Path, stage: int) -> None:
     model = small_model()
     found = as_json(save(model, Run(stage=stage, world_size=3, steps=7), tmp_path))
     checkpoint = found["checkpoint"]
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["verdict"]["exportable"]
     assert (checkpoint["stage"], checkpoint["world_size"]) == (stage, 3)
     assert (checkpoint["global_steps"], checkpoint["deepspeed_version"]) == (7, "0.19.8")

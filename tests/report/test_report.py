@@ -230,7 +230,7 @@ def test_an_export_in_json_says_what_was_done_and_what_came_out(
     plan: ExportPlan, done: ExportReport
 ) -> None:
     found: Any = json.loads(json.dumps(form_of(done, plan.provenance), allow_nan=False))
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert (found["tensors"], found["verified"], found["loadable"]) == (3, "readback", False)
     nan = {"kind": "nan", "tensor": "b", "count": 1, "detail": "", "accepted": False}
     assert nan in found["findings"]
@@ -263,7 +263,7 @@ def test_a_verification_names_the_file_and_the_tensor_at_fault(done: ExportRepor
 def test_an_error_in_json_has_every_fact_and_the_sentence() -> None:
     error = DamagedCheckpointError("is empty", path=Path("a.pt"), found="0 bytes", hint="Copy it")
     assert form_of(Failure(Told.of(error))) == {
-        "schema": 1,
+        "schema": 2,
         "error": {
             "code": 3,
             "kind": "damaged",

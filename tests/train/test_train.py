@@ -98,7 +98,7 @@ class TestARun:
         out, done = plain
         log = log_of(out)
         assert done.result == {
-            "schema": 1,
+            "schema": 2,
             "out": str(out),
             "tag": "global_step12",
             "steps": 12,

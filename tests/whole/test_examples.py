@@ -62,7 +62,7 @@ def loss_of(printed: str) -> float:
 
 def test_the_shell_pipeline_leaves_json_for_every_step(work: Path) -> None:
     steps = {name: json.loads((work / f"{name}.json").read_text()) for name in STEPS}
-    assert all(step["schema"] == 1 for step in steps.values())
+    assert all(step["schema"] == 2 for step in steps.values())
     assert steps["train"]["steps"] == 20
     assert steps["inspect"]["verdict"]["exportable"] is True
     assert steps["export"]["loadable"] is True

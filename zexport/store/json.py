@@ -10,7 +10,7 @@ import msgspec
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 JsonObject: TypeAlias = "dict[str, Json]"
-SCHEMA = 1
+SCHEMA = 2
 """Number of the forms in which results are printed; it grows when a key changes or goes."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
