@@ -237,7 +237,7 @@ def test_an_export_says_whose_place_it_takes(tmp_path: Path) -> None:
     older = trainers_run(tmp_path / "run")
     out, over = tmp_path / "out", ExportOptions(overwrite=True)
     consolidate(older, out)
-    told = f"--overwrite replaces {out}, which holds "
+    told = f"this replaces {out}, which held "
     of_a_run = f"{told}what was made from run/checkpoint-2 (step 2, ZeRO-3, 2 ranks)"
     assert of_a_run in consolidate(older, out, over).warnings
     (out / "zexport_manifest.json").unlink()

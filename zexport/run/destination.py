@@ -73,4 +73,4 @@ def _replaced(target: Path, plan: ExportPlan) -> Iterator[str]:
         if is_export:
             older = Origin.recorded(read_manifest(target).provenance.get("checkpoint"))
     what = "a model" if older is None else f"what was made from {older}"
-    yield f"--overwrite replaces {target}, which holds {what}"
+    yield f"this replaces {target}, which held {what}"
