@@ -107,17 +107,7 @@ def test_every_complete_checkpoint_is_exported_once_as_consolidate_does(tmp_path
     assert [*(outs / ".zexport-watch" / "pins").iterdir()] == []
 
 
-@pytest.mark.parametrize("refusal", [None, errno.EXDEV])
-def test_a_checkpoint_that_waits_is_exported_though_the_run_removes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int | None
-) -> None:
-    """By hard links, or from its open files where another file system knows no links."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(refusal, "Invalid cross-device link")
-
-    if refusal is not None:
-        monkeypatch.setattr(os, "link", refuse)
+def test_a_checkpoint_that_waits_is_exported_though_the_run_removes_it(tmp_path: Path) -> None:
     run, outs = tmp_path / "run", tmp_path / "outs"
     for step in (2, 4):
         _save(run, step)
@@ -134,6 +124,18 @@ def test_a_checkpoint_that_waits_is_exported_though_the_run_removes_it(
     assert next(events).event is EventKind.LOST
     timer.join()
     events.close()
+
+
+def test_checkpoint_that_cannot_be_hard_linked_is_exported_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run, outs = tmp_path / "run", tmp_path / "outs"
+    _save(run, 2)
+    assert _told([*watch(run, outs, ONCE)]) == [(EventKind.EXPORTED, "checkpoint-2")]
 
 
 def test_a_watch_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -761,20 +763,6 @@ def test_what_is_not_made_again_is_said(tmp_path: Path) -> None:
     assert (event.event, event.checkpoint) == (EventKind.NOT_AGAIN, "checkpoint-2")
     assert "was removed" in event.why
     assert [*watch(run, outs, WatchOptions(once=True, then="true"), bf16)] == []
-
-
-def test_exports_of_another_past_beside_one_are_warned_of(tmp_path: Path) -> None:
-    run, outs = tmp_path / "run", tmp_path / "outs"
-    for loss, steps in ((1.0, (2, 4)), (9.0, (2,)), (9.0, (6,))):
-        shutil.rmtree(run, ignore_errors=True)
-        for step in steps:
-            _save(run, step, log_history=[{"step": n, "loss": loss} for n in range(step + 1)])
-        events = [*watch(run, outs, ONCE)]
-        warned = [warning for event in events for warning in event.warnings]
-        assert any("checkpoint-4" in one for one in warned) is (loss > 1)
-        assert any("of another save" in one for one in warned) is (steps == (2,))
-        beside = [one for one in warned if not one.startswith("this replaces")]
-        assert not any("checkpoint-2" in one for one in beside)
 
 
 def test_a_watch_that_exports_nothing_as_of_its_own_option_says_so(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from zexport.beside.best import best_names
 from zexport.beside.choices import WatchOptions
 from zexport.beside.events import EventKind, WatchEvent
-from zexport.beside.ledger import Entry, Ledger
+from zexport.beside.ledger import Ledger
 from zexport.beside.newest import Age, newest
-from zexport.beside.past import Past
 from zexport.beside.prunable import link_to, newest_of
 from zexport.beside.sightings import Sighting
-from zexport.checkpoint.candidates import run_of
 from zexport.errors import OutputError, ZexportError
 from zexport.printable import some
 from zexport.report.failure import Told
@@ -60,31 +58,6 @@ class Shelf:
         step = self._ledger.entries[first].step
         return self._ledger.event(EventKind.NOT_AGAIN, first, step, why=why)
 
-    def strangers(self, seen: Sighting, step: int | None, past: Past) -> Iterator[str]:
-        """What to know of a checkpoint of another past than exports beside it, or in its place.
-
-        A run that was begun anew, or went on from an older step, leaves such exports.
-        """
-        before, now = self._ledger.entries.get(seen.name), past.by(step) if step is not None else ""
-        is_other = before is not None and before.is_done and before.mark != seen.mark
-        is_other = is_other and not (now and before is not None and before.past == now)
-        beside = {n: e for n, e in self._beside(seen.name) if step is not None}
-        foreign = [n for n, e in beside.items() if _is_foreign(e, step, past)]
-        if foreign or is_other:
-            later = (n for n, e in beside.items() if (e.step or 0) > (step or 0))
-            foreign += [n for n in later if beside[n].written_ns < seen.written_ns]
-        if is_other:
-            yield "the export before it in this place was of another save"
-        if foreign:
-            yield f"beside it, {some(foreign, 3)}: of before the run was begun anew, or went back"
-
-    def _beside(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """The exports of the same run that stand beside a checkpoint's."""
-        for other, entry in self._ledger.entries.items():
-            is_same_run = other != name and run_of(other) == run_of(name)
-            if is_same_run and entry.is_done and exists(self._ledger.out(other)):
-                yield other, entry
-
     def retire(self, there: Mapping[str, Sighting], boundary: Boundary) -> Iterator[WatchEvent]:
         """Remove exports beyond those that are kept, if they are as they were made.
 
@@ -124,14 +97,6 @@ class Shelf:
             told = Told.of(error)
             return self._ledger.event(EventKind.LEFT, one.name, one.step, failure=told)
         return self._ledger.event(EventKind.REMOVED, one.name, one.step)
-
-
-def _is_foreign(other: Entry, step: int | None, past: Past) -> bool:
-    """Whether an export of an earlier step has another past than a checkpoint."""
-    if step is None or other.step is None or other.step > step:
-        return False
-    known = past.by(other.step)
-    return bool(known and other.past) and known != other.past
 
 
 def _best(there: Mapping[str, Sighting], boundary: Boundary) -> set[str]:

@@ -59,7 +59,6 @@ class Entry(Struct, frozen=True):
         found: that of the one which lay in the export's place when this one was begun.
         is_begun: whether it is being made.
         is_owed: whether the command after it has not ended well yet.
-        past: digest of what its Trainer had logged by then; empty where that is not known.
         made_with: the words of the export's options; ``None`` where they were not noted.
         is_removed: whether a watch has removed the export since.
     """
@@ -71,7 +70,6 @@ class Entry(Struct, frozen=True):
     found: str = ""
     is_begun: bool = False
     is_owed: bool = False
-    past: str = ""
     made_with: str | None = None
     is_removed: bool = False
 
@@ -201,14 +199,14 @@ class Ledger:
             if entry.is_done:
                 yield Age(name, entry.step, entry.written_ns)
 
-    def begin(self, seen: Sighting, step: int | None, past: str, made_with: str) -> None:
+    def begin(self, seen: Sighting, step: int | None, made_with: str) -> None:
         """A checkpoint is about to be exported."""
         found, before = self._digest(seen.name), self._entries.get(seen.name)
         ours = found if self.is_ours(seen.name) else ""
         if before is not None and before.is_begun:  # that one may still publish, or just has
             found = before.found
         entry = Entry(seen.mark, step, seen.written_ns, ours, found, is_begun=True)
-        self.put(seen.name, replace(entry, past=past, made_with=made_with))
+        self.put(seen.name, replace(entry, made_with=made_with))
 
     def end(self, name: str, *, is_owed: bool) -> None:
         """An export stands; a command after it may be owed."""

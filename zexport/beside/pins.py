@@ -1,9 +1,9 @@
 """Checkpoints kept while they wait for their export, whatever a rotation removes meanwhile.
 
-A pin is a second folder of the same names: hard links to the files, or, on another file system,
-links to them as this process has them open. Objects cannot be kept: they are read where they lie.
-Nothing is written into the checkpoint's own folder,
-whose time is what a rotation goes by (transformers 5.23, ``trainer_utils.py``).
+A pin is a second folder of hard links under the same names. On another file system, and in a
+bucket, checkpoints are read in place: a rotation can remove them meanwhile. Nothing is written into
+the checkpoint's own folder, whose time is what a rotation goes by (transformers 5.23,
+``trainer_utils.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zexport.store.folders import (
     real,
     remove,
 )
-from zexport.store.links import NoKeepError, keep, let_go, point
+from zexport.store.links import keep, point
 
 
 class Pin(Struct, frozen=True):
@@ -47,14 +47,12 @@ class Pin(Struct, frozen=True):
         seen: the checkpoint.
         step: the optimizer steps that it records.
         folder: the pin's own folder; without one the checkpoint is read where it lies.
-        descriptors: the files that are open for it.
         is_unproved: whether nothing but its age says that it is complete.
     """
 
     seen: Sighting
     step: int | None
     folder: Path | None = None
-    descriptors: tuple[int, ...] = ()
     is_unproved: bool = False
 
     @property
@@ -76,7 +74,7 @@ class Pin(Struct, frozen=True):
     def mark_now(self, boundary: Boundary) -> str:
         """The mark of what is there now, which a link shows, too; empty where nothing is."""
         if self.folder is not None:
-            boundary = Boundary.of(self.path.parent, follow=bool(self.descriptors))
+            boundary = Boundary.of(self.path.parent)
         try:
             look_anew(self.path)
             return sighting(self.path.parent, self.path.name, boundary).mark
@@ -86,7 +84,6 @@ class Pin(Struct, frozen=True):
 
     def release(self) -> None:
         """Let go of the files."""
-        let_go(self.descriptors)
         if self.folder is not None and exists(self.folder):
             with writing(self.folder):
                 remove(self.folder)
@@ -107,44 +104,38 @@ def pin(seen: Sighting, step: int | None, place: Path, boundary: Boundary) -> Pi
 
     Raises:
         FileNotFoundError: it was removed meanwhile.
-        UnsafeError: there is such a link, and files can be kept by holding them open alone.
         OutputError: ``place`` cannot be written.
     """
     folder, unfinished = place / seen.name, place.with_name("unfinished")
     unkept = Pin(seen, step, is_unproved=seen.is_unproved)
     if isinstance(seen.run, Address):
         return unkept
-    descriptors: list[int] = []
     try:
-        _fill(unfinished, seen, boundary, descriptors)
+        _fill(unfinished, seen, boundary)
         with writing(place):
             make_folder(place)  # anew, where somebody has removed all exports
             move(unfinished, folder)
     except BaseException as error:
-        _undo(unfinished, descriptors)
-        is_gone = isinstance(error, FileNotFoundError)
-        if isinstance(error, NoKeepError | OSError) and not is_gone:
+        with suppress(OSError):
+            remove(unfinished)
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             return unkept  # what cannot be kept is read where it lies
         raise
-    return replace(unkept, folder=folder, descriptors=tuple(descriptors))
+    return replace(unkept, folder=folder)
 
 
-def _fill(unfinished: Path, seen: Sighting, boundary: Boundary, descriptors: list[int]) -> None:
+def _fill(unfinished: Path, seen: Sighting, boundary: Boundary) -> None:
     kept: list[Path] = []
-    outward: list[Path] = []
     for path in _files(seen):
         target = unfinished / seen.run.name / path.relative_to(seen.run)
         with writing(unfinished):
             make_folder(target.parent)
+        kept.append(path)
         if boundary.holds(path):
-            keep(real(path), target, descriptors)
-            kept.append(path)
+            keep(real(path), target)
         else:
             point(real(path), target)
-            outward.append(path)
-    if descriptors and outward:
-        boundary.check(outward[0])
-    there = {*kept, *outward}
+    there = {*kept}
     wanted = [*kept, *(seen.tag_dir / name for name in seen.versions)]
     if gone := next((one for one in wanted if one not in there or not exists(one)), None):
         raise FileNotFoundError(errno.ENOENT, "was removed meanwhile", str(gone))
@@ -161,7 +152,7 @@ def pins_left(place: Path) -> Iterator[Pin]:
             left = None
         if left is not None and left.versions:
             yield Pin(left, left.step(within), folder, is_unproved=left.is_unproved)
-        else:  # its files were open in a process that is gone
+        else:
             with writing(folder):
                 remove(folder)
 
@@ -177,9 +168,3 @@ def _files(seen: Sighting) -> Iterator[Path]:
 def _is_wanted(path: Path) -> bool:
     """Whether it is a file, or was one a moment ago."""
     return is_file(path) or not (exists(path) or is_link(path))
-
-
-def _undo(unfinished: Path, descriptors: list[int]) -> None:
-    let_go(descriptors)
-    with suppress(OSError):
-        remove(unfinished)

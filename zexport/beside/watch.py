@@ -23,7 +23,6 @@ from zexport.beside.jobs import (
 from zexport.beside.kept_exports import Shelf
 from zexport.beside.ledger import BEAT_S, Ledger, held
 from zexport.beside.lookout import Lookout
-from zexport.beside.past import Past
 from zexport.beside.pins import Pin, pins_folder
 from zexport.beside.places import check_places
 from zexport.beside.sightings import look
@@ -129,7 +128,6 @@ class _Task(Struct, frozen=True):
     event: WatchEvent
     began: float
     pin: Pin | None = None
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -255,16 +253,14 @@ class _Work:
         name, step = one.seen.name, one.step
         self.owed = [other for other in self.owed if other != name]  # that one is replaced
         again = ("--overwrite",) if self.ledger.is_ours(name) and self._is_there(name) else ()
-        links = ("--follow-symlinks",) if self.lookout.boundary.follow or one.descriptors else ()
+        links = ("--follow-symlinks",) if self.lookout.boundary.follow else ()
         seen = ("--as-seen", one.seen.mark)
-        past = Past.of(one.path)
-        warnings = tuple(self.shelf.strangers(one.seen, step, past))
-        self.ledger.begin(one.seen, step, past.by(step or 0), self.shelf.made_with)
+        self.ledger.begin(one.seen, step, self.shelf.made_with)
         job = start_export(
             one.path, self.ledger.out(name), (*self.asked.words, *again, *links, *seen)
         )
         event = self.ledger.event(EventKind.EXPORTED, name, step)
-        self.task = _Task(job, event, time.monotonic(), one, warnings)
+        self.task = _Task(job, event, time.monotonic(), one)
 
     def _is_there(self, name: str) -> bool:
         return exists(self.ledger.out(name))
@@ -317,7 +313,7 @@ class _Work:
             self._stands(event.checkpoint, is_owed=bool(self.options.then))
             kept.release()
             age = (_UNPROVED,) if kept.is_unproved else ()
-            return replace(event, warnings=(*task.warnings, *age, *told.warnings))
+            return replace(event, warnings=(*age, *told.warnings))
         if event.checkpoint in self.begun and is_being_written(event.out):
             self.lookout.put_back(kept)
             why = "an export that a killed watch has left writes it"
