@@ -306,12 +306,14 @@ def test_a_merged_model_is_verified_with_its_base_and_says_so_without(tmp_path: 
     merge(trained, trained.base, tmp_path / "out")
     other = with_config(copied(trained, tmp_path / "other"), rms_norm_eps=1e-5)
     beside(trained)
+    moved = trained.base.rename(tmp_path / "moved")
     for base in (None, other):
         with pytest.raises((FrozenLeftOutError, UsageError)) as caught:
             verify_export(tmp_path / "out", against=trained.checkpoint, base=base)
         told = "Name the model that the export was given, as in --base MODEL"
         assert caught.value.hint == told
         assert "--a" not in str(caught.value)
+    moved.rename(trained.base)
     retrained = sibling(trained, tmp_path / "other" / trained.base.name)
     found = verify_export(tmp_path / "out", against=trained.checkpoint, base=retrained)
     (told,) = {problem.problem for problem in found.problems}
