@@ -14,7 +14,6 @@ from zexport.facts.statements import Judgement, judge
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
     config_statements,
-    label_statements,
     unstated_statements,
 )
 from zexport.model.fit import ModelNames
@@ -134,33 +133,6 @@ def test_what_the_class_takes_by_itself_is_no_difference(stated: dict[str, Any])
 
 
 NAMES = {"0": "no", "1": "yes"}
-
-
-def labels(id2label: object, label2id: object) -> list[str]:
-    content = {"id2label": id2label, "label2id": label2id}
-    return judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
-
-
-def test_a_name_of_two_classes_and_another_number_of_them_are_told() -> None:
-    (warning,) = labels({"0": "a", "1": "a"}, None)
-    assert "class 'a' 0 in id2label, 0 but 1 in id2label, 1" in warning
-    content = {"id2label": NAMES, "num_labels": 5}
-    (warning,) = judge(label_statements(ConfigFile(Path("own"), content)), None).warnings  # type: ignore[arg-type]
-    assert "the number of classes, 2 in id2label but 5 in num_labels" in warning
-
-
-def test_a_class_with_two_names_is_told() -> None:
-    (warning,) = labels(NAMES, {"no": 1, "yes": 0})
-    assert "class 0 no in id2label but yes in label2id" in warning
-
-
-@pytest.mark.parametrize(
-    "label2id",
-    [{"no": 0, "yes": 1}, {"LABEL_0": 0, "LABEL_1": 1}, {"nay": 0, "no": 0}, {}, None, 5],
-)
-def test_classes_whose_names_agree_or_are_none_are_not_told(label2id: object) -> None:
-    assert not labels(NAMES, label2id)
-    assert not labels(None, label2id)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from tokenizers.models import BPE, Unigram
 
 from zexport.facts.statements import Judgement, judge
 from zexport.model.config import ConfigFile
-from zexport.model.config_facts import label_statements
 from zexport.model.sidecars import find_sidecars
 from zexport.model.special_tokens import (
     behind_statements,
@@ -707,42 +706,12 @@ def test_a_word_that_is_named_as_a_special_token_is_noted(root: Path) -> None:
     assert "'pad'" not in note
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"suppress_tokens": [1, 2]}, True),
-        ({"forced_eos_token_id": 2}, False),
-        ({"bad_words_ids": [[2], [3, 4]]}, True),
-        ({"bad_words_ids": [[2, 3]], "begin_suppress_tokens": [2]}, False),
-        ({"eos_token_id": [2, 5], "suppress_tokens": [2]}, False),
-    ],
-)
-def test_a_generation_config_that_forbids_its_end_is_told(
-    root: Path, settings: dict[str, object], *, told: bool
-) -> None:
-    put(root, generation_config={"eos_token_id": 2, **settings})
-    assert any("forbids the token that ends" in one for one in warned(root)) == told
-
-
-def test_settings_of_sampling_are_noted_where_nothing_is_sampled(root: Path) -> None:
-    put(root, generation_config={"do_sample": False, "temperature": 0.1, "top_p": 1.0})
-    (note,) = judged(root).notes
-    assert "temperature not sampled in do_sample but 0.1 in temperature" in note
-    put(root, generation_config={"temperature": 0.1})
-    assert not judged(root).notes
-
-
 def test_a_processor_of_another_kind_of_model_is_noted(root: Path) -> None:
     put(root, preprocessor_config={"image_processor_type": "SiglipImageProcessorFast"})
     for seeing, is_told in (("clip_vision_model", True), ("siglip_vision_model", False)):
         put(root, config={**CONFIG, "vision_config": {"model_type": seeing}})
         notes = judged(root).notes
         assert any("clip in config.json but siglip in pre" in one for one in notes) == is_told
-
-
-def test_another_end_that_is_forced_is_told(root: Path) -> None:
-    put(root, generation_config={"eos_token_id": 2, "forced_eos_token_id": 5})
-    assert "[2] in eos_token_id but [5] in forced_eos_token_id" in warned(root)[0]
 
 
 def test_what_a_tokenizer_was_left_with_is_told(root: Path) -> None:
@@ -775,13 +744,6 @@ def test_tokenizers_of_one_run_that_go_by_other_rules_are_told(
     assert told in found[0] if told else not found
 
 
-def test_classes_that_are_not_numbered_from_zero_are_told(root: Path) -> None:
-    for labels, is_told in (({"1": "bad"}, True), ({"0": "good", "1": "bad"}, False)):
-        config = ConfigFile(root, {"id2label": labels})  # type: ignore[dict-item]
-        found = judge(label_statements(config), root).warnings
-        assert any("1 in id2label but 0 to 0 in the model" in one for one in found) == is_told
-
-
 def test_positions_that_kinds_of_layers_rotate_otherwise_are_told(root: Path) -> None:
     for folder, theta in ((root, 1e4), (root.parent, 7777.0)):
         kinds = {
@@ -792,24 +754,6 @@ def test_positions_that_kinds_of_layers_rotate_otherwise_are_told(root: Path) ->
     (warning,) = warned(root)
     assert "full_attention.rope_theta 10000.0 in the checkpoint's but 7777.0 in" in warning
     assert "sliding" not in warning
-
-
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        ({"temperature": 0.0, "do_sample": True}, "temperature 0.0 in"),
-        ({"temperature": 0.0}, ""),
-        ({"repetition_penalty": 0}, "repetition_penalty 0 in"),
-        ({"top_k": 0, "top_p": 1, "do_sample": True, "num_beams": 1}, ""),
-        ({"max_new_tokens": -1}, "max_new_tokens -1 in"),
-    ],
-)
-def test_settings_that_nothing_is_generated_with_are_told(
-    root: Path, setting: dict[str, object], told: str
-) -> None:
-    warnings = warned(put(root, generation_config=setting))
-    assert len(warnings) == bool(told)
-    assert all(told in one for one in warnings)
 
 
 def byte_level(root: Path, **changed: object) -> Path:

@@ -89,10 +89,6 @@ class Fact(AnyFact):
         "model_type names",
         hint="Mend model_type or architectures in config.json, or give the right one with --base",
     )
-    LABELS = warned_of(
-        "names of classes",
-        "config.json contradicts itself in classes: mend id2label, label2id or num_labels",
-    )
     BASE_LABELS = warned_of(
         "names of classes, beside the base's",
         "classes have other names than the base's: take care that config.json has those that were "
@@ -113,26 +109,6 @@ class Fact(AnyFact):
         "what is put behind every text",
         "the tokenizer ends every text, and nothing is generated after that: take it out, unless "
         "the model is one that embeds",
-    )
-    END_FORCED = warned_of(
-        "token that a text is made to end with",
-        "generation_config.json has a text end with another token than the one that ends it: take "
-        "forced_eos_token_id out",
-        agreement=Agreement.SHARED,
-    )
-    END_FORBIDDEN = warned_of(
-        "tokens that a generation config has made and forbids",
-        "generation_config.json forbids the token that ends a text, and so none ends: take it out "
-        "of suppress_tokens and bad_words_ids",
-    )
-    SETTING_RANGE = warned_of(
-        "settings of generating, beside what they may be",
-        "generation_config.json has a setting with which generating ends in an error: mend it",
-    )
-    UNUSED_SETTING = noted(
-        "settings of sampling, where nothing is sampled",
-        "generation_config.json has settings of sampling and do_sample false: some programs go by "
-        "them, and transformers does not",
     )
     ADDED_TOKEN = warned_of(
         "numbers of an added token",

@@ -9,7 +9,6 @@ from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
 from zexport.model.config import ConfigFile, settings_of
 from zexport.model.fit import ModelNames
-from zexport.printable import some
 from zexport.store.json import Json, JsonObject, as_table
 
 _BUILT = re.compile(
@@ -167,28 +166,6 @@ def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
         if not key.endswith("_size"):  # which may be that of all parts' results
             yield Statement(Fact.CONFIG_LEVELS, part[key], "text_config", key)
             yield Statement(Fact.CONFIG_LEVELS, outer[key], "the config around it", key)
-
-
-def label_statements(config: ConfigFile | None) -> Iterator[Statement]:
-    """The name of each class, as both tables of a config have it."""
-    content = settings_of(config)
-    numbers = as_table(content.get("label2id"))
-    labels = _labels(content)
-    if labels:
-        yield Statement(Fact.LABELS, len(labels), "id2label", "the number of classes,")
-        yield Statement(Fact.LABELS, len(numbers) or None, "label2id", "the number of classes,")
-        yield Statement(
-            Fact.LABELS, content.get("num_labels"), "num_labels", "the number of classes,"
-        )
-    if strange := sorted(labels.keys() - {str(number) for number in range(len(labels))}):
-        yield Statement(Fact.LABELS, some(strange), "id2label", "numbers of classes,")
-        yield Statement(Fact.LABELS, f"0 to {len(labels) - 1}", "the model", "numbers of classes,")
-    for number, name in labels.items():
-        yield Statement(Fact.LABELS, number, f"id2label, {number}", f"class {name!r}")
-        others = [label for label, other in numbers.items() if str(other) == number]
-        if others and name not in others and not any(map(_PLACEHOLDER.fullmatch, (name, *others))):
-            yield Statement(Fact.LABELS, name, "id2label", f"class {number}")
-            yield Statement(Fact.LABELS, others[0], "label2id", f"class {number}")
 
 
 def _labels_of_both(fact: Fact, own: ConfigFile, other: ConfigFile, by: str) -> Iterator[Statement]:

@@ -11,7 +11,6 @@ from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
     dtype_statements,
-    label_statements,
     level_statements,
     rope_statements,
     run_statements,
@@ -19,7 +18,6 @@ from zexport.model.config_facts import (
     unstated_statements,
 )
 from zexport.model.fit import ModelNames, NamesUnknown
-from zexport.model.generation import generation_statements
 from zexport.model.hub_cache import hub_id_of
 from zexport.model.sidecars import Sidecars
 from zexport.model.small_files import beside_statements
@@ -44,7 +42,6 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
     yield from added_statements(sidecars.copied)
     yield from number_statements(sidecars.copied)
     yield from lacking_statements(sidecars.copied)
-    yield from generation_statements(sidecars.copied)
     yield from vocabulary_statements(sidecars.copied, sidecars.folders)
     yield from mark_statements(sidecars.copied)
     yield from beside_statements(sidecars)
@@ -89,4 +86,3 @@ def model_facts(
     yield from end_statements(sidecars.copied, config)
     yield from behind_statements(sidecars.copied, config)
     yield from id_statements(sidecars.copied, config)
-    yield from label_statements(config)
