@@ -180,7 +180,7 @@ def test_an_export_that_outlives_its_watch_is_waited_for_and_is_the_next_ones(
     _save(run, 2)
     with ledger.held(outs) as own:
         (one,) = sightings.look(run, Boundary.of(run))
-        ledger.Ledger(outs, own, run).begin(one, 2, "", "")
+        ledger.Ledger(outs, own, run).begin(one, 2, "")
     orphan = start_export(run / "checkpoint-2", outs / "checkpoint-2", ())
     while not is_being_written(outs / "checkpoint-2"):
         time.sleep(0.001)
@@ -201,7 +201,7 @@ def test_an_export_that_outlives_its_watch_may_end_first(
     _save(run, 2)
     with ledger.held(outs) as own:
         (one,) = sightings.look(run, Boundary.of(run))
-        ledger.Ledger(outs, own, run).begin(one, 2, "", "")
+        ledger.Ledger(outs, own, run).begin(one, 2, "")
 
     def start(checkpoint: Path, out_dir: Path, words: Sequence[str]) -> Job:
         consolidate(run / "checkpoint-2", out_dir)

@@ -115,7 +115,7 @@ def test_an_export_holds_the_live_weights_and_says_so_on_stdout(tmp_path: Path) 
 
 def test_every_command_prints_one_json_object(tmp_path: Path) -> None:
     exported = result("consolidate", ZERO3, tmp_path / "model")
-    assert (exported["schema"], exported["tensors"], exported["loadable"]) == (1, 21, True)
+    assert (exported["schema"], exported["tensors"], exported["loadable"]) == (2, 21, True)
     assert result("inspect", ZERO3)["verdict"]["exportable"] is True
     verified = result("verify", tmp_path / "model", "--against", ZERO3)
     assert (verified["ok"], verified["against_checkpoint"]) == (True, True)

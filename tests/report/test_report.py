@@ -59,7 +59,7 @@ PLAN_SCHEMA = {
         "loadable",
     ],
     "properties": {
-        "schema": {"const": 1},
+        "schema": {"const": 2},
         "nbytes_to_read": NUMBER,
         "nbytes_to_write": NUMBER,
         "memory_nbytes": NUMBER,
