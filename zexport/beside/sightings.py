@@ -119,7 +119,7 @@ class Sighting(Struct, frozen=True):
         if missing := _missing(self._parts(others)):
             return missing
         is_still = self.age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
-        return "" if is_still else "its files may still change"
+        return "" if is_still else "files changed in the last minute"
 
     def opened_to_resume(self, *others: Path) -> ZeroCheckpoint | None:
         """Return the opened checkpoint, or ``None`` if no training can resume from it.
