@@ -33,6 +33,7 @@ from zexport.beside import sightings
 from zexport.checkpoint.optimizer_states import PRUNED
 from zexport.compare.verdict import Cause
 from zexport.errors import (
+    AmbiguousTagError,
     CheckpointError,
     IncompleteCheckpointError,
     NotACheckpointError,
@@ -136,8 +137,9 @@ def test_a_place_that_the_system_refuses_is_told_by_watch_and_prune(tmp_path: Pa
         watch(tmp_path / "run", refused)
 
 
-def test_the_root_of_all_folders_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpointError):
+def test_root_of_file_system_is_refused(tmp_path: Path) -> None:
+    """As no checkpoint, or as ambiguous: runs may be in folders such as ``/tmp``."""
+    with pytest.raises((NotACheckpointError, AmbiguousTagError)):
         prune("/", tmp_path / "out")
 
 
