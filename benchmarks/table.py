@@ -75,7 +75,7 @@ def targets_at_size(title: str, results: Samples) -> Iterator[Target]:
     if Name.DEEPSPEED in results:
         factor = seconds(results[Name.DEEPSPEED]) / seconds(results[Name.FP32])
         text = f"{title}: at least 5 times as fast as DeepSpeed's script"
-        yield Target(text, f"{factor:.1f}", factor >= 5)  # noqa: PLR2004 - a target, said above
+        yield Target(text, f"{factor:.1f}", factor >= 5)
     yield _copy_target(title, results, Name.FP32_BARE, 1.5)
     yield _copy_target(title, results, Name.FP32, 2.5)
     yield _memory_target(title, results)
@@ -89,7 +89,7 @@ def targets_at_scale(title: str, results: Samples, smaller: Samples) -> Iterator
     ratios = [_peak(results[name]) / _peak(smaller[name]) for name in names]
     farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
     text = f"{title}: peak RSS as at the smaller size, 20 % at most apart"
-    yield Target(text, f"{farthest:.2f} times", abs(farthest - 1) <= 0.2)  # noqa: PLR2004
+    yield Target(text, f"{farthest:.2f} times", abs(farthest - 1) <= 0.2)
 
 
 def _copy_target(title: str, results: Samples, name: Name, limit: float) -> Target:

@@ -1,11 +1,10 @@
-"""Write what is made from the code: schemas, commands, rooms, tables, the README's picture.
+"""Write what is made from the code: schemas, commands, tables, the README's picture.
 
 ``--check`` only says what is stale.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
@@ -37,13 +36,6 @@ _CLI_HEAD = """\
 # Commands
 
 Made from the commands by `python -m docs.generate`; do not edit.
-"""
-_ROOMS_HEAD = """\
-# Rooms
-
-What each module knows that no other does, in its own words; from the top floor down.
-[architecture.md](architecture.md) tells how they work together.
-Made from the docstrings by `python -m docs.generate`; do not edit.
 """
 _MEANING = {
     FindingKind.NAN: "elements are NaN",
@@ -91,7 +83,6 @@ def pages() -> dict[Path, str]:
             facts_table(),
         ),
         DOCS / "cli.md": "\n".join([_CLI_HEAD, *_commands()]),
-        DOCS / "rooms.md": "\n".join([_ROOMS_HEAD, *_rooms()]),
         interfaces: text,
         DOCS / "python.md": _python_page(),
         support: _replaced(support.read_text(encoding="utf-8"), "support", support_table()),
@@ -170,7 +161,10 @@ def _type_section(kind: type) -> str:
     above = [one for one in reversed(kind.__mro__) if one.__module__.startswith("zexport.")]
     types = {name: text for one in above for name, text in one.__annotations__.items()}
     known = {name: text for one in above for name, text in descriptions(one.__doc__ or "")}
-    rows = [(name, _plain(types.get(name, "")), text) for name, text in known.items()]
+    fields = [n for n, text in types.items() if n[0] != "_" and not text.startswith("ClassVar")]
+    is_whole = not known or known.keys() >= {*fields}
+    names = known if is_whole else dict.fromkeys((*fields, *known))
+    rows = [(name, _plain(types.get(name, "")), known.get(name, "")) for name in names]
     if kind.__name__.endswith("Options"):
         usual = kind()
         columns = "| field | type | default | option | |\n|---|---|---|---|---|\n"
@@ -273,52 +267,6 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 def _section(title: str, text: str) -> str:
     return f"## {title}\n\n```text\n{text}\n```\n"
-
-
-# --- rooms ---
-
-
-def _rooms() -> Iterator[str]:
-    """A table for each package, in the order of the floors, and one for the modules beside them."""
-    package = DOCS.parent / "zexport"
-    yield _room_table(
-        "zexport",
-        "The modules that are a floor, or part of one, by themselves.",
-        package,
-        _floors("house"),
-    )
-    for floor in _floors("house"):
-        if (package / floor).is_dir():
-            yield from _package_rooms(package / floor, _floors(floor))
-
-
-def _package_rooms(folder: Path, order: list[str]) -> Iterator[str]:
-    title = folder.relative_to(DOCS.parent).as_posix()
-    yield _room_table(title, _knows(folder / "__init__.py"), folder, order)
-    for inner in sorted(path.parent for path in folder.glob("*/__init__.py")):
-        yield from _package_rooms(inner, [])
-
-
-def _room_table(title: str, knows: str, folder: Path, order: list[str]) -> str:
-    """The modules of one folder: those with a floor from the top down, then the others by name."""
-    modules = [path for path in folder.glob("*.py") if path.stem != "__init__"]
-    place = {name: number for number, name in enumerate(order)}
-    modules.sort(key=lambda path: (place.get(path.stem, len(place)), path.stem))
-    rows = "".join(f"| `{path.stem}` | {_knows(path)} |\n" for path in modules)
-    return f"## {title}\n\n{knows}\n\n| module | what it knows |\n|---|---|\n{rows}"
-
-
-def _floors(contract: str) -> list[str]:
-    """The layers of a contract of ``.importlinter``, top first; none where there is no such one."""
-    text = (DOCS.parent / ".importlinter").read_text(encoding="utf-8")
-    found = re.search(rf"contract:{contract}\].*?\nlayers =\n(.*?)(?=\n\[|\Z)", text, re.S)
-    return re.findall(r"\w+", found[1]) if found else []
-
-
-def _knows(module: Path) -> str:
-    """The first sentence of a module's docstring, on one line."""
-    said = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
-    return _one_line(said)
 
 
 def _one_line(docstring: str) -> str:

@@ -24,5 +24,5 @@ def mean_loss(folder: Path, text: str) -> float:
 
 
 if __name__ == "__main__":
-    text = Path(sys.argv[2]).read_text(encoding="utf-8") if len(sys.argv) > 2 else TEXT  # noqa: PLR2004
+    text = Path(sys.argv[2]).read_text(encoding="utf-8") if len(sys.argv) > 2 else TEXT
     print(f"loss {mean_loss(Path(sys.argv[1]), text):.3f}")

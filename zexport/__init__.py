@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from zexport.beside.events import EventKind, WatchEvent
     from zexport.beside.prune import PruneReport, prune
     from zexport.beside.watch import watch
-    from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-    from zexport.checkpoint.opening import open_checkpoint
+    from zexport.checkpoint.open import open_checkpoint
+    from zexport.checkpoint.state import Role, StoredTensor, TrainingState
     from zexport.compare.diff import DiffReport
     from zexport.compare.tensor import Outcome, TensorDiff
     from zexport.compare.verdict import Cause
@@ -65,11 +65,11 @@ __all__ = [
     "Share",
     "StoredTensor",
     "TensorDiff",
+    "TrainingState",
     "VerifyMode",
     "VerifyReport",
     "WatchEvent",
     "WatchOptions",
-    "ZeroCheckpoint",
     "ZexportError",
     "__version__",
     "consolidate",
@@ -101,8 +101,8 @@ _HOMES = {
     "beside.events": ("EventKind", "WatchEvent"),
     "beside.prune": ("PruneReport", "prune"),
     "beside.watch": ("watch",),
-    "checkpoint.contents": ("Role", "StoredTensor", "ZeroCheckpoint"),
-    "checkpoint.opening": ("open_checkpoint",),
+    "checkpoint.state": ("Role", "StoredTensor", "TrainingState"),
+    "checkpoint.open": ("open_checkpoint",),
     "compare.diff": ("DiffReport",),
     "compare.tensor": ("Outcome", "TensorDiff"),
     "compare.verdict": ("Cause",),

@@ -31,9 +31,9 @@ from zexport.adapters.stated import (
     effect_statements,
 )
 from zexport.adapters.updates import BaseModel
-from zexport.checkpoint.client_state import differing
-from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
+from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before
+from zexport.checkpoint.zero.resumable import differing
 from zexport.collected import Collected
 from zexport.errors import raise_all
 from zexport.facts.model import OF_BASE, Fact
@@ -72,13 +72,13 @@ from zexport.weights.same_base import BaseName, compare_base
 from zexport.weights.ties import Ties, compare_ties, under_tied_sources, without_ties
 
 
-def collect(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> Collected:
+def collect(checkpoint: TrainingState, options: ExportOptions | None = None) -> Collected:
     """Read all that the plan of an export depends on."""
     with reading(checkpoint.location.root, hint="Check its permissions"):
         return _collect(checkpoint, options or ExportOptions())
 
 
-def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
+def _collect(checkpoint: TrainingState, options: ExportOptions) -> Collected:
     if options.base is not None:
         options = replace(options, base=model_folder(options.base))
     findings = raise_problems(checkpoint, options.allow)
@@ -128,15 +128,16 @@ def _collect(checkpoint: ZeroCheckpoint, options: ExportOptions) -> Collected:
         return structs.replace(found, warnings=(*found.warnings, unasked))
 
 
-def _unknown_code(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+def _unknown_code(checkpoint: TrainingState) -> Iterator[str]:
     """Tells of code that programs which run pickles would run; `zexport inspect` has the files."""
     named = {str(one): None for file in checkpoint.files for one in file.unknown_globals}
     if named:
         yield f"the checkpoint's files name unknown code, which was not run: {some([*named], 8)}"
 
 
-def _differing_buffers(checkpoint: ZeroCheckpoint) -> Iterator[str]:
-    names = dict.fromkeys(name for cell in checkpoint.cells.values() for name in differing(cell)[1])
+def _differing_buffers(checkpoint: TrainingState) -> Iterator[str]:
+    ranks = checkpoint.zero.values()
+    names = dict.fromkeys(name for own in ranks for name in differing(own)[1])
     if buffers := [name for name in names if not name.endswith("_extra_state")]:
         yield f"buffers differ between ranks: the export has those of rank 0 ({some(buffers, 8)})"
 

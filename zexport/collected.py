@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.saved_beside import SavedBeside
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.facts.statements import Statement
 from zexport.filenames import GENERATION_CONFIG
 from zexport.findings import Finding
@@ -33,7 +33,7 @@ class Collected(Struct, frozen=True):
     ``statements`` are what several files say of the same facts.
     """
 
-    checkpoint: ZeroCheckpoint
+    checkpoint: TrainingState
     options: ExportOptions
     weights: Weights
     sidecars: Sidecars

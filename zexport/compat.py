@@ -20,15 +20,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import (
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import (
+    FileKind,
     Role,
     StoredTensor,
-    ZeroCheckpoint,
+    TrainingState,
     raise_problems,
     source_of,
 )
-from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.rank_files import RankFileKind
 from zexport.errors import CheckpointError, DamagedCheckpointError, FrozenLeftOutError, ZexportError
 from zexport.extras import to_install
 from zexport.filenames import WEIGHTS_IN_ORDER
@@ -170,7 +170,7 @@ def _tied_apart(
             yield first, *others
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0917 - DeepSpeed's parameters
+def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
     max_shard_size: int | str | None = "5GB",
@@ -243,7 +243,7 @@ def _as_builtin(kind: type[OSError] | type[ValueError]) -> Iterator[None]:
 
 def _open(
     checkpoint_dir: str | os.PathLike[str], tag: str | None, *, may_lack_frozen: bool
-) -> ZeroCheckpoint:
+) -> TrainingState:
     """The checkpoint, without problems; what is raised is of the type that DeepSpeed raises.
 
     Source: DeepSpeed 0.19.8, ``utils/zero_to_fp32.py``: ValueError without a tag and ``latest``,
@@ -253,7 +253,7 @@ def _open(
     is_named = tag is not None or is_file(place(checkpoint_dir) / "latest")
     with _as_builtin(FileNotFoundError if is_named else ValueError):
         checkpoint = open_checkpoint(place(checkpoint_dir), tag=tag)
-    kinds = {file.kind is RankFileKind.OPTIMIZER for file in checkpoint.files}
+    kinds = {file.kind is FileKind.OPTIMIZER for file in checkpoint.files}
     with _as_builtin(ValueError if len(kinds) > 1 else FileNotFoundError):
         findings = raise_problems(checkpoint)
     found = (f"{one.kind.value}: {one.detail or one.tensor}" for one in findings)
@@ -272,14 +272,14 @@ def _open(
 
 
 def _state(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     dtype_of: Callable[[StoredTensor], DType],
     *,
     exclude_frozen: bool,
 ) -> tuple[OrderedDict[str, LazyTensor], ProvenWeights]:
     """Every name of the checkpoint, in the order of DeepSpeed's state dict, and what reads them."""
     roles = [Role.BUFFER, *([] if exclude_frozen else [Role.FROZEN]), Role.TRAINABLE]
-    stored = [tensor for role in roles for tensor in checkpoint.of_role(role)]
+    stored = [tensor for role in roles for tensor in checkpoint.tensors if tensor.role is role]
     with _as_builtin(ValueError):
         weights = ProvenWeights(checkpoint, stored)
     tensors = OrderedDict((one.name, LazyTensor(one, dtype_of(one), weights)) for one in stored)

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.ranks import models_of
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.collected import Collected
 from zexport.errors import DamagedCheckpointError, raise_all
 from zexport.facts.model import Fact
@@ -92,7 +91,8 @@ def decide(collected: Collected, out_dir: Path | str) -> ExportPlan:
 
 def _left_out(found: Collected, selection: Selection) -> dict[str, None]:
     """Return entries of the module's state dict that are no weights, and are not exported."""
-    names, models = selection.names, models_of(found.checkpoint.cells).values()
+    names = selection.names
+    models = [one.first for one in found.checkpoint.zero.values() if one.model]
     known = {*selection.weights.shapes, *selection.from_base}
     known |= names.shapes.keys() if isinstance(names, ModelNames) else set()
     empty = (name for name in found.weights.left_out if name not in known)
@@ -149,7 +149,7 @@ def _harmless(found: Collected, selection: Selection) -> Mapping[AnyFact, str]:
     return dict.fromkeys(facts, f"no weight of it is in the export{kept}")
 
 
-def _of_name(name: str, checkpoint: ZeroCheckpoint) -> Iterator[Statement]:
+def _of_name(name: str, checkpoint: TrainingState) -> Iterator[Statement]:
     """The step that the output folder's name tells of, and the checkpoint's."""
     if named := _STEP.fullmatch(name):
         yield Statement(TrainingFact.OUT_STEP, checkpoint.global_steps, "the checkpoint")
@@ -248,7 +248,7 @@ class CheckpointRecord(Struct, frozen=True):
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, checkpoint: ZeroCheckpoint) -> CheckpointRecord:
+    def of(cls, checkpoint: TrainingState) -> CheckpointRecord:
         """What is recorded of a checkpoint."""
         module_dtype, master_dtype = checkpoint.module_dtype, checkpoint.master_dtype
         return cls(

@@ -30,7 +30,7 @@ from zexport import (
     watch,
 )
 from zexport.beside import sightings
-from zexport.checkpoint.optimizer_states import PRUNED
+from zexport.checkpoint.zero.records import PRUNED
 from zexport.compare.verdict import Cause
 from zexport.errors import (
     AmbiguousTagError,
@@ -181,7 +181,7 @@ def test_a_pruning_that_was_stopped_at_its_note_is_ended_by_the_next_call(tmp_pa
     assert prune(old, tmp_path / "out").nbytes_freed > 0
     assert not [*pruned.rglob("*.new")]
     (pruned / "global_step2" / "zexport_pruned.json").write_text("nothing")
-    with pytest.raises(CheckpointError, match="not what zexport prune writes"):
+    with pytest.raises(CheckpointError, match="not a note of zexport prune"):
         prune(old, tmp_path / "out")
 
 

@@ -16,9 +16,8 @@ import zexport
 from tests.support import peft_models
 from tests.support.checkpoints import Model, Run, edit, save
 from tests.support.hf_models import differing, load, tiny_config, tiny_model, write_config
-from zexport.checkpoint.contents import Role, raise_problems
-from zexport.checkpoint.opening import open_checkpoint
-from zexport.model.fit import without_inner_wrappers
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import Role, raise_problems
 from zexport.options import AdapterMode, ExportOptions, NameLayout
 
 _STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -216,20 +215,6 @@ def test_an_adapter_on_wrapped_layers_has_pefts_names(
     one, other = (load_file(tmp_path / o / f"{file}.safetensors") for o in ("plain", "wrapped"))
     assert one.keys() == other.keys()
     assert all(value.equal(other[name]) for name, value in one.items())
-
-
-def test_names_stay_where_two_would_become_one() -> None:
-    assert without_inner_wrappers(["a.x", "a._orig_mod.y"]) == {
-        "a.x": "a.x",
-        "a._orig_mod.y": "a.y",
-    }
-    names = ["a.x", "a._orig_mod.x"]
-    assert without_inner_wrappers(names) == {name: name for name in names}
-
-
-def test_what_only_resembles_a_wrapper_stays() -> None:
-    names = ["my_orig_mod.x", "a._fsdp_wrapped_module.x", "a._orig_modx"]
-    assert without_inner_wrappers(names) == {name: name for name in names}
 
 
 @pytest.mark.parametrize("layout", [NameLayout.MEMORY, NameLayout.HUB])

@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_that_is_no_single_checkpoint_is_told_what_to_type(runs: Path) -> None:
     a, b, model = runs / "run-a", runs / "run-b", runs / "model"
     said, code = refusal("inspect", a, b)
-    assert "holds several checkpoints, and is one of 2 folders that were given" in said
+    assert "contains several checkpoints, and is one of 2 folders that were given" in said
     assert code == 2
     assert "--tag newest" in refusal("consolidate", a, runs / "new")[0]
     assert f"Did you mean {a}?" in refusal("inspect", runs / "runa")[0]

@@ -22,7 +22,7 @@ import zexport
 from tests.support.stopping import files
 from zexport import ExportOptions, Progress, ReshardOptions, consolidate, plan_export, reshard
 from zexport.api.parts import Request
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.cluster import connection, export, node_views
 from zexport.cluster.export import gathered

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from zexport import consolidate, diff_models
 from zexport.api.compare import diff_states
-from zexport.checkpoint.contents import Role
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import Role
 from zexport.cli.main import cli
 from zexport.compare.diff import DiffReport
 from zexport.compare.roundings import Side

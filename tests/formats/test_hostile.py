@@ -24,24 +24,18 @@ import zexport
 from tests.support.checkpoints import Run, edit, save, small_model
 from tests.support.forked import typed
 from tests.support.malice import REFUSED, call, inject, injected, text, tricks
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.layouts.expert_layers import AutoEpLayer, ExpertLayers
-from zexport.checkpoint.layouts.experts import copies_in_files
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
-    LayoutError,
     UnsafeError,
     UnsupportedError,
     ZexportError,
 )
-from zexport.formats import torch_zip as zip_container
 from zexport.formats.pickles import load
 from zexport.formats.torch_file import read_torch_file
 from zexport.inspect.inspect import inspect_checkpoint
 from zexport.model.config import ConfigFile, mend_sizes
 from zexport.options import ExportOptions, NameLayout
-from zexport.ranges.dtypes import DType
 from zexport.store import contents as json_files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -311,7 +305,7 @@ def test_a_directory_of_very_many_records_is_not_read(
         for number in range(200):
             archive.writestr(f"rank_0/data/x{number}", b"")
     read_torch_file(saved)
-    monkeypatch.setattr(zip_container._Bounded, "limit", 4096)
+    monkeypatch.setattr("zexport.formats.zip_directory.DIRECTORY_NBYTES_MAX", 4096)
     with pytest.raises(UnsupportedError, match="a zip directory of") as caught:
         read_torch_file(saved)
     assert caught.value.path == saved
@@ -413,16 +407,16 @@ def test_an_absurd_number_of_model_parallel_ranks_is_damage(tmp_path: Path) -> N
     root = save(small_model(), Run(stage=2), tmp_path / "run")
     for path in root.glob("*/*_model_states.pt"):
         edit(path, lambda state: state.update(mp_world_size=5_000_000))
-    with _few_bytes(), pytest.raises(DamagedCheckpointError, match="number of tensor ranks"):
+    with _few_bytes(), pytest.raises(DamagedCheckpointError, match="tensor ranks"):
         zexport.consolidate(root, tmp_path / "out", _OPTIONS)
 
 
-def test_an_absurd_number_of_ranks_of_a_universal_checkpoint_is_damage(tmp_path: Path) -> None:
+def test_an_absurd_number_of_ranks_of_a_universal_checkpoint_is_refused(tmp_path: Path) -> None:
     root = _copy("uni_z3_w2_bf16_frozen", tmp_path)
     next(root.glob("*/zero_pp_rank_1_*_model_states.pt")).unlink()
     path = next(root.glob("*/zero_pp_rank_0_*_model_states.pt"))
     edit(path, lambda state: state.update(dp_world_size=5_000_000))
-    with _few_bytes(), pytest.raises(DamagedCheckpointError, match="impossible number of ranks"):
+    with _few_bytes(), pytest.raises(IncompleteCheckpointError, match="1 of 5000000"):
         zexport.consolidate(root, tmp_path / "out", _OPTIONS)
 
 
@@ -432,21 +426,13 @@ def test_an_absurd_number_in_the_name_of_an_expert_file_costs_nothing(tmp_path: 
     last.rename(last.with_name("expp_rank_5000000_mp_rank_00_optim_states.pt"))
     for path in root.glob("*/expp_rank_*_optim_states.pt"):
         edit(path, _without_group_names)
-    with _few_bytes(), pytest.raises(IncompleteCheckpointError, match="found 2 of 5000001"):
+    with _few_bytes(), pytest.raises(IncompleteCheckpointError, match="expected 5000001"):
         zexport.consolidate(root, tmp_path / "out", _OPTIONS)
 
 
 def _without_group_names(state: Any) -> None:
     for group in state["optimizer"]["optimizer_state_dict"]["param_groups"]:
         group.pop("name", None)
-
-
-def test_experts_without_elements_are_not_counted_out() -> None:
-    layer = AutoEpLayer(number=0, module="m", experts="m.experts", ep_rank=0, held=((0,),))
-    layers = ExpertLayers({}, {"m.experts.w1": layer}, {0: ()})
-    many = StoredTensor("m.experts.w1", (1_000_000, 0), DType.F32, Role.TRAINABLE, None)
-    with _few_bytes(), pytest.raises(LayoutError, match="does not hold what"):
-        list(copies_in_files([many], layers))
 
 
 def test_a_config_gets_no_absurd_number_of_classes() -> None:

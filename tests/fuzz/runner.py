@@ -77,6 +77,7 @@ def main(target: Target) -> None:
     """The command line of one target."""
     parser = argparse.ArgumentParser(description=f"Feed hostile bytes to {target.name}.")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--inputs", type=int, default=0, help="at least, however long they take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plain", action="store_true", help="without atheris")
     parser.add_argument("--keep", type=Path, help="folder for inputs that go wrong")
@@ -93,7 +94,7 @@ def main(target: Target) -> None:
             target,
             Path(name),
             seed=chosen.seed,
-            more=lambda _: time.monotonic() - start < chosen.seconds,
+            more=lambda n: n < chosen.inputs or time.monotonic() - start < chosen.seconds,
             keep=keep,
         )
         print(figures.line(target.name, time.monotonic() - start), flush=True)

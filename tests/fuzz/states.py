@@ -1,140 +1,238 @@
-"""Real checkpoints in which some values are of another kind than DeepSpeed writes."""
+"""Real checkpoints of every layout with one to three values exchanged in one file.
+
+Reading ends in a refusal with a path, or in the values that were saved, in every slot. Other values
+are right only if a replica differs, or if a tensor of the file now is another part of that file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import torch
 
+from tests.fuzz import values
+from tests.fuzz.mutations import mutated
 from tests.fuzz.runner import main
 from tests.fuzz.target import Target
-from tests.support.checkpoints import Run, deepspeed_names, save, small_model
-from zexport import plan_export
-from zexport.checkpoint.opening import open_checkpoint
-from zexport.inspect.inspect import inspect_checkpoint
-from zexport.options import ExportOptions, NameLayout
-from zexport.report.inspect_json import inspection_json
+from tests.support.fsdp_checkpoints import made
+from zexport.checkpoint.fsdp.source import holds_fsdp, open_fsdp
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.resolve import TagChoice, location_of
+from zexport.checkpoint.state import TrainingState, raise_problems
+from zexport.errors import DamagedCheckpointError, ZexportError
+from zexport.formats.inert import Opaque, TensorRef
+from zexport.formats.pickles import load
+from zexport.ranges.extents import ByteSource
+from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import CastReplica
+from zexport.store.boundary import Boundary
 
-_DEEPEST = 8
-_OPTIONS = ExportOptions(layout=NameLayout.MEMORY)
-_RUNS = (Run(stage=3), Run(stage=2), Run(stage=1), Run(stage=1, bf16_optimizer=True))
-
-
-class Foreign:
-    """A class that no reader knows."""
-
-
-def junk() -> Sequence[object]:
-    """Values that do not belong where they are put."""
-    shared: list[object] = []
-    shared.append(shared)
-    return [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        3,
-        2**62,
-        -(2**70),
-        10**300,
-        1.5,
-        float("nan"),
-        "",
-        "x",
-        "../x",
-        "\x1b[2J\n",
-        "n" * 100_000,
-        b"x",
-        (),
-        [],
-        {},
-        set(),
-        [[]],
-        [0],
-        [-1],
-        ["64"],
-        [2**62, 2**62],
-        [1] * 100,
-        shared,
-        {"x": [2]},
-        {1: 2},
-        {"\ud800": 1},
-        OrderedDict(a="b", b="a"),
-        Foreign(),
-        Foreign,
-        torch.zeros(3),
-        torch.zeros(()),
-        torch.zeros(0),
-        torch.zeros(2, 2).t(),
-        torch.zeros(1).expand(10**12),
-        torch.ones(4, dtype=torch.int8),
-        torch.ones(2, dtype=torch.complex64),
-        torch.ones(3, dtype=torch.uint16),
-        torch.zeros(5, dtype=torch.bfloat16)[2:4],
-        torch.Size([2, 3]),
-        {"w": torch.zeros(2)},
-    ]
+_MADE = TemporaryDirectory(prefix="zexport-fuzz-")
+_FIXTURES = Path(__file__).parents[2] / "fixtures"
+_PICKLES = ("*.pt", "*.bin", ".metadata")
+_Values = Mapping[tuple[str, str], bytes]
 
 
 @cache
+def _cases() -> Sequence[Path]:
+    """Folders of checkpoints that are whole, each with a ``case.json``."""
+    homes = [_FIXTURES, made(Path(_MADE.name, "fsdp"))]
+    if named := os.environ.get("ZEXPORT_CASES"):
+        homes += [Path(named), Path(named).parent / "cases_fsdp"]
+    found = [file.parent for home in homes for file in sorted(home.glob("*/case.json"))]
+    return [case for case in found if not case.name.startswith("dmg_") and _files(case)]
+
+
+@cache
+def _files(case: Path) -> Sequence[str]:
+    """The files of a case that hold pickles or a header, below its folder."""
+    root = case / "ckpt"
+    found = [path for pattern in _PICKLES for path in sorted(root.rglob(pattern))]
+    found = [path for path in found if path.name == ".metadata" or zipfile.is_zipfile(path)]
+    found += [*root.rglob("*.distcp"), *root.rglob("shard-*.safetensors")]
+    return [str(path.relative_to(root)) for path in found]
+
+
+def _open(case: Path, copy: Path) -> TrainingState:
+    folder = copy / json.loads((case / "case.json").read_text()).get("hand_over", "")
+    if not holds_fsdp(folder):
+        return open_checkpoint(folder)
+    place = location_of(folder, TagChoice.HANDED_OVER, Boundary.of(folder))
+    return open_fsdp([place])
+
+
+def _values(state: TrainingState) -> _Values:
+    """A digest of every slot of every parameter."""
+    raise_problems(state)
+    bound = {
+        (name, slot): one.source(slot)
+        for name, one in state.parameters.items()
+        for slot in one.slots
+    }
+    with SourceReader((*state.torch_files, *state.whole.files)) as reader:
+        found = {key: blake2b(_bytes(reader, one)).digest() for key, one in bound.items()}
+        reader.finish()
+    return found
+
+
+def _bytes(reader: SourceReader, source: ByteSource) -> bytearray:
+    data = bytearray(source.nbytes)
+    reader.read_into(source, 0, memoryview(data))
+    return data
+
+
+@cache
+def _undamaged(case: Path, copy: Path) -> _Values:
+    return _values(_open(case, copy))
+
+
 def seeds() -> Sequence[bytes]:
     """Numbers from which the changes are drawn."""
+    _cases()  # some are made, which is no input's time
     return [bytes([number]) * 8 for number in range(8)]
 
 
 def read(data: bytes, folder: Path) -> object:
-    """A checkpoint with one to three values exchanged, opened, inspected and planned."""
+    """A checkpoint with values exchanged in one file."""
     draw = random.Random(data)
-    run = draw.choice(_RUNS)
-    root = folder / f"run{_RUNS.index(run)}"
-    if not root.exists():
-        save(small_model(), run, root)
-    path = draw.choice(sorted(root.glob("*/*.pt")))
-    whole = path.read_bytes()
-    with deepspeed_names():
-        state = torch.load(path, weights_only=False)
-        for _ in range(draw.choice((1, 1, 2, 3))):
-            exchange(draw, state)
-        torch.save(state, path)
+    case = draw.choice(_cases())
+    copy = folder / case.parent.name / case.name
+    if not copy.exists():
+        shutil.copytree(case / "ckpt", copy)
+    truth = _undamaged(case, copy)
+    path = copy / draw.choice(_files(case))
+    with _changed(draw, path) as refs, _refused_with_a_path():
+        state = _open(case, copy)
+        found = _values(state)
+        _check_values(state, truth, found, path, refs)
+    return found
+
+
+@contextmanager
+def _refused_with_a_path() -> Iterator[None]:
     try:
-        inspection_json(inspect_checkpoint(root), tensors=True)
-        return plan_export(open_checkpoint(root), folder / "out", _OPTIONS)
+        yield
+    except ZexportError as error:
+        if error.path is None:
+            raise AssertionError(f"no path: {error}") from error
+        raise
+
+
+def _check_values(
+    state: TrainingState, truth: _Values, found: _Values, path: Path, refs: set[str]
+) -> None:
+    """Refuse values that differ and are found out; fail for any others."""
+    wrong = [key for key in truth.keys() & found.keys() if truth[key] != found[key]]
+    if not wrong:
+        return
+    files = {one.path: one for one in (*state.torch_files, *state.whole.files)}
+    with SourceReader(files.values()) as reader:
+        for replica in state.replicas:
+            kept, other = (_bytes(reader, one) for one in (replica.kept, replica.other))
+            if isinstance(replica, CastReplica):
+                types = [getattr(torch, one.torch_name) for one in _dtypes(replica)]
+                both = zip((kept, other), types, strict=True)
+                one, two = (torch.frombuffer(raw, dtype=dtype) for raw, dtype in both if raw)
+                narrow = min(types, key=lambda dtype: dtype.itemsize)
+                kept, other = (bytes(x.to(narrow).view(torch.uint8).numpy()) for x in (one, two))
+            if kept != other:
+                raise DamagedCheckpointError("a replica differs", path=path)
+    own = [(one.offset, one.nbytes) for one in files[path].members if one.name in refs]
+    for name, slot in wrong:
+        source = state.parameters[name].source(slot)
+        ranges = [one for one in source.extents(0, source.nbytes) if one.path == path]
+        named = any(a <= one.offset < a + n for one in ranges for a, n in own)
+        assert named, f"wrong values of {slot} of {name!r}"
+
+
+def _dtypes(replica: CastReplica) -> tuple[object, object]:
+    return replica.kept_dtype, replica.other_dtype
+
+
+@contextmanager
+def _changed(draw: random.Random, path: Path) -> Iterator[set[str]]:
+    """A file with other values; which records of it tensors name that did not before."""
+    whole = path.read_bytes()
+    named: set[str] = set()
+    if path.suffix == ".distcp":
+        other = mutated(draw, [whole])
+    elif path.suffix == ".safetensors":
+        other = _header_changed(draw, whole)
+    elif path.name == ".metadata":
+        other = _exchanged(draw, whole)
+    else:
+        with zipfile.ZipFile(path) as archive:
+            (name,) = (one for one in archive.namelist() if one.endswith("/data.pkl"))
+            old = archive.read(name)
+            new = _exchanged(draw, old)
+            root = name.removesuffix("data.pkl")
+            named = {f"{root}data/{one.storage.key}" for one in _named(new) - _named(old)}
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(path.with_suffix(".new"), "w") as out:
+            for info in source.infolist():
+                out.writestr(info.filename, new if info.filename == name else source.read(info))
+        other = path.with_suffix(".new").read_bytes()
+        path.with_suffix(".new").unlink()
+    path.write_bytes(other)
+    try:
+        yield named
     finally:
         path.write_bytes(whole)
-        shutil.rmtree(folder / "out", ignore_errors=True)
 
 
-def exchange(draw: random.Random, state: dict[str, Any]) -> None:
-    """Put a value that does not belong there in some place, take one out, or rename a key."""
-    holder, key = draw.choice(list(_places(state)))
-    if isinstance(holder, dict) and draw.random() < 0.2:
-        value = holder.pop(key)
-        if draw.random() < 0.5:
-            holder[draw.choice(["x", "", "a/b", "\x1b", 5, "emb.weight"])] = value
+def _exchanged(draw: random.Random, data: bytes) -> bytes:
+    return values.exchanged(draw, _parsed(data))
+
+
+_parsed = cache(values.parsed)
+
+
+def _header_changed(draw: random.Random, data: bytes) -> bytes:
+    """A safetensors file with another value in its header."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    holder = draw.choice([header, info, *header.values(), *info.values()])
+    key = draw.choice([*holder])
+    others = [None, -1, 0, 7, 2**70, "x", [], [0], [[1]], {}, {"x": 1}, [2**40, 2**40], "I64"]
+    if draw.random() < 0.2:
+        holder[f"{key}x"] = holder.pop(key)
     else:
-        holder[key] = draw.choice(junk())
+        holder[key] = draw.choice(others)
+    if isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
-def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Every place in a nested value that something can be put into; it may contain itself."""
-    if depth > _DEEPEST:
-        return
-    if isinstance(value, dict):
-        children: list[tuple[Any, Any]] = list(value.items())
-    elif isinstance(value, list):
-        children = list(enumerate(value))
-    else:
-        return
-    for key, child in children:
-        yield value, key
-        yield from _places(child, depth + 1)
+def _named(data: bytes) -> Counter[TensorRef]:
+    """All tensors in a pickle, and at how many places each is."""
+    try:
+        waiting = [load(data, path=Path("x")).value]
+    except ZexportError:
+        return Counter()
+    seen, found = set[int](), Counter[TensorRef]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, TensorRef):
+            found[one] += 1
+        elif id(one) not in seen and isinstance(one, dict | list | tuple | Opaque):
+            seen.add(id(one))
+            if isinstance(one, Opaque):
+                waiting += [one.args, one.state, one.items]
+            else:
+                waiting += one.values() if isinstance(one, dict) else one
+    return found
 
 
 TARGET = Target("states", seeds, read)

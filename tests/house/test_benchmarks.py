@@ -11,9 +11,7 @@ import pytest
 from benchmarks import accuracy
 from benchmarks.cases import Case, masters_start
 from benchmarks.llama import fit
-from benchmarks.measure import CommandFailedError, Sample, copy, run
-from benchmarks.methods import Name
-from benchmarks.table import inconclusive, render, targets_at_scale, targets_at_size
+from benchmarks.measure import Sample
 
 _ROOT = Path(__file__).parents[2]
 _LAYOUTS = [(2, False), (2, True), (3, False), (3, True)]
@@ -193,80 +191,6 @@ def test_transformers_makes_the_same_names_and_shapes_of_the_config(numel: int) 
 @pytest.mark.parametrize("numel", [10**7, 4 * 10**8, 16 * 10**8, 7 * 10**9])
 def test_a_model_is_within_one_percent_of_the_size_asked_for(numel: int) -> None:
     assert fit(numel).numel == pytest.approx(numel, rel=0.01)
-
-
-def test_peak_memory_is_the_childs_own() -> None:
-    child = "held = bytearray(300_000_000); held[::4096] = bytes(len(held[::4096]))"
-    small_parent = (  # this process is large itself, which a child of its own would count
-        "import os, sys\n"
-        "from benchmarks.measure import run\n"
-        "print(run([sys.executable, '-c', sys.argv[1]], dict(os.environ))[0].peak_rss)\n"
-    )
-    words = [sys.executable, "-c", small_parent, child]
-    root = Path(__file__).parents[2]
-    told = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True, timeout=60)
-    assert 300_000_000 < int(told.stdout) < 400_000_000
-
-
-def test_a_command_that_fails_is_an_error_with_its_last_words() -> None:
-    with pytest.raises(CommandFailedError, match=r"code 3(.|\n)*no such luck"):
-        run([sys.executable, "-c", "print('no such luck'); raise SystemExit(3)"], dict(os.environ))
-
-
-def test_a_copy_has_every_file_of_the_folder(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("a", "b"):
-        (source / name).write_bytes(name.encode() * 1000)
-    assert copy(source, dict(os.environ), tmp_path / "out").seconds > 0
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert found == {"a": b"a" * 1000, "b": b"b" * 1000}
-
-
-def test_ratios_are_of_medians_and_each_to_the_copy_of_the_same_bytes() -> None:
-    table = render(
-        "Case",
-        {
-            Name.FP32: _samples(3, 4, 9),
-            Name.BF16: _samples(3, 3, 3, megabytes=50),
-            Name.COPY_FP32: _samples(2, 2, 5),
-            Name.COPY_BF16: _samples(1, 1, 1),
-            Name.DEEPSPEED: _samples(30, 40, 50),
-        },
-    )
-    assert "| `zexport fp32` | 3 | 3.00 | 4.00 | 2.00 | 10.0 | 8.00 | 1 | 100 |" in table
-    assert "| `zexport bf16` | 3 | 3.00 | 3.00 | 3.00 |  | 6.00 | 1 | 50 |" in table
-
-
-def test_a_copy_that_varies_more_than_threefold_makes_the_run_inconclusive() -> None:
-    steady = {Name.FP32: _samples(1, 9), Name.COPY_FP32: _samples(1, 3)}
-    unsteady = {Name.FP32: _samples(1, 1), Name.COPY_FP32: _samples(1, 3.1)}
-    assert not inconclusive(steady)
-    assert "Inconclusive" not in render("Case", steady)
-    assert inconclusive(unsteady)
-    assert "**Inconclusive**" in render("Case", unsteady)
-
-
-def test_targets_say_what_was_met_and_what_was_missed() -> None:
-    results = {
-        Name.FP32: _samples(2.6),
-        Name.FP32_BARE: _samples(1.5, megabytes=201),
-        Name.COPY_FP32: _samples(1),
-        Name.DEEPSPEED: _samples(13),
-    }
-    met = [target.met for target in targets_at_size("Case", results)]
-    assert met == [True, True, False, False]
-
-
-def test_memory_that_grows_with_the_model_misses_the_target_at_scale() -> None:
-    smaller = {Name.FP32: _samples(1), Name.FP32_BARE: _samples(1)}
-    grown = {
-        Name.FP32: _samples(4, megabytes=121),
-        Name.FP32_BARE: _samples(1.2, megabytes=100),
-        Name.COPY_FP32: _samples(1),
-    }
-    met = [target.met for target in targets_at_scale("Case", grown, smaller)]
-    assert met == [True, True, False]
 
 
 def test_a_server_that_leaves_tensors_or_parameters_out_is_told(tmp_path: Path) -> None:

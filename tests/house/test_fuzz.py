@@ -16,7 +16,7 @@ from tests.fuzz.runner import NAMES, run_plain
 from tests.fuzz.target import Target
 from zexport.errors import OutputError
 
-_EXECUTIONS = {"pickles": 800, "zips": 200, "legacy": 300, "safetensors_files": 400}
+_EXECUTIONS = {"pickles": 800, "zips": 200, "legacy": 300, "safetensors_files": 400, "states": 150}
 _SLOW_EXECUTIONS = 20
 REPOSITORY = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs.support import SUPPORT
-from zexport.checkpoint.contents import raise_problems
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import raise_problems
 from zexport.errors import UnsupportedError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

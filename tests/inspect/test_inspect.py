@@ -30,7 +30,7 @@ from tests.support.checkpoints import (
 from tests.support.forked import typed
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, plan_export
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.errors import AmbiguousTagError, UnsafeError, UnsupportedError
 from zexport.formats import torch_zip as zip_container
 from zexport.inspect.inspect import Inspection, Outcome, inspect_checkpoint
@@ -258,7 +258,7 @@ def test_a_folder_of_runs_and_checkpoints_is_refused_with_the_runs_as_an_export_
     for words in ((), ("--tag", "newest")):
         result = run(tmp_path, *words)
         assert result.returncode == AmbiguousTagError.exit_code
-        assert "holds the folders of whole runs" in result.stderr
+        assert "contains whole runs" in result.stderr
         assert "found: run, copied" in result.stderr
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Model, Run, optimizer_file, save
 from tests.support.real_cases import handed_over, on_every_real_checkpoint
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.errors import DamagedCheckpointError
 from zexport.inspect.statistics import TensorStatistics, measure
 from zexport.run.execute import Progress

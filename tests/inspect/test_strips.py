@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import TrainingState
 from zexport.inspect.strips import Fill, Piece, Strip, strips
 from zexport.ranges.mosaic import Mosaic
 
@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASES = sorted(path.parent for path in FIXTURES.glob("*/case.json"))
 
 
-def opened(case: Path) -> ZeroCheckpoint:
+def opened(case: Path) -> TrainingState:
     return open_checkpoint(case / "ckpt")
 
 

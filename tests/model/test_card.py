@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from tests.support.checkpoints import Run, save, small_model
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.model.card import model_card
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Sidecars, read_card

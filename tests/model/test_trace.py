@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.model.hub_layout import StoredLayout
 from zexport.model.trace import Trace, UntraceableError
 from zexport.ranges.dtypes import DType

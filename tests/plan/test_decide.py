@@ -18,9 +18,9 @@ from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport import plan_export
-from zexport.checkpoint.contents import Parallelism, Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.location import Framework, Location, TagChoice
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.resolve import Framework, Location, TagChoice
+from zexport.checkpoint.state import Cell, Parallelism, Role, StoredTensor, TrainingState
 from zexport.collect import collect
 from zexport.collected import Collected
 from zexport.decide import decide
@@ -88,7 +88,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _decided(
-    checkpoint: ZeroCheckpoint, options: ExportOptions, monkeypatch: pytest.MonkeyPatch
+    checkpoint: TrainingState, options: ExportOptions, monkeypatch: pytest.MonkeyPatch
 ) -> ExportPlan:
     collected = collect(checkpoint, options)
     decide(collected, OUT)  # imports what it needs
@@ -167,24 +167,22 @@ def test_a_dry_run_tells_what_it_had_to_compare(tmp_path: Path) -> None:
 # --- made up ---
 
 
-def _checkpoint(**more: Any) -> ZeroCheckpoint:
+def _checkpoint(**more: Any) -> TrainingState:
     facts: dict[str, Any] = {
         "location": Location(
             NOWHERE, "global_step1", TagChoice.ONLY, Framework.DEEPSPEED, (), Boundary(()), NOWHERE
         ),
         "layout": "ZeRO-3",
+        "whole": Cell(
+            more.pop("parameters", {}),
+            **{k: more.pop(k) for k in ("aliases", "left_out") if k in more},
+        ),
         "parallelism": Parallelism(),
         "stage": 3,
         "world_size": 1,
         "module_dtype": DType.BF16,
-        "frozen_left_out": False,
-        "aliases": {},
     }
-    nothing = ("ds_version", "global_steps", "optimizer", "lr_step", "cast_dtype", "master_dtype")
-    facts |= dict.fromkeys(nothing)
-    empty = ("tensors", "left_out", "missing_ranks", "missing_model_ranks", "missing_files")
-    facts |= dict.fromkeys((*empty, "files", "torch_files", "replicas", "problems"), ())
-    return ZeroCheckpoint(**{**facts, "warnings": (), "newer": (), **more})
+    return TrainingState(**facts, **more)
 
 
 def _tensor(name: str, shape: Shape, role: Role = Role.TRAINABLE, at: int = 0) -> StoredTensor:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.support.checkpoints import Model, Run, save, small_model, values
 from zexport import plan_export
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.errors import IncompleteCheckpointError, MemoryLimitError, UnsafeError
 from zexport.options import ExportDType, ExportOptions
 from zexport.plan.plan import ExportPlan, TensorPlan

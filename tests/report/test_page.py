@@ -18,7 +18,7 @@ from tests.support.pruning import trainers_run
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import diff_models
 from zexport.api.compare import diff_states
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.errors import MissingExtraError, OutputError
 from zexport.inspect.inspect import inspect_checkpoint

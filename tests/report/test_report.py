@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.support.checkpoints import Model, Run, save
 from zexport import plan_export, run_export, verify_export
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli import progress
 from zexport.errors import DamagedCheckpointError, UsageError
 from zexport.options import ExportOptions, NameLayout

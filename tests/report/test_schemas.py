@@ -17,7 +17,7 @@ from tests.support.checkpoints import Model, Run, save, small_model
 from tests.support.forked import typed
 from tests.support.published import SCHEMAS, check, schema
 from zexport import diff_models, plan_export, run_export, verify_export
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.compare.tensor import Outcome
 from zexport.errors import UsageError, ZexportError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zexport.checkpoint.location import Location, TagChoice, location_of
+from zexport.checkpoint.resolve import Location, TagChoice, location_of
 from zexport.errors import UnsafeError
 from zexport.resharding.folders import Beside, Ranks, beside
 from zexport.store.boundary import Boundary
@@ -28,7 +28,7 @@ def _location(root: Path, tag: str, *names: str) -> Location:
         (root / name).write_text(name)
     (root / tag).mkdir()
     (root / tag / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
-    return location_of(root, tag, TagChoice.LATEST, Boundary.of(root))
+    return location_of(root / tag, TagChoice.LATEST, Boundary.of(root))
 
 
 def _origins(found: Beside) -> dict[str, str]:

@@ -34,7 +34,7 @@ SAVED = {
         ("lightning", 3, 2, 3, "universal"),
     ],
 )
-def test_a_framework_goes_on_with_other_ranks(  # noqa: PLR0917 - a case each
+def test_a_framework_goes_on_with_other_ranks(
     framework: str, stage: int, to_stage: int, to_world: int, form: str, tmp_path: Path
 ) -> None:
     first = Going(framework, 2, stage, tmp_path / "first")

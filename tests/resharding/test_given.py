@@ -11,8 +11,9 @@ import pytest
 from tests.support.real_cases import FIXTURES
 from zexport import open_checkpoint
 from zexport.options import ReshardOptions
-from zexport.resharding.changes import told_of_given
+from zexport.resharding.changes import describe_config_changes
 from zexport.resharding.plan import plan_reshard
+from zexport.resharding.settings import source_config
 
 _OWN = open_checkpoint(FIXTURES / "z3_w2_bf16" / "ckpt")
 
@@ -28,8 +29,8 @@ def _told(tmp_path: Path, **given: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"optimizer": {"type": "SGD"}}, "sgd in --ds-config"),
-        ({"scheduler": {"type": "OneCycle"}}, "onecycle in --ds-config"),
+        ({"optimizer": {"type": "SGD"}}, "optimizer changes from adamw to sgd"),
+        ({"scheduler": {"type": "OneCycle"}}, "to onecycle"),
         ({"gradient_cliping": 1.0}, "'gradient_cliping', which DeepSpeed does not know and passes "
                                     "over; did you mean gradient_clipping?"),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1,
@@ -44,26 +45,26 @@ def test_what_cannot_be_meant_is_warned_of(
 
 
 def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
-    for given, is_whole, count in (({}, True, 3), ({}, False, 0), (_source(), True, 0)):
-        told = [*told_of_given(given, _source(), (), is_whole=is_whole)]
-        assert sum("nothing in --ds-config" in text for warns, text in told if warns) == count
+    for given, is_complete, count in (({}, True, 3), ({}, False, 0), (_source(), True, 0)):
+        told = [*describe_config_changes(given, _source(), (), is_complete=is_complete)]
+        assert sum(text.count("to nothing") for warns, text in told if warns) == count
 
 
 @pytest.mark.parametrize(
     ("trained", "given", "told"),
     [
         ({}, {"scheduler": {"type": "WarmupDecayLR"}},
-         "nothing in the checkpoint but warmupdecaylr in --ds-config"),
+         "scheduler changes from nothing to warmupdecaylr"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}},
          {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}},
-         "warmup_max_lr 0.001 in the checkpoint but 0.5 in --ds-config"),
+         "scheduler.warmup_max_lr changes from 0.001 to 0.5"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
          {"scheduler": {"type": "WarmupLR", "params": {}}},
-         "warmup_num_steps 9.0 in the checkpoint but nothing in --ds-config"),
+         "scheduler.warmup_num_steps changes from 9 to nothing"),
         ({}, {"gradient_clipping": 0.001},
-         "gradient_clipping nothing in the checkpoint but 0.001 in --ds-config"),
+         "gradient_clipping changes from nothing to 0.001"),
         ({}, {"progressive_layer_drop": {"enabled": True}},
-         "progressive_layer_drop nothing in the checkpoint but on in --ds-config"),
+         "progressive_layer_drop changes from nothing to on"),
         ({}, {"curriculum_learning": {"enabled": False}}, ""),
         ({}, {"gradient_clipping": 0, "prescale_gradients": False,
               "gradient_predivide_factor": 1.0}, ""),
@@ -74,7 +75,7 @@ def test_what_a_configuration_leaves_out_is_told_where_nobody_adds_it() -> None:
 def test_what_either_side_leaves_out_counts_as_what_it_says(
     trained: dict[str, Any], given: dict[str, Any], told: str
 ) -> None:
-    found = told_of_given(given, trained, (), is_whole=True)
+    found = describe_config_changes(given, trained, (), is_complete=True)
     warned = "; ".join(text for warns, text in found if warns)
     assert told in warned if told else not warned
 
@@ -86,11 +87,11 @@ def test_a_scale_and_a_kind_of_update_that_loading_replaces_are_noted() -> None:
     }
     changed = {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}},
                "fp16": {"enabled": True, "loss_scale": 128}}  # fmt: skip
-    ((warns, note),) = told_of_given(changed, trained, (), is_whole=True)
+    ((warns, note),) = describe_config_changes(changed, trained, (), is_complete=True)
     assert not warns
-    assert "amsgrad [0.0] in the checkpoint but 1.0 in --ds-config" in note
-    assert "loss_scale dynamic in the checkpoint but 128.0 in --ds-config" in note
-    assert not [*told_of_given(trained, trained, (), is_whole=True)]
+    assert "amsgrad True (checkpoint: False)" in note
+    assert "loss_scale 128 (checkpoint: dynamic)" in note
+    assert not [*describe_config_changes(trained, trained, (), is_complete=True)]
 
 
 def test_a_resharding_to_the_same_ranks_is_called_a_copy(tmp_path: Path) -> None:
@@ -103,15 +104,14 @@ def test_settings_that_loading_replaces_are_noted(tmp_path: Path) -> None:
     source = json.loads(json.dumps(_source()))
     warnings, notes = _told(tmp_path, **source)
     assert "--ds-config" not in warnings
-    assert "goes on with" not in notes
+    assert "has no effect" not in notes
     optimizer = {"type": source["optimizer"]["type"], "params": {"lr": 0.5, "weight_decay": "auto"}}
     notes = _told(tmp_path, optimizer=optimizer)[1]
-    assert "0.5 in --ds-config" in notes
+    assert "lr 0.5 (checkpoint: " in notes
     assert "weight_decay" not in notes
 
 
 def _source() -> dict[str, Any]:
-    (model, *_) = (one.first_model for one in _OWN.cells.values())
-    assert model is not None
-    return {key: model.ds_config[key] for key in ("optimizer", "scheduler", "gradient_clipping")
-            if key in model.ds_config}  # fmt: skip
+    config = source_config(_OWN)
+    keys = ("optimizer", "scheduler", "gradient_clipping")
+    return {key: config[key] for key in keys if key in config}

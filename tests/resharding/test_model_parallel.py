@@ -18,6 +18,7 @@ from tests.support.raw_states import universal_states
 from tests.support.real_cases import FIXTURES, copied
 from tests.support.sharded_runs import run_ranks
 from zexport import ReshardOptions, ZexportError, diff_states, open_checkpoint, reshard
+from zexport.checkpoint.zero import experts
 from zexport.options import ResumeFormat
 
 _NOT_COMPARED = {
@@ -67,7 +68,7 @@ def test_states_of_experts_are_compared_by_whose_they_are(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "options", "code", "words"),
     [
-        ("moe_z2_w4_ep2", {"world_size": 3}, 2, "experts that 2 ranks share among them stay so"),
+        ("moe_z2_w4_ep2", {"world_size": 3}, 2, "expert-parallel size"),
         ("moe_z2_w4_ep2", {"world_size": 2, "stage": 3}, 2, "no DeepSpeed-MoE under ZeRO-3"),
         ("stages_moe_z1_w4_ep2", {"world_size": 2, "stage": 2}, 2, "cannot train with ZeRO-2"),
     ],
@@ -92,18 +93,24 @@ def test_experts_beside_other_weights_in_one_group_are_refused(tmp_path: Path) -
     root = copied("autoep_z3_w4_ep2", tmp_path)
     for path in root.glob("*/*_optim_states.pt"):
         edit(path, _one_group_for_all)
-    with pytest.raises(ZexportError, match="experts and other weights in one") as refused:
+    with pytest.raises(ZexportError, match="experts and other weights") as refused:
         reshard(root, tmp_path / "out", ReshardOptions(world_size=2))
     assert refused.value.exit_code == 4
 
 
 def test_experts_of_several_sizes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes = [[range(4)], [range(0, 4, 2), range(1, 4, 2)]]
-    monkeypatch.setattr("zexport.resharding.read_experts.sharing_of_experts", lambda *_: sizes)
+    state, split = open_checkpoint(FIXTURES / "moe_z2_w4_ep2" / "ckpt"), experts._flat_groups
+
+    def two_sizes(*given: Any) -> Any:
+        dense, groups = split(*given)
+        (number, shards), *_ = groups.items()
+        return dense, {number: shards, number + 1: shards[:1]}
+
+    monkeypatch.setattr(experts, "_flat_groups", two_sizes)
     with pytest.raises(ZexportError, match="several expert-parallel sizes") as refused:
-        reshard(FIXTURES / "moe_z2_w4_ep2" / "ckpt", tmp_path / "out", ReshardOptions(world_size=2))
+        _ = state.cells
     assert refused.value.exit_code == 4
 
 
@@ -152,7 +159,7 @@ def test_a_converted_pipeline_without_the_files_of_its_layers_is_refused(tmp_pat
     reshard(source, universal, ReshardOptions(format=ResumeFormat.UNIVERSAL))
     for path in universal.glob("*/layer_*"):
         path.unlink()
-    with pytest.raises(ZexportError, match="lacks the files of its pipeline's layers") as refused:
+    with pytest.raises(ZexportError, match="layer files of the pipeline are missing") as refused:
         reshard(universal, tmp_path / "out", ReshardOptions(world_size=2, stage=1))
     assert refused.value.exit_code == 3
 
@@ -172,9 +179,9 @@ def _as_of_megatron(value: Any) -> None:
             "pp2_z1_w4_bf16_tied",
             "*mp_rank_01_optim_states.pt",
             _other_rate,
-            "other parameter groups",
+            "different parameter groups",
         ),
-        ("tp2_z1_w2_bf16_fused", "*_model_states.pt", _as_of_megatron, "fused parameter"),
+        ("tp2_z1_w2_bf16_fused", "*_model_states.pt", _as_of_megatron, "fused parts"),
     ],
 )
 def test_what_no_universal_checkpoint_can_tell_is_refused(

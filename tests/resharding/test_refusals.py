@@ -39,9 +39,9 @@ def _edit(root: Path, pattern: str, change: Callable[[Any], None]) -> None:
         ("z2_w2_bf16_groups", {"stage": 0}, 2, "no files to reshard to"),
         ("z0_w2_bf16", {}, 2, "no files to reshard to"),
         ("pp2_z1_w4_bf16_tied", {"stage": 2}, 2, "pipeline cannot train with ZeRO-2"),
-        ("z1_w3_bf16_elastic", {}, 3, "does not record the settings"),
-        ("pp2_z0_w4_fp16", {"stage": 1}, 4, "in which order .* a pipeline without ZeRO"),
-        ("pp2_z0_w4_bf16_tied", {"stage": 1}, 4, "in which order"),
+        ("z1_w3_bf16_elastic", {}, 3, "settings of the parameter groups"),
+        ("pp2_z0_w4_fp16", {"stage": 1}, 4, "the order .* a pipeline without ZeRO"),
+        ("pp2_z0_w4_bf16_tied", {"stage": 1}, 4, "the order of weights"),
     ],
 )
 def test_what_has_no_state_for_other_ranks_is_refused(
@@ -103,16 +103,16 @@ def _odd_scaler(value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (_no_moments, 3, "lacks the states of the optimizer"),
-        (_no_optimizer, 3, "lacks the states of the optimizer"),
+        (_no_moments, 3, "optimizer states are missing"),
+        (_no_optimizer, 3, "settings of the parameter groups"),
         (_blocks, 4, "__bnb_optimizer_quant_state__.absmax1"),
-        (_history, 4, r"'past\.0' lies within another"),
-        (_depths, 4, r"'a\.b\.c' lies within another"),
-        (_by_number, 4, r"'momenta\.0\.9' lies within another"),
-        (_global, 4, "'global' beside the states"),
-        (_wrapped, 4, "'slow_state' beside the states"),
-        (_odd_length, 4, "'memory' cannot be cut for other ranks .*do not add up"),
-        (_quantized, 4, "'state1' cannot be cut for other ranks .*floating-point type: uint8"),
+        (_history, 4, r"'past\.0' is inside another"),
+        (_depths, 4, r"'a\.b\.c' is inside another"),
+        (_by_number, 4, r"'momenta\.0\.9' is inside another"),
+        (_global, 4, "'global' is not per-parameter"),
+        (_wrapped, 4, "'slow_state' is not per-parameter"),
+        (_odd_length, 4, "'memory' .*do not add up"),
+        (_quantized, 4, "'state1' .*floating-point dtype: uint8"),
         (_odd_scaler, 5, "loss scaler"),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_each_rank_works_out_by_itself_is_exported_and_refused_for_other_ra
         estimate = {"d": 1e-6 * (rank + 1)}
         _edit(root, f"*rank_{rank}_*", lambda v, e=estimate: _inner(v)["param_groups"][0].update(e))
     assert zexport.consolidate(root, tmp_path / "model").findings == ()
-    told = "another 'd' in parameter group 0 than on the first rank .found 2e-06, expected 1e-06"
+    told = "setting 'd' of parameter group 0 differs between ranks .found 2e-06, expected 1e-06"
     with pytest.raises(UnsupportedError, match=told):
         _plan(root)
 
@@ -247,28 +247,40 @@ _MODEL, _OPTIMIZER = "*_model_states.pt", "*_optim_states.pt"
 @pytest.mark.parametrize(
     ("name", "pattern", "change", "code", "words"),
     [
-        ("z3_w2_bf16_sub1000", _OPTIMIZER, _less_in_one_sub_group, 4, "keeps other states"),
-        ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several element types"),
-        ("z3_w2_bf16_sub1000", _OPTIMIZER, _later_in_one_sub_group, 4, "'step' of flat group 1"),
-        ("z3_w2_bf16_sub1000", "*rank_1_*optim*", _later_in_one_sub_group, 4, "flat group 1"),
-        ("z2_w2_bf16_groups", "*rank_1_*", _later_in_one_sub_group, 4, "'step' of flat group 1"),
-        ("z2_w2_bf16_groups", "*rank_1_*", _decayed_less, 4, "'mu_product' of flat group 0"),
-        ("z2_w2_bf16_groups", "*rank_1_*", _decayed, 4, "'mu_product' of flat group 0"),
-        ("z2_w2_bf16_groups", _OPTIMIZER, _momentum_of_others, 3, "is not of the parameters"),
-        ("z2_w2_bf16_groups", "*rank_1_*", _no_moments, 3, "other optimizer states"),
-        ("moe_z2_w4_ep2", "*rank_3_*", _less_in_one_sub_group, 3, "flat group 1 than rank 1"),
-        ("z3_w2_bf16", _OPTIMIZER, _cut_once_more, 4, "cuts its flat data otherwise"),
-        ("z3_w2_bf16", _MODEL, _ghost, 3, "no value of 'ghost'"),
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _less_in_one_sub_group, 4, "'exp_avg' .* differs"),
+        ("z3_w2_bf16_sub1000", _OPTIMIZER, _rounded_in_one_sub_group, 4, "several dtypes"),
+        (
+            "z3_w2_bf16_sub1000",
+            _OPTIMIZER,
+            _later_in_one_sub_group,
+            4,
+            "'step' .*differs",
+        ),
+        ("z3_w2_bf16_sub1000", "*rank_1_*optim*", _later_in_one_sub_group, 4, "'step' .*differs"),
+        (
+            "z2_w2_bf16_groups",
+            "*rank_1_*",
+            _later_in_one_sub_group,
+            4,
+            "'step' .*differs",
+        ),
+        ("z2_w2_bf16_groups", "*rank_1_*", _decayed_less, 4, "'mu_product' .*differs"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _decayed, 4, "'mu_product' .*differs"),
+        ("z2_w2_bf16_groups", _OPTIMIZER, _momentum_of_others, 3, "does not fit the parameters"),
+        ("z2_w2_bf16_groups", "*rank_1_*", _no_moments, 4, "'exp_avg' .*differs"),
+        ("moe_z2_w4_ep2", "*rank_3_*", _less_in_one_sub_group, 4, "'exp_avg' .*differs"),
+        ("z3_w2_bf16", _OPTIMIZER, _cut_once_more, 3, "parameter groups of model states"),
+        ("z3_w2_bf16", _MODEL, _ghost, 3, "no values of 'ghost'"),
         ("z3_w2_bf16", _MODEL, _deep, 5, "nested|made by code"),
-        ("z0_w2_bf16_groups", _MODEL, _no_groups, 3, "no state of each parameter"),
-        ("z0_w2_bf16_groups", _MODEL, _no_masters, 3, "no fp32 masters"),
-        ("z0_w2_bf16_groups", _MODEL, _short_state, 4, "'exp_avg' of"),
-        ("z0_w2_bf16_groups", _MODEL, _steps_apart, 4, "another 'step'"),
-        ("z0_w2_bf16_groups", _MODEL, _number_within, 4, r"'past\.x' lies within another"),
-        ("z0_w1_fp32_odd", _MODEL, _nothing_kept, 4, "nothing is kept of parameter 0"),
+        ("z0_w2_bf16_groups", _MODEL, _no_groups, 3, "no key 'param_groups'"),
+        ("z0_w2_bf16_groups", _MODEL, _no_masters, 3, "fp32 master weights"),
+        ("z0_w2_bf16_groups", _MODEL, _short_state, 4, "'exp_avg' is not per weight"),
+        ("z0_w2_bf16_groups", _MODEL, _steps_apart, 4, "'step' is not per weight"),
+        ("z0_w2_bf16_groups", _MODEL, _number_within, 4, r"'past\.x' is not per weight"),
+        ("z0_w1_fp32_odd", _MODEL, _nothing_kept, 4, "match no weight"),
     ],
 )
-def test_files_that_do_not_hold_the_whole_state_are_refused(  # noqa: PLR0917 - a case each
+def test_files_that_do_not_hold_the_whole_state_are_refused(
     name: str,
     pattern: str,
     change: Callable[[Any], None],
@@ -305,17 +317,12 @@ def test_a_universal_checkpoint_of_other_groups_or_shapes_is_refused(tmp_path: P
     path = folder / "optimizer_state.pt"
     saved = torch.load(path, weights_only=False)
     torch.save(saved | {"param_groups": [{**saved["param_groups"][0], "params": [5]}]}, path)
-    with pytest.raises(ZexportError, match="other parameter groups"):
+    with pytest.raises(ZexportError, match="differ from param_shapes"):
         _plan(root)
     torch.save(saved, path)
     state = next(folder.glob("*/exp_avg.pt"))
     torch.save({"param": torch.ones(2, 3, 4)}, state)
-    with pytest.raises(ZexportError, match=r"'exp_avg' of .* has another shape"):
-        _plan(root)
-    model = root / folder.parent.name / "mp_rank_00_model_states.pt"
-    value = torch.load(model, weights_only=False)
-    torch.save(value, model.with_name("mp_rank_01_model_states.pt"))
-    with pytest.raises(ZexportError, match="several model-parallel ranks had, and does not say"):
+    with pytest.raises(ZexportError, match=r"exp_avg.* has another shape"):
         _plan(root)
 
 

@@ -5,19 +5,21 @@ The damaged and hostile checkpoints in ZEXPORT_CASES are among the sources.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.cell_cases import cases_named, facts_of
-from tests.support.real_cases import Facts
+from tests.support.real_cases import FIXTURES, Facts
 from zexport import ReshardOptions, ZexportError, open_checkpoint, reshard
-from zexport.checkpoint.contents import Inventory, Structure, ZeroCheckpoint
-from zexport.checkpoint.ranks import models_of
+from zexport.checkpoint.state import Structure, TrainingState
+from zexport.resharding.settings import models_of
 from zexport.run.execute import VerifyMode
+from zexport.store.contents import read_range
 
-CASES = {case.name: case for case in cases_named("")}
+_FOLDERS = [FIXTURES, *(Path(one) for one in [os.environ.get("ZEXPORT_CASES")] if one)]
+CASES = {file.parent.name: file.parent for one in _FOLDERS for file in one.glob("*/case.json")}
 
 REFUSED = {
     **dict.fromkeys(("dmg_latest_missing_two", "hf_trainer_z3_outdir"), 2),
@@ -46,22 +48,29 @@ QUICK = {
 """One of a kind; all others are looked at as well where slow tests are."""
 
 
-def _whole(checkpoint: ZeroCheckpoint) -> Facts:
-    return facts_of(Inventory(checkpoint.tensors, checkpoint.aliases, ()))
+def _whole(checkpoint: TrainingState) -> Facts:
+    """Type, shape and bytes of every tensor, tied names included."""
+    found = {}
+    for tensor in checkpoint.tensors:
+        assert tensor.source is not None
+        parts = tensor.source.extents(0, tensor.source.nbytes)
+        data = b"".join(read_range(one.path, one.offset, one.nbytes) for one in parts)
+        found[tensor.name] = (getattr(torch, tensor.dtype.torch_name), tensor.shape, data)
+    return found | {alias: found[name] for alias, name in checkpoint.aliases.items()}
 
 
-def _target(source: ZeroCheckpoint) -> ReshardOptions:
+def _target(source: TrainingState) -> ReshardOptions:
     """More ranks, and another stage where the layout can have one."""
     degree = max(source.parallelism.expert_ranks, default=1)
     stages = {Structure.PIPELINE: [1], Structure.EXPERTS: [1, 2]}.get(source.structure, [1, 3])
-    grids = [model.grid for model in models_of(source.cells).values()]
+    grids = [model.grid for model in models_of(source)]
     stages = [1] if any(one is not None and one.stages > 1 for one in grids) else stages
     other = next((stage for stage in stages[::-1] if stage != source.stage), 1)
     ranks = (source.world_size or degree) + degree
     return ReshardOptions(world_size=ranks, stage=other, drop_client_state=True)
 
 
-def _resharded(name: str, out: Path) -> tuple[ZeroCheckpoint, ZeroCheckpoint]:
+def _resharded(name: str, out: Path) -> tuple[TrainingState, TrainingState]:
     root = CASES[name] / "ckpt"
     source = open_checkpoint(root)
     options = _target(source)

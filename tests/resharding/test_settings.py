@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import edit
+from tests.support.expert_checkpoints import rewrite
 from tests.support.real_cases import FIXTURES, copied
 from zexport import open_checkpoint, reshard, verify_export
 from zexport.errors import UsageError
@@ -144,8 +144,8 @@ def test_zexport_train_is_told_of_the_layout_that_auto_meant(zero: object, tmp_p
     path = tmp_path / "ds.json"
     given = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "auto"}, **_BF16}
     path.write_text(json.dumps(given), encoding="utf-8")
-    for file in root.glob("*/*_model_states.pt"):
-        edit(file, _dealt_out)
+    for file in root.glob("*/*_states.pt"):
+        rewrite(file, _dealt_out)
     options = ReshardOptions(world_size=2, ds_config=path)
     plan = plan_reshard(open_checkpoint(root), tmp_path / "out", options)
     (typed,) = (file.content for file in plan.side_files if file.filename == "zexport_train.json")

@@ -19,7 +19,7 @@ from tests.support.raw_states import raw_states
 from tests.support.real_cases import FIXTURES
 from tests.support.sparse_checkpoint import write_sparse_zero3
 from zexport import consolidate, open_checkpoint, run_export
-from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.state import TrainingState
 from zexport.options import ExportOptions, NameLayout, ReshardOptions, ResumeFormat
 from zexport.resharding.plan import plan_reshard
 
@@ -40,7 +40,7 @@ _MOVES = [
 ]
 
 
-def _reshard(root: Path, out: Path, stage: int, world_size: int) -> ZeroCheckpoint:
+def _reshard(root: Path, out: Path, stage: int, world_size: int) -> TrainingState:
     plan = plan_reshard(
         open_checkpoint(root), out, ReshardOptions(world_size=world_size, stage=stage)
     )

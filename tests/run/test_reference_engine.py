@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tests.support.checkpoints import Run, model_file, optimizer_file, save, small_model
 from tests.support.real_cases import Facts, deepspeed_state, facts, on_every_real_checkpoint
 from zexport import consolidate, plan_export
-from zexport.checkpoint.find import locate
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.resolve import locate
 from zexport.errors import (
     DamagedCheckpointError,
     MissingExtraError,

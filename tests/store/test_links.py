@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.errors import CheckpointError, OutputError, UnsafeError, ZexportError
 from zexport.inspect.inspect import inspect_checkpoint
@@ -228,11 +228,11 @@ def test_an_export_with_a_link_to_elsewhere_is_not_verified(run: Path, tmp_path:
 def test_links_in_a_circle_and_broken_ones_end_in_a_sentence(run: Path, tmp_path: Path) -> None:
     (run / RANK_0).unlink()
     (run / RANK_0).symlink_to(Path(RANK_0).name)
-    with pytest.raises(ZexportError, match="lacks the optimizer files of rank 0"):
+    with pytest.raises(ZexportError, match="optimizer states files of rank 0 are missing"):
         zexport.consolidate(run, tmp_path / "out", _options())
     (run / RANK_0).unlink()
     (run / RANK_0).symlink_to("nothing")
-    with pytest.raises(ZexportError, match="lacks the optimizer files of rank 0"):
+    with pytest.raises(ZexportError, match="optimizer states files of rank 0 are missing"):
         zexport.consolidate(run, tmp_path / "out", _options())
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import zexport
 from tests.support.checkpoints import Run, save, small_model
-from zexport.checkpoint import reading
+from zexport.checkpoint.zero import source as reading
 from zexport.cli.main import cli
 from zexport.errors import CheckpointError, IncompleteCheckpointError, OutputError, UsageError
 from zexport.inspect.inspect import inspect_checkpoint
@@ -122,14 +122,13 @@ def test_a_rank_file_that_goes_while_the_checkpoint_is_opened_is_told(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = next((run / TAG).glob("*optim_states.pt"))
-    assemble = reading.assemble
+    check = reading.check_consistency
 
     def lose(*given: Any) -> Any:
-        found = assemble(*given)
         gone.unlink()  # as save_total_limit does
-        return found
+        return check(*given)
 
-    monkeypatch.setattr(reading, "assemble", lose)
+    monkeypatch.setattr(reading, "check_consistency", lose)
     with pytest.raises(CheckpointError, match="No such file or directory") as caught:
         zexport.open_checkpoint(run)
     assert caught.value.path == gone

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from tempfile import TemporaryFile
 from typing import NoReturn
 
-from zexport.checkpoint import reading
 from zexport.cli.main import main
 from zexport.errors import ZexportError
 
@@ -48,7 +47,6 @@ def _become(words: list[str], environment: Mapping[str, str], files: tuple[int, 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["zexport", *words]
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        reading.now = time.time
         ZexportError.__init__ = _INIT  # type: ignore[method-assign]
         main()
     except SystemExit as end:

@@ -114,7 +114,6 @@ REFUSED = {
     "persistent id that is no storage": text("x") + b"Q",
     "out-of-band buffer": b"\x97",
     "read-only buffer": b"\x97\x98",
-    "a protocol to come": b"\x80\x06",
     "no opcode": b"\xff",
     "an unset memo": b"h\xfe",
     "a reference before its value": b"(h\xfdt",

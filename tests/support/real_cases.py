@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zexport import TrainingState
+from zexport.ranges.extents import ByteSource
+
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 _GROUPS = ("z1_", "z2_", "z3_", "hf_trainer_", "accelerate_")
 
@@ -73,3 +76,23 @@ def facts(tensors: Mapping[str, torch.Tensor]) -> Facts:
 
 def _bits(value: torch.Tensor) -> bytes:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def facts_of(state: TrainingState) -> Facts:
+    """Type, shape and bytes of every tensor of a checkpoint, tied names included."""
+    found = {}
+    for tensor in state.tensors:
+        assert tensor.source is not None
+        dtype = getattr(torch, tensor.dtype.torch_name)
+        found[tensor.name] = (dtype, tensor.shape, read_bytes(tensor.source))
+    return found | {alias: found[name] for alias, name in state.aliases.items()}
+
+
+def read_bytes(source: ByteSource) -> bytes:
+    """All bytes of a source, by plain positioned reads."""
+    parts = []
+    for extent in source.extents(0, source.nbytes):
+        descriptor = os.open(extent.path, os.O_RDONLY)
+        parts.append(os.pread(descriptor, extent.nbytes, extent.offset))
+        os.close(descriptor)
+    return b"".join(parts)

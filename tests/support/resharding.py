@@ -15,7 +15,7 @@ import zexport
 from tests.support.oracles import same
 from tests.support.raw_states import States, raw_states, universal_states
 from tests.support.sharded_runs import Job, Spec, run_jobs
-from zexport.checkpoint.model_states import ZERO3
+from zexport.checkpoint.zero.records import ZERO3
 from zexport.options import ResumeFormat
 
 LOSSES_AGREE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 2e-3}

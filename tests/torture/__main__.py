@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="commands ended at random")
     parser.add_argument("--numel", type=float, default=2e7, help="parameters of the checkpoint")
     parser.add_argument("--saves", type=int, default=200, help="of a training beside a watch")
+    parser.add_argument("--states", type=int, default=10_000, help="checkpoints with other values")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zexport-torture-") as scratch:
@@ -80,7 +81,13 @@ def main() -> None:
             "every real checkpoint from and into a bucket, and in parts",
             lambda: every_case(folder / "cases"),
         )
-    _told("fuzzers", lambda: _fuzz(options.seconds))
+    _told("fuzzers", lambda: _fuzz("tests.fuzz", "--seconds", str(options.seconds)))
+    _told(
+        "checkpoints of every layout with values exchanged",
+        lambda: _fuzz(
+            "tests.fuzz.states", "--plain", "--seconds", "1", "--inputs", str(options.states)
+        ),
+    )
 
 
 def _told(name: str, act: Callable[[], str]) -> None:
@@ -160,11 +167,11 @@ def _moves(folder: Path, seconds: int, seed: int) -> str:
     return f"{done} of {len(moves)} went on as if nothing had happened"
 
 
-def _fuzz(seconds: int) -> str:
+def _fuzz(module: str, *options: str) -> str:
     """The fuzzers of ``tests/fuzz``, which keep their own figures."""
     if not (_REPOSITORY / "tests" / "fuzz").is_dir():
         return "none here"
-    words = (sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds))
+    words = (sys.executable, "-m", module, *options)
     done = subprocess.run(words, cwd=_REPOSITORY, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"fuzzers: {done.stdout}")

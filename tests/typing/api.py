@@ -11,7 +11,7 @@ from zexport.run.against_checkpoint import Problem
 
 
 def the_whole_job(path: Path, out: Path) -> None:
-    checkpoint = assert_type(zexport.open_checkpoint(path), zexport.ZeroCheckpoint)
+    checkpoint = assert_type(zexport.open_checkpoint(path), zexport.TrainingState)
     assert_type(checkpoint.tensors, tuple[zexport.StoredTensor, ...])
     assert_type(checkpoint.problems, tuple[zexport.ZexportError, ...])
     options = zexport.ExportOptions(dtype=zexport.ExportDType.BF16, layout=zexport.NameLayout.HUB)

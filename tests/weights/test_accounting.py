@@ -12,8 +12,7 @@ from msgspec import structs
 
 import zexport
 from tests.support.checkpoints import Model, Run, save
-from zexport.checkpoint.contents import FlatData, Role, StoredTensor
-from zexport.checkpoint.layouts import zero3, zero12
+from zexport.checkpoint.state import FlatData, Role, StoredTensor
 from zexport.errors import UnsupportedError
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import Extent
@@ -56,7 +55,8 @@ def test_a_trained_weight_behind_the_flat_data_of_its_file_is_counted_beside_it(
         StoredTensor(name, (source.nbytes // 4,), DType.F32, Role.TRAINABLE, source)
         for name, source in (("w", flat), ("v", behind))
     )
-    held = replace(checkpoint, tensors=tensors, flats=(FlatData(flat, DType.F32, 0),), replicas=())
+    whole = structs.replace(checkpoint.whole, flats=(FlatData(flat, DType.F32, 0),))
+    held = replace(checkpoint, tensors=tensors, whole=whole, replicas=())
     assert account(held, tensors) == Accounting(5, used=5, padding=0, replica=0, left_out=0)
 
 
@@ -74,7 +74,7 @@ def test_the_whole_is_what_the_files_hold_and_the_parts_make_it_up(
     assert (found.used, found.left_out) == (trained, 0)
 
 
-def _checkpoint(name: str) -> zexport.ZeroCheckpoint:
+def _checkpoint(name: str) -> zexport.TrainingState:
     return zexport.open_checkpoint(FIXTURES / name / "ckpt")
 
 
@@ -107,8 +107,9 @@ def test_padding_that_the_layout_does_not_know_is_refused() -> None:
     checkpoint = _checkpoint("z3_w4_bf16_odd")
     (flat,) = checkpoint.flats
     assert flat.padding == account(checkpoint, checkpoint.tensors).padding > 0
+    whole = structs.replace(checkpoint.whole, flats=(structs.replace(flat, padding=0),))
     with pytest.raises(UnsupportedError, match="are not accounted for"):
-        account(replace(checkpoint, flats=(structs.replace(flat, padding=0),)), checkpoint.tensors)
+        account(replace(checkpoint, whole=whole), checkpoint.tensors)
 
 
 def test_the_manifest_and_the_report_have_the_account(tmp_path: Path) -> None:
@@ -122,16 +123,3 @@ def test_tensors_without_elements_count_nothing(run: Run, tmp_path: Path) -> Non
     model = Model([{"empty": torch.zeros(0), "full": torch.ones(3)}], {}, {}, {}, torch.float32)
     checkpoint = zexport.open_checkpoint(save(model, run, tmp_path / "ckpt"))
     assert account(checkpoint, checkpoint.tensors).used == 3
-
-
-def test_padding_lies_between_and_behind_parameters() -> None:
-    shapes = {"a": (3,), "b": (2, 2), "c": ()}
-    assert zero12.padding_numel(zero12.place_parameters(shapes), 12) == 4
-    assert zero12.padding_numel(zero12.place_parameters(shapes, (5, 0, 1)), 20) == 12
-    assert zero12.padding_numel([], 6) == 6
-
-
-def test_padding_fills_the_last_stripes() -> None:
-    shapes = {"a": (3,), "b": (2, 2), "c": (), "d": (0, 4)}
-    parameters = list(zero3.stripe_parameters([shapes], 4))
-    assert zero3.padding_numel(parameters, 4) == (4 - 3) + 0 + (4 - 1) + 0

@@ -20,7 +20,7 @@ from tests.support.expert_checkpoints import rewrite
 from tests.support.published import check
 from tests.support.real_cases import copied, facts, file_of
 from zexport import compat
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.cli.main import cli
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.options import CheckMode, ExportOptions, NameLayout
@@ -182,10 +182,11 @@ def test_an_export_is_not_held_against_doubled_masters(tmp_path: Path) -> None:
 def _with_an_element_too_many(
     monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any], *modules: object
 ) -> None:
-    def opened_with(*args: Any, **options: Any) -> zexport.ZeroCheckpoint:
-        checkpoint: zexport.ZeroCheckpoint = opened(*args, **options)
+    def opened_with(*args: Any, **options: Any) -> zexport.TrainingState:
+        checkpoint: zexport.TrainingState = opened(*args, **options)
         flat = checkpoint.flats[0]
-        return replace(checkpoint, flats=(structs.replace(flat, padding=flat.padding + 1),))
+        flats = (structs.replace(flat, padding=flat.padding + 1),)
+        return replace(checkpoint, whole=structs.replace(checkpoint.whole, flats=flats))
 
     for module in modules:
         monkeypatch.setattr(module, "open_checkpoint", opened_with)

@@ -15,7 +15,7 @@ import zexport
 from tests.support.checkpoints import Model, Run, save
 from tests.support.live_models import files_of, in_training, live_model
 from tests.support.real_cases import facts
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import UnsupportedError
 from zexport.model.fit import ModelNames, NamesUnknown, as_it_is
 from zexport.options import ExportOptions, NameLayout

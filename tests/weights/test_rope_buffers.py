@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.plans import torch_dtype
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.facts.statements import judge
 from zexport.model.config import ConfigFile
 from zexport.ranges.dtypes import DType

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from tests.support.checkpoints import Model, Run, edit, model_file, save, small_model, values
 from zexport import consolidate
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import FrozenLeftOutError, NamesMismatchError, UsageError, ZexportError
 from zexport.facts.statements import judge
 from zexport.model.fit import ModelNames, NamesUnknown, best_fit

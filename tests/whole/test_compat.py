@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.support.checkpoints import Model, Run, model_file, optimizer_file, save, small_model
 from tests.support.real_cases import deepspeed_state, facts, on_every_real_checkpoint
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.compat import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,6 @@ from zexport.findings import FindingKind
 from zexport.options import CheckMode, ExportOptions, NameLayout
 
 _MEMORY = ExportOptions(layout=NameLayout.MEMORY)
-_PARTITIONS = "single_partition_of_fp32_groups"
-
-Edit = Callable[[dict[str, Any]], object]
-
-
-def _flat_groups(state: dict[str, Any]) -> list[torch.Tensor]:
-    root = state["optimizer_state_dict"]
-    flats: list[torch.Tensor] = root.get("fp32_flat_groups", root.get(_PARTITIONS))
-    return flats
 
 
 def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
@@ -40,57 +30,6 @@ def _refused(root: Path, out: Path, match: str) -> DamagedCheckpointError:
         zexport.consolidate(root, out, _MEMORY)
     assert not out.exists()
     return caught.value
-
-
-# --- flat groups ---
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "z1_w2_bf16opt",
-        "z2_w2_bf16_groups",
-        "moe_z2_w4_ep2",
-        "moe_z1_w4_ep2_bf16opt",
-        "pp2_tp2_z1_w8_bf16_tied",
-    ],
-)
-@pytest.mark.parametrize("left", [None, []], ids=["no list", "no group"])
-def test_a_rank_with_fewer_flat_groups_than_the_first_is_refused(
-    name: str, left: list[object] | None, tmp_path: Path
-) -> None:
-    root = copied(name, tmp_path)
-    path = file_of(root, "*rank_1_mp_rank_00_optim*")
-    rewrite(path, lambda state: state["optimizer_state_dict"].update({_PARTITIONS: left}))
-    error = _refused(root, tmp_path / "out", "differ in the number of flat groups")
-    assert f"0 flat groups in {path.name}" in str(error)
-
-
-def test_a_name_more_than_the_paddings_of_an_expert_group_is_refused(tmp_path: Path) -> None:
-    root = copied("moe_z2_w4_ep2", tmp_path)
-
-    def add_name(state: dict[str, Any]) -> None:
-        experts = state["param_shapes"][1]
-        name = next(iter(experts))
-        experts[f"{name}_x"] = experts[name]
-
-    rewrite(file_of(root, "mp_rank_00_model*"), add_name)
-    error = _refused(root, tmp_path / "out", "param_alignment_paddings does not fit")
-    assert error.path == root / "global_step2"
-
-
-@pytest.mark.parametrize("name", ["z2_w2_bf16_tied", "z3_w2_bf16"])
-def test_a_flat_group_whose_elements_lie_apart_is_refused(name: str, tmp_path: Path) -> None:
-    root = copied(name, tmp_path)
-
-    def spread(state: dict[str, Any]) -> None:
-        flats = _flat_groups(state)
-        flats[0] = torch.stack([flats[0], flats[0]], -1)[:, 0]
-
-    path = file_of(root, "*rank_1_*optim*")
-    rewrite(path, spread)
-    error = _refused(root, tmp_path / "out", "is not one run of elements")
-    assert error.path == path
 
 
 # --- copies of files ---
@@ -119,7 +58,7 @@ def test_one_ranks_file_in_the_place_of_another_is_known_without_a_name_in_it(
     assert zexport.open_checkpoint(root).problems == ()
     one, two = (file_of(root, f"*rank_{rank}_mp*optim*") for rank in (0, 1))
     shutil.copy(two, one)
-    error = _refused(root, tmp_path / "out", "is the optimizer file of rank 0 to the last byte")
+    error = _refused(root, tmp_path / "out", "of another rank")
     assert error.path == two
 
 
@@ -148,21 +87,6 @@ def test_stripes_that_may_rightly_be_equal_are_no_copies(
 # --- copies in the module ---
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_a_trained_weight_that_the_module_holds_in_whole_numbers_is_refused(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    root = copied("z1_w2_bf16", tmp_path)
-
-    def make_whole(state: dict[str, Any]) -> None:
-        module = state["module"]
-        module["model.norm.weight"] = module["model.norm.weight"].to(dtype)
-
-    rewrite(file_of(root, "mp_rank_00_model*"), make_whole)
-    error = _refused(root, tmp_path / "out", "'model.norm.weight', which was trained, in whole")
-    assert error.found == str(dtype).removeprefix("torch.")
-
-
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_double_in_the_module_is_held_against_its_master(
     is_damaged: bool, tmp_path: Path
@@ -184,21 +108,6 @@ def test_a_double_in_the_module_is_held_against_its_master(
         zexport.consolidate(root, tmp_path / "out", _MEMORY)
 
 
-@pytest.mark.parametrize("name", ["z1_w2_bf16_frozen", "z2_w2_fp16"])
-def test_a_trained_weight_that_the_module_spells_otherwise_is_refused(
-    name: str, tmp_path: Path
-) -> None:
-    root = copied(name, tmp_path)
-
-    def misspell(state: dict[str, Any]) -> None:
-        module = state["module"]
-        module["model.norm.weightx"] = module.pop("model.norm.weight")
-
-    rewrite(file_of(root, "mp_rank_00_model*"), misspell)
-    error = _refused(root, tmp_path / "out", "lacks 'model.norm.weight', which was trained")
-    assert (error.found, error.expected) == ("model.norm.weightx", "model.norm.weight")
-
-
 @pytest.mark.parametrize(
     "frozen",
     [{}, {"part.0.w": values((9, 5), 3)}],
@@ -218,19 +127,6 @@ def test_trained_weights_that_a_hook_leaves_out_of_the_module_are_exported(
 
 # --- ties ---
 
-_TIED = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-
-
-def _tied_to(name: str) -> Edit:
-    return lambda state: state["shared_params"].update({_TIED: name})
-
-
-def test_a_tie_to_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
-    root = copied("z2_w2_bf16_tied", tmp_path)
-    rewrite(file_of(root, "mp_rank_00_model*"), _tied_to("model.layers.0.mlp.up_proj.weight"))
-    _refused(root, tmp_path / "out", "ties 'lm_head.weight' to 'model.layers.0.mlp.up_proj.weight'")
-
 
 def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> None:
     """The module's view of it is of one shape with the weight that the record names."""
@@ -241,18 +137,6 @@ def test_a_tied_name_with_another_weights_values_is_refused(tmp_path: Path) -> N
     with pytest.raises(DamagedCheckpointError, match=r"again \(768 of 768 compared\)") as caught:
         zexport.consolidate(root, tmp_path / "out", _MEMORY)
     assert caught.value.finding is FindingKind.CAST_MISMATCH
-
-
-def test_a_tie_to_another_weight_than_the_placeholder_is_of_is_refused(tmp_path: Path) -> None:
-    root = copied("z3_w3_bf16_tied", tmp_path)
-
-    def tie_anew(state: dict[str, Any]) -> None:
-        state["module"][_TIED] = state["module"][_EMBEDDING]  # torch.load makes two storages of it
-        _tied_to("model.norm.weight")(state)
-
-    rewrite(file_of(root, "*rank_0_*model*"), tie_anew)
-    error = _refused(root, tmp_path / "out", "ties 'lm_head.weight' to another weight")
-    assert (error.found, error.expected) == ("model.norm.weight", _EMBEDDING)
 
 
 def test_frozen_weights_that_begin_at_one_address_are_not_tied(tmp_path: Path) -> None:
@@ -274,9 +158,7 @@ def test_an_export_of_files_without_checksums_says_so(tmp_path: Path) -> None:
         root = save(model, Run(stage=3, legacy=is_old), tmp_path / f"ckpt {is_old}")
         report = zexport.consolidate(root, tmp_path / f"out {is_old}", _MEMORY)
         told = [warning for warning in report.warnings if "no checksums" in warning]
-        assert [text.partition(",")[0] for text in told] == (
-            ["4 files are in torch's old container"] if is_old else []
-        )
+        assert len(told) == is_old
 
 
 @pytest.mark.parametrize("name", ["z2_w2_bf16_late", "z3_w2_bf16_late"])

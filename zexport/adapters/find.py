@@ -14,7 +14,7 @@ from zexport.adapters.peft_format import (
     other_adapter_configs,
 )
 from zexport.adapters.peft_names import adapters_of, of_adapter, read_name
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.checkpoint.trainer_state import checkpoint_before
 from zexport.errors import (
     FrozenLeftOutError,
@@ -53,7 +53,7 @@ class Adapter(Struct, frozen=True):
 
 
 def adapter_mode(
-    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions, *, has_config: bool
+    checkpoint: TrainingState, stored: Weights, options: ExportOptions, *, has_config: bool
 ) -> AdapterMode | None:
     """What is to become of the adapters; ``None`` for a checkpoint that is no peft model's.
 
@@ -117,7 +117,7 @@ def _is_prefixed(stored: Weights) -> bool:
 
 
 def adapter_places(
-    checkpoint: ZeroCheckpoint, options: ExportOptions, *, is_alone: bool = True
+    checkpoint: TrainingState, options: ExportOptions, *, is_alone: bool = True
 ) -> tuple[Path, ...]:
     """Where an adapter's configuration may lie, the likeliest first: folders, or the file given.
 
@@ -160,7 +160,7 @@ def adapters_in(stored: Weights) -> tuple[str, ...]:
 
 
 def choose_adapters(
-    checkpoint: ZeroCheckpoint, stored: Weights, options: ExportOptions
+    checkpoint: TrainingState, stored: Weights, options: ExportOptions
 ) -> tuple[Adapter, ...]:
     """The adapters that the options mean: the one they name, else all."""
     names = every = adapters_in(stored)
@@ -205,7 +205,7 @@ def choose_adapters(
 
 
 def places_told(
-    adapter: Adapter, checkpoint: ZeroCheckpoint, options: ExportOptions
+    adapter: Adapter, checkpoint: TrainingState, options: ExportOptions
 ) -> Iterator[str]:
     """Where an adapter's configuration lies, unless that is the checkpoint's own folder."""
     location, path, given = checkpoint.location, adapter.config.path, options.adapter_config
@@ -233,7 +233,7 @@ def check_renamed(before: Weights, after: Weights) -> None:
 
 
 def _config_of(
-    name: str, checkpoint: ZeroCheckpoint, options: ExportOptions, *, is_alone: bool = True
+    name: str, checkpoint: TrainingState, options: ExportOptions, *, is_alone: bool = True
 ) -> AdapterConfig | None:
     """Of several adapters, one that has a folder of its own anywhere goes by that."""
     places = adapter_places(checkpoint, options, is_alone=is_alone)
@@ -245,7 +245,7 @@ def _config_of(
 
 
 def check_whole(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     stored: Weights,
     adapter: Adapter,
     kept: Mapping[str, StoredTensor],

@@ -28,7 +28,7 @@ from zexport.adapters.updates import (
     update_bias,
     update_weight,
 )
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.errors import FrozenLeftOutError, UnsupportedError, UsageError
 from zexport.facts.model import Fact
 from zexport.model.fit import ModelNames, NamesUnknown
@@ -116,7 +116,7 @@ def _adapted(stored: Weights, adapter: Adapter) -> list[str]:
 
 
 def merge_adapter(
-    checkpoint: ZeroCheckpoint, stored: Weights, adapter: Adapter, folder: BaseModel
+    checkpoint: TrainingState, stored: Weights, adapter: Adapter, folder: BaseModel
 ) -> Weights:
     """The base model's weights, by its own names, with the adapter worked in."""
     check_method(adapter)

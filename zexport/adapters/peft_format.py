@@ -13,8 +13,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from zexport.adapters.patterns import match_whole
 from zexport.adapters.peft_names import KEPT_BY_NAME
-from zexport.checkpoint.layouts.patterns import match_whole
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.filenames import ADAPTER_CONFIG
 from zexport.store.boundary import Boundary

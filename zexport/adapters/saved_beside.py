@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_names import of_adapter, read_name
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import ZexportError
 from zexport.filenames import ADAPTER_FILE
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header
@@ -67,7 +67,7 @@ class SavedBeside(Struct, frozen=True):
 
 
 def saved_beside(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     stored: Weights,
     adapters: Iterable[Adapter],
     check: CheckMode,
@@ -99,7 +99,7 @@ def saved_beside(
 
 
 def adapter_copies(
-    checkpoint: ZeroCheckpoint, stored: Weights, adapters: Iterable[Adapter]
+    checkpoint: TrainingState, stored: Weights, adapters: Iterable[Adapter]
 ) -> list[tuple[SafetensorsHeader, tuple[CastReplica, ...]]]:
     """Copies of the adapters' masters in peft's files beside the checkpoint, by file.
 
@@ -129,7 +129,7 @@ def _tensors_of(adapter: Adapter, stored: Weights) -> dict[str, StoredTensor]:
     return {p.on_disk: tensors[n] for n, p in parts.items() if tensors[n].role is not Role.BUFFER}
 
 
-def _read_file(checkpoint: ZeroCheckpoint, adapter: Adapter) -> SafetensorsHeader | None:
+def _read_file(checkpoint: TrainingState, adapter: Adapter) -> SafetensorsHeader | None:
     """The header of an adapter's file; ``None`` for none that can be read, or a link outside."""
     root = checkpoint.location.root
     path = root / adapter.folder / ADAPTER_FILE
@@ -158,7 +158,7 @@ def _of_base(header: SafetensorsHeader, copied: Set[str]) -> dict[str, str]:
 def _holds(
     header: SafetensorsHeader,
     own: Mapping[str, StoredTensor],
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     check: CheckMode,
 ) -> tuple[bool, int]:
     """Whether the file has all of these, as rounding the checkpoint's masters gives it.

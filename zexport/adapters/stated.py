@@ -16,7 +16,7 @@ from zexport.adapters.find import Adapter
 from zexport.adapters.named_modules import TENSORS, Modules, claimed_statements, row_statements
 from zexport.adapters.peft_format import HEADS, SWITCHES, AdapterConfig
 from zexport.adapters.peft_names import PeftName, methods_of, of_adapter
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.state import StoredTensor
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
@@ -255,7 +255,7 @@ def _of_update(
             yield Statement(AdapterFact.ADAPTER_RANK, shape[axis], TENSORS, module)
             yield Statement(AdapterFact.ADAPTER_RANK, stated, by, module)
     scaled = held.get("ia3_l", ())
-    if len(scaled) == 2 and max(scaled) > 1:  # noqa: PLR2004
+    if len(scaled) == 2 and max(scaled) > 1:
         yield Statement(AdapterFact.ADAPTER_FEEDFORWARD, scaled[0] == 1, TENSORS, module)
         yield Statement(AdapterFact.ADAPTER_FEEDFORWARD, config.is_feedforward(module), by, module)
     for fact, key, attribute in (

@@ -12,7 +12,7 @@ from msgspec import Struct
 from zexport.adapters.find import Adapter
 from zexport.adapters.peft_format import AdapterConfig
 from zexport.adapters.peft_names import read_name
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.ranges.computed import Elements, Factors, LowRankUpdate, ScaledSum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zexport.api.export import OnProgress
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.compare import states
 from zexport.compare.diff import DiffReport, diff_weights
 from zexport.errors import UsageError

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.open import Checkpoint, open_checkpoint
+from zexport.checkpoint.state import TrainingState
 from zexport.collect import collect
 from zexport.decide import decide
 from zexport.errors import UsageError
@@ -37,7 +37,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def plan_export(
-    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+    checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | None = None
 ) -> ExportPlan:
     """The whole plan of an export; nothing is written.
 
@@ -59,7 +59,7 @@ def plan_export(
 
 
 def plan_anywhere(
-    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | None = None
+    checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | None = None
 ) -> ExportPlan:
     """The plan of an export wherever its folder may lie, which is there already."""
     if options is not None and options.engine is Engine.DEEPSPEED:
@@ -69,7 +69,7 @@ def plan_anywhere(
 
 
 def plan_reshard(
-    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ReshardOptions
+    checkpoint: TrainingState, out_dir: Path | str, options: ReshardOptions
 ) -> ExportPlan:
     """The whole plan of a resharding, which ``run_export`` runs; nothing is written.
 
@@ -85,7 +85,7 @@ def plan_reshard(
     return checked(noted(plan.plan_reshard(checkpoint, out_dir, options), known))
 
 
-def _beside(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) -> list[Path]:
+def _beside(checkpoint: TrainingState, options: ExportOptions | None = None) -> list[Path]:
     """The folders whose files may be copied: one that changes once it was judged is refused."""
     base = None if options is None else options.base
     root, parts = checkpoint.location.root, [part.root for part in checkpoint.parts]
@@ -93,7 +93,7 @@ def _beside(checkpoint: ZeroCheckpoint, options: ExportOptions | None = None) ->
 
 
 def plan_folder(
-    checkpoint: ZeroCheckpoint, out_dir: Path | str, options: ExportOptions | ReshardOptions
+    checkpoint: TrainingState, out_dir: Path | str, options: ExportOptions | ReshardOptions
 ) -> ExportPlan:
     """The plan of what the options are of."""
     if isinstance(options, ReshardOptions):
@@ -101,7 +101,7 @@ def plan_folder(
     return plan_export(checkpoint, out_dir, options)
 
 
-def _check_on_disks(checkpoint: ZeroCheckpoint, out_dir: Path, options: ExportOptions) -> None:
+def _check_on_disks(checkpoint: TrainingState, out_dir: Path, options: ExportOptions) -> None:
     """Refuse addresses for DeepSpeed's own converter, which reads paths."""
     far = [
         one for one in (checkpoint.location.root, out_dir, options.base) if isinstance(one, Address)

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.api.export import OnProgress, plan_folder
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.errors import UsageError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions, ReshardOptions, checks_arguments, chosen

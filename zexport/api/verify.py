@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from zexport.api.export import OnProgress, plan_anywhere
-from zexport.checkpoint.candidates import list_run_checkpoints
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.location import Location
-from zexport.checkpoint.opening import Checkpoint, open_recorded
+from zexport.checkpoint.open import Checkpoint, open_checkpoint
+from zexport.checkpoint.resolve import Location, list_run_checkpoints
+from zexport.checkpoint.state import TrainingState
 from zexport.errors import (
     FrozenLeftOutError,
     NoSuchTagError,
@@ -118,16 +117,12 @@ def _check_folder(out_dir: Path, *, follow_symlinks: bool) -> None:
             )
 
 
-def _open_source(
-    against: Checkpoint, made_from: object, *, follow_symlinks: bool
-) -> ZeroCheckpoint:
-    """The checkpoint that an export was made from, by the tag and step in its manifest."""
-    recorded = as_table(made_from)
-    tag, step = recorded.get("tag"), recorded.get("global_steps")
+def _open_source(against: Checkpoint, made_from: object, *, follow_symlinks: bool) -> TrainingState:
+    """The checkpoint that an export was made from, by the tag in its manifest."""
+    tag = as_table(made_from).get("tag")
     tag = tag if isinstance(tag, str) else None
-    step = step if isinstance(step, int) else None
     try:
-        return open_recorded(against, tag, step, follow_symlinks=follow_symlinks)
+        return open_checkpoint(against, tag=tag, follow_symlinks=follow_symlinks)
     except (NoSuchTagError, OtherTagError) as cause:
         raise NoSuchTagError(
             "is not the checkpoint that the export was made from",
@@ -159,7 +154,7 @@ def _recorded_base(manifest: Manifest, location: Location, above: Path) -> Path 
 
 
 def _plan_again(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     out_dir: Path,
     manifest: Manifest,
     given: ExportOptions,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zexport.beside.sightings import TRAINER_STATE, Sighting
-from zexport.checkpoint.rank_files import MODEL_FILES, list_rank_files
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.zero.file_names import MODEL_FILES, rank_files
+from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import read_torch_file
 from zexport.store.contents import read_json_object
 from zexport.store.folders import is_file
@@ -38,11 +38,12 @@ def _of_lightning(tag_dir: Path) -> Iterator[str]:
     Source: Lightning 2.6, ``callbacks/model_checkpoint.py`` (``state_dict``) and
     ``strategies/deepspeed.py`` (``save_checkpoint``).
     """
-    models = (file.path for file in list_rank_files(tag_dir) if file.kind in MODEL_FILES)
+    models = (file.path for file in rank_files(tag_dir) if file.kind in MODEL_FILES)
     if (path := next(models, None)) is None:
         return
-    callbacks = Value(path, "model states", read_torch_file(path).value).get("callbacks")
-    for key, state in callbacks.mapping_or_empty().items():
-        found = Value(path, f"callback {key!r}", state).mapping_or_empty().get("best_model_path")
+    states = PickleView(path, "model states", read_torch_file(path).value).table()
+    callbacks = PickleView(path, "callbacks", states.get("callbacks"))
+    for key, state in callbacks.table().items():
+        found = PickleView(path, f"callback {key!r}", state).table().get("best_model_path")
         if isinstance(found, str):
             yield found

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from zexport.beside.prunable import OF_A_RESUME, Place
-from zexport.checkpoint.contents import ZeroCheckpoint, source_of
-from zexport.checkpoint.opening import open_checkpoint
+from zexport.checkpoint.open import open_checkpoint
 from zexport.checkpoint.pruned import NOTE, Note
+from zexport.checkpoint.state import TrainingState, source_of
 from zexport.errors import CheckpointError, UnsupportedError
 from zexport.options import ReshardOptions
 from zexport.plan.plan import ExportPlan, Form, Origin, SourceFile
@@ -53,7 +53,7 @@ def of_a_resume(place: Place) -> list[Path]:
 
 
 def stage(
-    opened: ZeroCheckpoint,
+    opened: TrainingState,
     place: Place,
     rewritings: Sequence[Rewriting],
     progress: Callable[[Progress], None] | None,
@@ -90,7 +90,7 @@ def unstage(place: Place, error: BaseException) -> None:
         remove(partial)
 
 
-def _plan(opened: ZeroCheckpoint, place: Place, own: Sequence[Rewriting]) -> ExportPlan:
+def _plan(opened: TrainingState, place: Place, own: Sequence[Rewriting]) -> ExportPlan:
     files = tuple(one.file for one in own)
     read = paths_of(tensor.source for file in files for tensor in file.tensors)
     jobs, chunk_nbytes = share_memory(ReshardOptions(), files)
@@ -109,7 +109,7 @@ def _plan(opened: ZeroCheckpoint, place: Place, own: Sequence[Rewriting]) -> Exp
     )
 
 
-def prove(opened: ZeroCheckpoint, places: Sequence[Place]) -> int:
+def prove(opened: TrainingState, places: Sequence[Place]) -> int:
     """Hold what was staged against the checkpoint: all tensors are there, bit for bit; how many.
 
     Raises:
@@ -136,7 +136,7 @@ def prove(opened: ZeroCheckpoint, places: Sequence[Place]) -> int:
     return len(copies)
 
 
-def _told(checkpoint: ZeroCheckpoint) -> tuple[object, ...]:
+def _told(checkpoint: TrainingState) -> tuple[object, ...]:
     """All that an export depends on but the values of tensors."""
     one = checkpoint
     return (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import kind_of
+from zexport.checkpoint.resolve import name_pattern
 
 
 class Age(Struct, frozen=True):
@@ -27,7 +27,7 @@ def newest(ages: Iterable[Age], count: int) -> set[str]:
     """
     kinds: dict[str, list[Age]] = {}
     for one in ages:
-        kinds.setdefault(kind_of(one.name), []).append(one)
+        kinds.setdefault(name_pattern(one.name), []).append(one)
     found = set[str]()
     for kind in kinds.values():
         by_time = sorted(kind, key=lambda one: one.written_ns)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zexport.beside.ledger import OWN_FOLDER
 from zexport.beside.prunable import is_one_checkpoint
-from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, UsageError
 from zexport.printable import shell_word
 from zexport.run.staging import real_path

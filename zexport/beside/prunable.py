@@ -12,15 +12,20 @@ from msgspec import Struct
 from zexport.beside.best import best_names
 from zexport.beside.newest import Age, newest
 from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
-from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.find import locate
-from zexport.checkpoint.location import LATEST, Framework, Location, read_latest
 from zexport.checkpoint.pruned import original_name, pruned_name
-from zexport.checkpoint.ranks import models_of
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.resolve import (
+    LATEST,
+    Framework,
+    Location,
+    list_run_checkpoints,
+    list_tags,
+    locate,
+    read_latest,
+)
+from zexport.checkpoint.state import TrainingState
 from zexport.errors import OutputError, UnsupportedError, UsageError, VerificationError
 from zexport.filenames import MANIFEST_NAME
+from zexport.formats.pickle_view import PickleView
 from zexport.options import ExportOptions
 from zexport.printable import some
 from zexport.run.manifest import Manifest
@@ -135,7 +140,7 @@ def is_one_checkpoint(folder: Path) -> bool:
 
 
 def check_prunable(
-    place: Place, *others: Place, opened: ZeroCheckpoint, even_newest: bool, is_last: bool
+    place: Place, *others: Place, opened: TrainingState, even_newest: bool, is_last: bool
 ) -> None:
     """Raise if a checkpoint may still change, or if a training would resume from it.
 
@@ -200,21 +205,21 @@ class _Saved(Struct, frozen=True):
     """
 
     seen: Sighting
-    opened: ZeroCheckpoint
+    opened: TrainingState
     step: int
     model: str
 
 
-def _saved(seen: Sighting, opened: ZeroCheckpoint) -> _Saved:
+def _saved(seen: Sighting, opened: TrainingState) -> _Saved:
     """Return a checkpoint; a number in its name is a step, or an epoch, if its files record it."""
     state, name = seen.folder / TRAINER_STATE, original_name(seen.name)
     of_trainer = read_json_object(state).get("global_step") if is_file(state) else None
     step = of_trainer if isinstance(of_trainer, int) else opened.global_steps or 0
-    states = next((one.file.value for one in models_of(opened.cells).values()), {})
-    root = Value(seen.tag_dir, "model states", states)
-    if (epoch := root.get("epoch").number_or_none()) is not None:
+    recorded = opened.whole.model
+    root = PickleView(seen.tag_dir, "model states", recorded.values if recorded else {})
+    if (epoch := root.get("epoch").number_or(None)) is not None:
         name = re.sub(rf"epoch={epoch}(?!\d)", "epoch=#", name)
-    steps = {of_trainer, opened.global_steps, root.get("global_step").number_or_none()}
+    steps = {of_trainer, opened.global_steps, root.get("global_step").number_or(None)}
     at = [found for found in re.finditer(r"\d+", name, re.ASCII) if int(found[0]) in steps]
     model = f"{name[: at[-1].start()]}#{name[at[-1].end() :]}" if at else name
     return _Saved(seen, opened, step, model)
@@ -262,7 +267,7 @@ def _unusable_instead(
         yield f"a training would resume from {newest.seen.name}, and {damaged} is damaged"
 
 
-def _damaged_file(opened: ZeroCheckpoint) -> Path | None:
+def _damaged_file(opened: TrainingState) -> Path | None:
     """Return a file that has a record whose CRC-32 is wrong: ``torch.load`` checks none."""
     for path in (one.path for one in opened.torch_files):
         with reading(path):
@@ -297,7 +302,7 @@ def check_apart(places: Sequence[Place], out: Path) -> None:
             )
 
 
-def check_stands_for(out: Path, manifest: Manifest, opened: ZeroCheckpoint) -> None:
+def check_stands_for(out: Path, manifest: Manifest, opened: TrainingState) -> None:
     """Raise unless an export was made from all of this checkpoint, without accepted findings.
 
     Raises:

@@ -30,9 +30,9 @@ from zexport.beside.prunable import (
     check_stands_for,
     place_of,
 )
-from zexport.checkpoint.contents import raise_problems
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.open import Checkpoint, open_checkpoint
 from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
+from zexport.checkpoint.state import raise_problems
 from zexport.errors import OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.options import CheckMode, checks_arguments

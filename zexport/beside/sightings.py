@@ -15,18 +15,19 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import (
-    is_age,
+from zexport.checkpoint.open import open_checkpoint
+from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
+from zexport.checkpoint.resolve import (
+    checkpoints_of_one_run,
+    is_checkpoint_name,
     is_tag_dir,
-    list_ages,
     list_run_checkpoints,
     list_tags,
+    locate,
     recorded_step,
+    run_folder,
 )
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.find import locate, run_folder
-from zexport.checkpoint.opening import open_checkpoint
-from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
+from zexport.checkpoint.state import TrainingState
 from zexport.errors import CheckpointError, ZexportError
 from zexport.store.boundary import Boundary
 from zexport.store.contents import read_json_object
@@ -121,7 +122,7 @@ class Sighting(Struct, frozen=True):
         is_still = self.age_s > _SETTLED_S or (earlier is not None and earlier.mark == self.mark)
         return "" if is_still else "files changed in the last minute"
 
-    def opened_to_resume(self, *others: Path) -> ZeroCheckpoint | None:
+    def opened_to_resume(self, *others: Path) -> TrainingState | None:
         """Return the opened checkpoint, or ``None`` if no training can resume from it.
 
         Args:
@@ -186,7 +187,7 @@ def look(run: Path, boundary: Boundary) -> tuple[Sighting, ...]:
 
 def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
     tags = list_tags(run)
-    checkpoints = list_ages(run) if tags else list_run_checkpoints(run)
+    checkpoints = checkpoints_of_one_run(run) if tags else list_run_checkpoints(run)
     for name in filter(str.isprintable, (*checkpoints, *tags)):
         if name.startswith(PREFIX):
             continue
@@ -209,7 +210,7 @@ def out_of_reach(run: Path, seen: Container[str]) -> Iterator[tuple[str, Checkpo
             if not path.name.isprintable() and (is_tag_dir(path) or list_tags(path)):
                 problem, hint = "holds a checkpoint whose name cannot be printed", "Rename it"
                 yield path.name, CheckpointError(problem, path=run, found=path.name, hint=hint)
-            elif is_age(path.name):
+            elif is_checkpoint_name(path.name):
                 deque(leaves(path), maxlen=0)
         except PermissionError as cause:
             problem, hint = f"cannot be read: {cause.strerror}", "Check its permissions"

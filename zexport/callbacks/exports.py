@@ -15,7 +15,7 @@ from zexport.beside.choices import WatchOptions
 from zexport.beside.command_line import words_of
 from zexport.beside.events import EventKind, WatchEvent
 from zexport.beside.jobs import Job, split_command, start_watch
-from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
+from zexport.checkpoint.resolve import list_run_checkpoints, list_tags
 from zexport.errors import NotACheckpointError, ZexportError
 from zexport.model.hub_cache import model_folder
 from zexport.options import ExportOptions

@@ -1,4 +1,4 @@
-"""A checkpoint without what only a resume needs: its name, and the note of what was removed."""
+"""Names of pruned checkpoints, and the note of what was removed."""
 
 from __future__ import annotations
 
@@ -15,43 +15,32 @@ from zexport.store.folders import is_file
 from zexport.store.json import SCHEMA, Natural
 
 PREFIX = "pruned-"
-"""What the folder's name begins with: no training that looks for ``checkpoint-N`` takes it."""
+"""Begins the folder's name, so that no training resumes from it as ``checkpoint-N``."""
 
 NOTE = "zexport_pruned.json"
-"""Beside the rank files."""
-
 NOTES = (NOTE, fresh_name(NOTE))
-"""No files of the checkpoint's, the second one where its writing was stopped."""
+"""Files of ours next to the rank files; the second is left if writing was interrupted."""
 
 _NBYTES_MAX = 64 << 20
 
 
 class Sizes(Struct, frozen=True):
-    """A file that was written again without the optimizer's states.
-
-    Attributes:
-        before: its bytes as they were.
-        after: its bytes now.
-    """
+    """Bytes of a file that was rewritten without optimizer states."""
 
     before: Natural
     after: Natural
 
 
 class Note(Struct, frozen=True):
-    """What was removed of a checkpoint, when, and on which proof.
+    """What was removed of a checkpoint, when, and after which comparison.
 
     Attributes:
-        zexport_version: of the zexport that removed it.
         checkpoint: name of the folder before.
-        step: optimizer steps taken.
-        at: when, in UTC (``2026-11-22T15:04:05+00:00``).
-        export: the folder of the export that was held against it.
-        export_manifest: BLAKE3 of that one's manifest.
-        tensors: tensors that were compared before anything was removed.
-        rewritten: files that were written again, by name.
-        removed: names of files that were removed.
-        left_out: keys of optimizer files that cannot be written again, and were left out.
+        at: in UTC (``2026-11-22T15:04:05+00:00``).
+        export: folder of the export that it was compared with.
+        export_manifest: BLAKE3 of that export's manifest.
+        tensors: number of tensors compared.
+        left_out: keys of optimizer states files that cannot be rewritten.
     """
 
     zexport_version: str
@@ -68,17 +57,17 @@ class Note(Struct, frozen=True):
 
 
 def original_name(name: str) -> str:
-    """The name that a folder had before it was pruned."""
+    """Return the name that a folder had before it was pruned."""
     return name.removeprefix(PREFIX)
 
 
 def pruned_name(path: Path) -> Path:
-    """The folder's name once it is pruned; one that is has it."""
+    """Return the path that a folder has once it is pruned."""
     return path.parent / (PREFIX + original_name(path.name))
 
 
 def read_note(tag_dir: Path) -> Note | None:
-    """The note beside the rank files, if there is one."""
+    """Return the note next to the rank files, if there is one."""
     path = tag_dir / NOTE
     if not is_file(path):
         return None
@@ -88,5 +77,5 @@ def read_note(tag_dir: Path) -> Note | None:
         return msgspec.json.decode(content or b"", type=Note)
     except msgspec.DecodeError as cause:
         raise DamagedCheckpointError(
-            "is not what zexport prune writes", path=path, hint="Remove it"
+            "is not a note of zexport prune", path=path, hint="Remove it"
         ) from cause

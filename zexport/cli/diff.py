@@ -88,7 +88,7 @@ def diff(
 
 
 def _write_page(html: Path, report: DiffReport, a: Path | None) -> None:
-    from zexport.checkpoint.opening import open_checkpoint
+    from zexport.checkpoint.open import open_checkpoint
     from zexport.report.page.difference import diff_page
     from zexport.report.page.page import write_page
 

@@ -96,7 +96,7 @@ class Making(Struct, frozen=True):
         ``confirm`` is asked before the folder gets its name; ``then`` is done once it is there.
         """
         from zexport.api.export import plan_folder
-        from zexport.checkpoint.opening import open_checkpoint
+        from zexport.checkpoint.open import open_checkpoint
         from zexport.cli.progress import progress_printer
         from zexport.run.execute import ExportReport, VerifyMode
 
@@ -170,7 +170,7 @@ def _give_back_memory() -> None:
 
 def _check_order(ckpts: tuple[Path, ...], out: Path) -> None:
     """Refuse what is given the wrong way round."""
-    from zexport.checkpoint.candidates import is_tag_dir, list_tags
+    from zexport.checkpoint.resolve import is_tag_dir, list_tags
 
     if (
         len(ckpts) == 1

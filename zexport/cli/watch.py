@@ -92,7 +92,7 @@ def watch(
     """
     from zexport.beside import watch as beside
     from zexport.beside.choices import WatchOptions
-    from zexport.checkpoint.candidates import list_run_checkpoints, list_tags
+    from zexport.checkpoint.resolve import list_run_checkpoints, list_tags
 
     gc.enable()  # unlike other commands it lives for days
     given["interval_s"] = interval

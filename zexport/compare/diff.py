@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.state import StoredTensor
 from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.roundings import Side
 from zexport.compare.settings import Setting, of_models

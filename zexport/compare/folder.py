@@ -7,8 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.state import StoredTensor
 from zexport.errors import CheckpointError, DamagedCheckpointError
 from zexport.filenames import ADAPTER_FILE, MANIFEST_NAME
 from zexport.formats.safetensors_file import read_header, read_index

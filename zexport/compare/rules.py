@@ -90,7 +90,7 @@ def _scaled(models: Models, tensor: TensorDiff) -> Evidence:
     if _DECAY[0] * 1.001 < factor < _DECAY[1] * 0.999:
         return Evidence.NOTHING if models.moved else Evidence.UNKNOWN
     powers = (2.0**power for power in range(-4, 5))
-    is_power = tensor.values is not None and any(abs(abs(factor) / p - 1) <= 0.02 for p in powers)  # noqa: PLR2004
+    is_power = tensor.values is not None and any(abs(abs(factor) / p - 1) <= 0.02 for p in powers)
     is_far = not _LONG_DECAY[0] < factor < _LONG_DECAY[1]
     return Evidence.ERROR if is_power or is_far else Evidence.UNKNOWN
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.adapters.stated import SCALING
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.state import Cell
 from zexport.facts.model import Fact
 from zexport.facts.rows import AnyFact
 from zexport.facts.statements import disagreements
 from zexport.filenames import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG
 from zexport.formats.inert import Opaque
+from zexport.formats.pickle_view import PickleView
 from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import parts_of, run_statements, unstated_statements
@@ -25,7 +26,7 @@ from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import BASE, Sidecars, stating_files
 from zexport.model.small_files import file_statements
 from zexport.model.vocabulary import vocabulary_statements
-from zexport.resharding.state import CellState
+from zexport.resharding.values import records_of
 from zexport.store.contents import read_json_object
 from zexport.store.files import reading
 from zexport.store.folders import exists, is_file, is_folder
@@ -155,7 +156,7 @@ def _of_adapters(a: JsonObject, b: JsonObject) -> Iterator[Setting]:
             yield Setting(f"{ADAPTER_CONFIG}: {key}", one, other)
 
 
-def of_trainings(a: CellState, b: CellState) -> Iterator[Setting]:
+def of_trainings(a: Cell, b: Cell) -> Iterator[Setting]:
     """What two trainings have otherwise of groups, steps, schedule and loss scaler.
 
     What one side alone records is no difference: layouts record more or less.
@@ -166,18 +167,18 @@ def of_trainings(a: CellState, b: CellState) -> Iterator[Setting]:
             yield Setting(about, str(one[about]), str(other[about]))
 
 
-def _stated(cell: CellState) -> Mapping[str, object]:
+def _stated(cell: Cell) -> Mapping[str, object]:
     found: dict[str, object] = {}
     for number, group in enumerate(cell.groups):
         if group.settings is not None:
             values = group.settings.values.items()
             told = {key: value for key, value in values if key not in _APART}
-            plain = Value(group.settings.file.path, "", told).plain_values()
+            plain = PickleView(group.settings.file.path, "", told).plain_values()
             found |= {f"{key} of group {number}": value for key, value in plain.items()}
-    for said in (cell.model, cell.optimizer):
+    for said in records_of(cell):
         for key in _OF_RUN:
             value = said.values.get(key)
             value = value.state if isinstance(value, Opaque) else value
-            plain = Value(said.file.path, "", value).plain_values()
+            plain = PickleView(said.file.path, "", value).plain_values()
             found |= {f"{key}.{inner}".rstrip("."): one for inner, one in plain.items()}
     return found

@@ -9,8 +9,14 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, raise_problems
-from zexport.checkpoint.layouts.bind import MASTERS
+from zexport.checkpoint.state import (
+    MASTER,
+    Cell,
+    Role,
+    StoredTensor,
+    TrainingState,
+    raise_problems,
+)
 from zexport.compare.diff import Counts, DiffReport, diff_tensors, with_settings
 from zexport.compare.folder import ModelWeights, has_rank_files, open_weights
 from zexport.compare.roundings import Side
@@ -19,8 +25,7 @@ from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
 from zexport.plan.plan import SourceFile
 from zexport.printable import some
-from zexport.resharding.read import read_state
-from zexport.resharding.state import CellState, TrainingState
+from zexport.resharding.values import binding, records_of, slots_of, source_of
 from zexport.run.progress import Progress
 from zexport.weights.base_model import weights_file
 
@@ -39,7 +44,7 @@ def are_checkpoints(*paths: Path) -> bool:
 
 def diff_states(
     paths: tuple[Path, Path],
-    opened: tuple[ZeroCheckpoint, ZeroCheckpoint],
+    opened: tuple[TrainingState, TrainingState],
     *,
     jobs: int,
     progress: Callable[[Progress], None] | None = None,
@@ -53,14 +58,13 @@ def diff_states(
         a_alone, b_alone = map(_weights_alone, opened)
         found = diff_tensors(paths, (a_alone, b_alone), jobs=jobs, progress=progress, later=later)
         return replace(found, compared=_without_states(found, opened))
-    read = [read_state(checkpoint) for checkpoint in opened]
-    a, b = (_sides(*side) for side in zip(opened, read, strict=True))
+    a, b = map(_sides, opened)
     weights, states = (
         diff_tensors(paths, (one, other), jobs=jobs, progress=progress, later=later)
         for one, other in zip(a, b, strict=True)
     )
     counts = {outcome.value: weights.count(outcome) + states.count(outcome) for outcome in Outcome}
-    cells = zip(*(state.cells for state in read), strict=False)
+    cells = zip(*(state.cells for state in opened), strict=False)
     settings = dict.fromkeys(chain.from_iterable(of_trainings(*pair) for pair in cells))
     report = replace(
         weights,
@@ -76,14 +80,14 @@ def diff_states(
     return with_settings(report, tuple(settings))
 
 
-def _weights_alone(checkpoint: ZeroCheckpoint) -> ModelWeights:
+def _weights_alone(checkpoint: TrainingState) -> ModelWeights:
     """The weights by name, as an export has them in fp32; all that a pruned checkpoint has."""
     found = {one.name: one for one in checkpoint.tensors}
     files = tuple(map(SourceFile.of, checkpoint.torch_files))
     return ModelWeights(checkpoint.location.tag_dir, found, files)
 
 
-def _without_states(report: DiffReport, opened: tuple[ZeroCheckpoint, ZeroCheckpoint]) -> str:
+def _without_states(report: DiffReport, opened: tuple[TrainingState, TrainingState]) -> str:
     """What was compared, and of which sides the optimizer's states were removed."""
     pruned = [side for side, one in zip("AB", opened, strict=True) if one.pruned_files]
     count = len(report.tensors)
@@ -93,32 +97,42 @@ def _without_states(report: DiffReport, opened: tuple[ZeroCheckpoint, ZeroCheckp
     )
 
 
-def _sides(checkpoint: ZeroCheckpoint, state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
-    """The weights of a training by name, and the optimizer's states as ``NAME (STATE)``."""
+def _sides(state: TrainingState) -> tuple[ModelWeights, ModelWeights]:
+    """Return the weights by name, and the optimizer states as ``NAME (STATE)``."""
     weights: dict[str, StoredTensor] = {}
     states: dict[str, StoredTensor] = {}
     for cell in state.cells:
-        for name, kind, tensor in _named(cell):
-            if tensor.source is not None:
-                part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
-                unique = f"{part} ({kind})" if kind else part
-                side = states if kind else weights
-                side[unique] = replace(tensor, name=unique)
-    files = tuple(SourceFile.of(file) for file in (*checkpoint.torch_files, *state.files))
-    folder = checkpoint.location.tag_dir
+        with binding(state):
+            named = [*_named(cell)]
+        for name, slot, tensor in named:
+            part = name if len(state.cells) == 1 else f"{cell.label}: {name}"
+            unique = f"{part} ({slot})" if slot else part
+            side = states if slot else weights
+            side[unique] = replace(tensor, name=unique)
+    opened = (file for cell in (state.whole, *state.cells) for file in cell.files)
+    known = {file.path: file for file in (*state.torch_files, *opened)}
+    files, folder = tuple(map(SourceFile.of, known.values())), state.location.tag_dir
     return ModelWeights(folder, weights, files), ModelWeights(folder, states, files)
 
 
-def _named(cell: CellState) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Every tensor with its name and, if it is the optimizer's alone, its state's."""
+def _named(cell: Cell) -> Iterator[tuple[str, str, StoredTensor]]:
+    """Yield every tensor with its name and, of an optimizer state, its slot."""
     trained = set()
-    for parameter in cell.parameters():
-        trained.add(parameter.name)
-        for kind, tensor in parameter.tensors.items():
-            yield parameter.name, "" if kind == MASTERS else kind, tensor
-    for entry in cell.module:
-        if entry.value is not None and entry.owner not in trained:
-            yield entry.owner, "", entry.value
+    for one in cell.trained():
+        trained.add(one.name)
+        for slot, dtype in slots_of(one).items():
+            source = source_of(one, slot)
+            tensor = StoredTensor(one.name, one.shape, dtype, one.role, source)
+            yield one.name, "" if slot == MASTER else slot, tensor
+    file = records_of(cell)[0].file
+    for entry in cell.module.values():
+        name, ref = entry.owner, entry.ref
+        if name in trained:
+            continue
+        if not entry.is_placeholder:
+            yield name, "", StoredTensor(name, ref.shape, ref.dtype, Role.BUFFER, file.source(ref))
+        elif (own := cell.parameters.get(name)) is not None:
+            yield name, "", StoredTensor(name, own.shape, own.dtype, own.role, own.source())
 
 
 def _with_states(verdict: Verdict, states: DiffReport) -> Verdict:

@@ -10,7 +10,7 @@ from threading import local
 import numpy as np
 from msgspec import Struct
 
-from zexport.checkpoint.contents import StoredTensor, source_of
+from zexport.checkpoint.state import StoredTensor, source_of
 from zexport.compare.roundings import Rounding, possible_roundings
 from zexport.compare.values import Doubles, PairSums, compare, row_width, whole_rows
 from zexport.ranges.ahead import announced, in_order

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.state import StoredTensor
 from zexport.compare.roundings import Side
 from zexport.compare.streaming import CHUNK_NUMEL, Pair, numbers, sums_of
 from zexport.compare.tensor import Kind, TensorDiff
@@ -190,7 +190,7 @@ class SecondLook(Struct):
     def _is_transposed(self, pair: Pair) -> bool:
         """Whether B has at [j, i] what A has at [i, j]; told from a few places."""
         a, b = pair.a.shape, pair.b.shape
-        if len(a) < 2 or b != (*a[:-2], a[-1], a[-2]) or prod(a) < _SAMPLES:  # noqa: PLR2004
+        if len(a) < 2 or b != (*a[:-2], a[-1], a[-2]) or prod(a) < _SAMPLES:
             return False
         places = np.random.default_rng(0).integers(0, a, (_SAMPLES, len(a)))
         turned = places[:, [*range(len(a) - 2), -1, -2]]
@@ -206,11 +206,11 @@ class SecondLook(Struct):
     def _is_reordered(self, pair: Pair) -> bool:
         """Whether rows of A that are not where they were are other such rows of B."""
         width = row_width(pair.a.shape)
-        if self.sums[pair].rows_apart < 2 or width < ROW_NUMEL_MIN:  # noqa: PLR2004
+        if self.sums[pair].rows_apart < 2 or width < ROW_NUMEL_MIN:
             return False
         every = -(-self.sums[pair].rows_apart // _SAMPLES)
         apart, samples, own = self._rows_apart(pair, width, every)
-        if len(samples) < 2:  # noqa: PLR2004
+        if len(samples) < 2:
             return False
         best = np.full(len(samples), np.inf)
         squares = np.square(samples).sum(axis=1)

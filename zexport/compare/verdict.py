@@ -195,7 +195,7 @@ def _training(models: Models) -> str:
 def share(value: float) -> str:
     """A part of one, as people write it."""
     percent = 100 * value
-    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"  # noqa: PLR2004
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def _module(name: str) -> str:

@@ -106,7 +106,6 @@ class StorageRef(Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return self.numel * self.dtype.itemsize
 
 
@@ -120,7 +119,6 @@ class ForeignStorage(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return self.numel * self.itemsize
 
 
@@ -139,7 +137,6 @@ class TensorRef(Struct, frozen=True, gc=False):
 
     @property
     def numel(self) -> int:
-        """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
 
     @property
@@ -178,12 +175,10 @@ class TensorLeaf(Struct, frozen=True):
 
     @property
     def numel(self) -> int:
-        """Number of elements (1 for a scalar)."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the output."""
         return self.numel * self.dtype.itemsize
 
 

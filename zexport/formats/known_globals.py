@@ -131,7 +131,7 @@ def _ordered_dict(args: Args) -> object | None:
     if len(args) > 1 or not isinstance(args[0], list):
         return None
     for pair in args[0]:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:  # noqa: PLR2004 - a pair
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             return None
         result[as_key(pair[0])] = pair[1]
     return result

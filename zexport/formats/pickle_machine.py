@@ -42,7 +42,6 @@ upwards). Without this bound a few kilobytes of compressed pickle could ask for 
 containers.
 """
 _MAX_INT_NBYTES = 1024  # beyond about 1,780 bytes Python refuses to print an int
-_HIGHEST_PROTOCOL = 5
 _STOP = ord(".")
 
 # What is charged, in bytes; measured with CPython 3.11, rounded up.
@@ -313,14 +312,10 @@ class Machine:
     def _memoize(self) -> None:
         self.memo.append(self.stack[-1])
 
-    @_opcode(b"\x80")
-    def _protocol(self) -> None:
-        if self.take_int(1) > _HIGHEST_PROTOCOL:
-            raise MalformedError(f"it claims a protocol above {_HIGHEST_PROTOCOL}")
-
-    @_opcode(b"\x95")
-    def _frame(self) -> None:
-        self.take(8)  # a hint for readers that buffer
+    @_opcode(b"\x80", length=1)  # the protocol
+    @_opcode(b"\x95", length=8)  # a hint for readers that buffer
+    def _skip(self, length: int) -> None:
+        self.take(length)
 
     @_opcode(b"(")
     def _mark(self) -> None:

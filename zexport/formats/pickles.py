@@ -1,4 +1,4 @@
-"""Reading a pickle without running it, and saying in plain words when it cannot be read."""
+"""Read a pickle without running it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from zexport.formats.pickle_machine import Machine
 from zexport.store.object_files import ObjectBytes
 
 MAX_PICKLE_NBYTES = 64 << 20
+_UNFIT = "it ends early, takes more values than it made, or has a text that cannot be decoded"
 
 
 class Pickle(Struct, frozen=True):
-    """One pickle: its value, the byte after it, and what it mentions.
+    """A pickle: its value, the byte after it, and the names in it.
 
     The value is of plain Python values and the classes of ``zexport.formats.inert``; it may be
     nested to any depth and contain itself. ``unknown_globals`` are those outside the closed list,
@@ -39,9 +40,9 @@ class Pickle(Struct, frozen=True):
 
 
 def load(data: bytes | memoryview | mmap | ObjectBytes, *, path: Path, start: int = 0) -> Pickle:
-    """The pickle that begins at byte ``start`` of ``data``; nothing it names is imported or called.
+    """Return the pickle at byte ``start`` of ``data``; nothing it names is imported or called.
 
-    ``path`` is the file that it is from, for messages.
+    ``path`` is its file, for messages.
     """
     if isinstance(data, memoryview):
         data = data.tobytes()
@@ -59,16 +60,9 @@ def load(data: bytes | memoryview | mmap | ObjectBytes, *, path: Path, start: in
         problem = f"holds a pickle that {error}"
         raise UnsupportedError(problem, path=path, hint=hint) from error
     except (ValueError, IndexError) as error:
-        problem = f"the pickle is damaged at byte {machine.pos}: {_reason(error)}"
+        reason = error if isinstance(error, MalformedError) else _UNFIT
+        problem = f"the pickle is damaged at byte {machine.pos}: {reason}"
         hint = "Copy the file again from where it was written"
         raise DamagedCheckpointError(problem, path=path, hint=hint) from error
     unknown = (machine.globals - HARMLESS) | machine.misused
     return Pickle(value, machine.pos, tuple(sorted(unknown)), machine.storages)
-
-
-def _reason(error: ValueError | IndexError) -> str:
-    if isinstance(error, MalformedError):
-        return str(error)
-    if isinstance(error, IndexError):
-        return "it ends early, or takes more values than it made"
-    return "a text or a number in it cannot be decoded"

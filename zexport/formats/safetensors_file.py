@@ -275,7 +275,7 @@ def _entry(
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise error(f"tensor {name!r} is not described by dtype, shape and data_offsets", path=path)
     shape, offsets = fields["shape"], fields["data_offsets"]
-    if not (_are_naturals(shape) and _are_naturals(offsets)) or len(offsets) != 2:  # noqa: PLR2004 - a pair
+    if not (_are_naturals(shape) and _are_naturals(offsets)) or len(offsets) != 2:
         raise error(
             f"tensor {name!r} has a shape or offsets that are not natural numbers", path=path
         )

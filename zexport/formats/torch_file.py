@@ -19,7 +19,8 @@ from typing import TypeAlias
 from zexport.errors import DamagedCheckpointError, UnsupportedError
 from zexport.formats.inert import ForeignStorage, Global, StorageRef, TensorRef
 from zexport.formats.pickles import Pickle, load
-from zexport.formats.torch_zip import COPY_AGAIN, ZipRecords, opened, read_zip
+from zexport.formats.torch_zip import ZipRecords, opened, read_zip
+from zexport.formats.zip_directory import COPY_AGAIN
 from zexport.ranges.extents import ByteSource, Extent, Member
 from zexport.ranges.mosaic import Mosaic, Tile
 from zexport.store.contents import LFS_POINTER, read_range
@@ -77,26 +78,30 @@ class TorchFile:
 
     def source(self, tensor: TensorRef) -> ByteSource:
         """Where the elements are, in row-major order; an ``Extent`` if they lie densely."""
-        storage, itemsize = tensor.storage, tensor.dtype.itemsize
-        begin = self._records.place(storage)
-        if not tensor.numel:
-            return Extent(self.path, begin, 0)
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-        needed = (tensor.offset + last + 1) * itemsize
-        if needed > storage.nbytes:
-            raise DamagedCheckpointError(
-                f"a tensor of shape {tensor.shape} reaches beyond its storage {storage.key!r}",
-                path=self.path,
-                found=f"{storage.nbytes} bytes",
-                expected=f"at least {needed}",
-                hint=COPY_AGAIN,
-            )
-        offset = begin + tensor.offset * itemsize
-        if tensor.is_dense:
-            return Extent(self.path, offset, tensor.nbytes)
-        span = Extent(self.path, offset, (last + 1) * itemsize)
-        start = (0,) * len(tensor.shape)
-        return Mosaic(tensor.shape, itemsize, (Tile(start, tensor.shape, span, 0, tensor.stride),))
+        return located(self.path, tensor, self._records.place(tensor.storage))
+
+
+def located(path: Path, tensor: TensorRef, begin: int) -> ByteSource:
+    """Return the elements of a tensor, row-major, whose storage is at byte ``begin`` of a file."""
+    itemsize = tensor.dtype.itemsize
+    if not tensor.numel:
+        return Extent(path, begin, 0)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    needed = (tensor.offset + last + 1) * itemsize
+    if needed > tensor.storage.nbytes:
+        raise DamagedCheckpointError(
+            f"a tensor of shape {tensor.shape} reaches beyond its storage {tensor.storage.key!r}",
+            path=path,
+            found=f"{tensor.storage.nbytes} bytes",
+            expected=f"at least {needed}",
+            hint=COPY_AGAIN,
+        )
+    offset = begin + tensor.offset * itemsize
+    if tensor.is_dense:
+        return Extent(path, offset, tensor.nbytes)
+    span = Extent(path, offset, (last + 1) * itemsize)
+    start = (0,) * len(tensor.shape)
+    return Mosaic(tensor.shape, itemsize, (Tile(start, tensor.shape, span, 0, tensor.stride),))
 
 
 def read_torch_file(path: Path, known: dict[bytes, Pickle] | None = None) -> TorchFile:

@@ -1,157 +1,178 @@
-"""The directory of a zip file exactly as ``torch.save`` writes it, read in one pass.
+"""The directory of a zip file, and its records.
 
-Whatever differs from that form in any way is left to ``zipfile``, which makes an object of every
-record, of which there is one for every parameter and rank under ZeRO-3.
+``zipfile`` makes an object of every record, of which there is one for each parameter and rank.
+
+Source: APPNOTE.TXT 6.3.10, sections 4.3.7 (local header) to 4.3.16 (end of the directory).
 """
 
 from __future__ import annotations
 
-import re
 import struct
 import zlib
-from collections.abc import Sequence
-from itertools import repeat
-from operator import le
+from collections.abc import Mapping
+from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.store.files import OpenFile, read_at, version_of
+from zexport.errors import DamagedCheckpointError, UnsupportedError
+from zexport.store.files import OpenFile, read_at
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, sizes of the name and of the extra field
+COPY_AGAIN = "Copy the file again from where it was written"
+DIRECTORY_NBYTES_MAX = 12 << 20
+"""Room for 120,000 records with the long names of rank files; read, it takes ten times as much."""
 
-
-_RECORD = struct.Struct("<6xHHH4xLLLHHH8xL")
-
-
-_ROW = re.compile(rb"(PK\x01\x02.{42})([ -~]+)(?=PK\x01\x02|\Z)", re.DOTALL)
-"""What the directory says of a record that has neither an extra field nor a comment: ``_RECORD``
-and the name, which ends where the next begins."""
-
-
-_END = struct.Struct("<4s8xLLH")  # signature, the directory's size and offset, comment
-
-
+_STORED, _DEFLATED = 0, 8
+_ENCRYPTED = 0x1
+_IN_ZIP64 = 0xFFFFFFFF
+_ZIP64_FIELD = 1
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
+_RECORD = struct.Struct("<4s4xHH4xLLLHHH8xL")
+_END = struct.Struct("<4s8xLLH")  # signature, size and offset of the directory, comment
 _END64 = struct.Struct("<4s36xQQ")
-
-
 _LOCATOR_NBYTES = 20
 
 
-_VERSION_MAX = 63
-
-
-_FLAGS_KNOWN = frozenset({0, 0x8, 0x800, 0x808})
-"""The name is in UTF-8; the record's own header has neither size nor CRC; or both."""
-
-
-_IN_ZIP64 = 0xFFFFFFFF
-
-
 class Entry(Struct, frozen=True, gc=False):
-    """What the central directory says of a record, and the first byte that is not its own.
+    """A record as the directory describes it; ``limit`` is the first byte that is not its own."""
 
-    A third of what ``zipfile`` takes to say it; there are as many as ranks times tensors.
-    """
-
-    name: str
-    raw_name: str
-    encoding: str
+    raw_name: bytes
     header_offset: int
     nbytes: int
-    compressed_nbytes: int
+    stored_nbytes: int
     crc32: int
-    is_stored: bool
+    method: int
     limit: int
 
     @property
-    def header_nbytes(self) -> int:
-        """Bytes of the record's own header at the least."""
-        return _LOCAL_HEADER.size + len(self.raw_name.encode(self.encoding))
+    def name(self) -> str:
+        return self.raw_name.decode("utf-8", "replace")
+
+    @property
+    def is_stored(self) -> bool:
+        return self.method == _STORED
 
 
-def data_offset(file: OpenFile, entry: Entry) -> int | None:
-    """The record's first data byte, or None if its own header contradicts the central directory."""
-    name, begin = entry.raw_name.encode(entry.encoding), entry.header_offset
-    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name))
-    if len(raw) < _LOCAL_HEADER.size + len(name):
-        return None
+def read_directory(file: OpenFile, path: Path, stop: int) -> dict[str, Entry]:
+    """Return the records, by name, of the archive that ends at byte ``stop`` of a file."""
+    begin, nbytes, base = _place(file, path, stop)
+    data = read_at(file, begin, nbytes)
+    rows: list[tuple[int, bytes, int, int, int, int]] = []
+    at = 0
+    while at < nbytes:
+        if len(data) - at < _RECORD.size:
+            raise _broken(path, "a directory that ends early")
+        row = _RECORD.unpack_from(data, at)
+        signature, flags, method, crc32, stored, size, *lengths, offset = row
+        name_nbytes, extra_nbytes, comment_nbytes = lengths
+        name_end = at + _RECORD.size + name_nbytes
+        name = data[at + _RECORD.size : name_end]
+        at = name_end + extra_nbytes + comment_nbytes
+        if signature != b"PK\x01\x02":
+            raise _broken(path, "a directory with other bytes")
+        if flags & _ENCRYPTED:
+            raise UnsupportedError("the zip archive is encrypted", path=path)
+        if _IN_ZIP64 in (size, stored, offset):
+            extra = data[name_end : name_end + extra_nbytes]
+            size, stored, offset = _wide((size, stored, offset), extra)
+        rows.append((base + offset, name, size, stored, crc32, method))
+    rows.sort()
+    found: dict[str, Entry] = {}
+    limits = [*(offset for offset, *_ in rows[1:]), begin]
+    for (offset, name, size, stored, crc32, method), limit in zip(rows, limits, strict=False):
+        entry = Entry(name, offset, size, stored, crc32, method, limit)
+        is_long = offset + _LOCAL_HEADER.size + len(name) + stored > limit
+        if is_long or (method == _STORED and stored != size):
+            raise damaged(path, "a record reaches into the next one", entry.name)
+        if found.setdefault(entry.name, entry) is not entry:
+            raise damaged(path, "the zip archive has two records of one name", entry.name)
+    return found
+
+
+def _place(file: OpenFile, path: Path, stop: int) -> tuple[int, int, int]:
+    """Return the directory's place and size, and the byte from which its offsets count."""
+    both = _END64.size + _LOCATOR_NBYTES
+    tail = read_at(file, max(stop - both - _END.size, 0), min(stop, both + _END.size))
+    end = stop - _END.size
+    signature, nbytes, offset, comment = _END.unpack(tail[-_END.size :].rjust(_END.size))
+    if signature != b"PK\x05\x06" or comment:
+        raise _broken(path, "no directory at its end")
+    if tail[_END64.size :].startswith(b"PK\x06\x07") and tail.startswith(b"PK\x06\x06"):
+        _, nbytes, offset = _END64.unpack_from(tail)
+        end -= both
+    if nbytes > DIRECTORY_NBYTES_MAX:
+        raise UnsupportedError(
+            f"holds a zip directory of {nbytes} bytes",
+            path=path,
+            expected=f"at most {DIRECTORY_NBYTES_MAX}",
+            hint="Save fewer tensors in one file",
+        )
+    if offset + nbytes > end:
+        raise _broken(path, "a directory beyond its end")
+    return end - nbytes, nbytes, end - nbytes - offset
+
+
+def _wide(numbers: tuple[int, ...], extra: bytes) -> list[int]:
+    """Return numbers, those that do not fit into 32 bits from the extra field of zip64."""
+    while len(extra) >= 4:
+        kind, nbytes = struct.unpack_from("<HH", extra)
+        if kind == _ZIP64_FIELD:
+            words = (extra[at : at + 8] for at in range(4, 4 + nbytes, 8))
+            return [
+                int.from_bytes(next(words, b""), "little") if number == _IN_ZIP64 else number
+                for number in numbers
+            ]
+        extra = extra[4 + nbytes :]
+    return [*numbers]
+
+
+def data_offset(file: OpenFile, path: Path, entry: Entry) -> int:
+    """Return the place of a record's first byte, if its own header agrees with the directory."""
+    name, begin = entry.raw_name, entry.header_offset
+    raw = read_at(file, begin, _LOCAL_HEADER.size + len(name)).ljust(_LOCAL_HEADER.size)
     signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(raw)
     offset: int = begin + len(raw) + extra_nbytes
     agrees = signature == b"PK\x03\x04" and name_nbytes == len(name) and raw.endswith(name)
-    return offset if agrees and offset + entry.nbytes <= entry.limit else None
+    if not agrees or offset + entry.stored_nbytes > entry.limit:
+        raise damaged(path, f"the record {entry.name} is not where the zip's directory puts it")
+    return offset
 
 
-def plain_entries(file: OpenFile, nbytes_max: int) -> tuple[str, dict[str, Entry]] | None:
-    """The one folder of a file, and its records but for empty storages, by their names in it.
-
-    Every record is stored, none reaches into the next, and no two have one name. ``None`` where the
-    file is not of this form, or its directory has more than ``nbytes_max`` bytes.
-    """
-    place = _place(file)
-    if place is None or place[1] > nbytes_max:
-        return None
-    start, nbytes = place
-    found = _ROW.findall(read_at(file, start, nbytes))
-    heads, names = b"".join([head for head, _ in found]), [name for _, name in found]
-    columns = _columns(heads, names, start) if found else None
-    if columns is None or len(heads) + sum(map(len, names)) != nbytes:
-        return None
-    root = names[0].partition(b"/")[0] + b"/"
-    edges = (min(names), max(names))  # what lies between them begins as they do
-    if root == b"/" or not all(n.startswith(root) for n in edges) or len({*names}) < len(names):
-        return None
-    entries, data = {}, root + b"data/"
-    for raw, offset, size, crc, limit in zip(names, *columns, strict=True):
-        if size or not raw.startswith(data):
-            name = raw.decode("ascii")
-            entry = Entry(name, name, "ascii", offset, size, size, crc, True, limit)
-            entries[name[len(root) :]] = entry
-    return root[:-1].decode("ascii"), entries
-
-
-def read_entry(file: OpenFile, entry: Entry) -> bytes | None:
-    """The bytes of a stored record; ``None`` where they are not those that were saved."""
-    offset = data_offset(file, entry)
-    data = b"" if offset is None else read_at(file, offset, entry.nbytes)
-    return data if len(data) == entry.nbytes and zlib.crc32(data) == entry.crc32 else None
+def read_record(
+    file: OpenFile, path: Path, entries: Mapping[str, Entry], name: str, limit: int
+) -> bytes:
+    """Return the bytes of a record, size and CRC-32 checked."""
+    entry = entries.get(name)
+    if entry is not None and entry.method not in (_STORED, _DEFLATED):
+        problem = f"the record {name} is compressed in a way that torch.load does not read"
+        raise UnsupportedError(problem, path=path, hint="Take the file as torch.save wrote it")
+    if entry is None or max(entry.nbytes, entry.stored_nbytes) > limit:
+        raise DamagedCheckpointError(
+            f"the zip archive has no {name} of a fit size, so torch.save did not write it",
+            path=path,
+            found="no record" if entry is None else f"{entry.nbytes} bytes",
+            expected=f"at most {limit}",
+        )
+    data = read_at(file, data_offset(file, path, entry), entry.stored_nbytes)
+    if entry.method == _DEFLATED:
+        try:
+            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, entry.nbytes + 1)
+        except zlib.error as error:
+            raise _broken(path, error) from error
+    if len(data) != entry.nbytes or zlib.crc32(data) != entry.crc32:
+        problem = f"the record {name} ends early, or its CRC-32 differs"
+        raise damaged(path, problem, f"{len(data)} bytes", f"{entry.nbytes} bytes")
+    return data
 
 
-def _place(file: OpenFile) -> tuple[int, int] | None:
-    """Where the directory begins and its size; it ends where the end records begin."""
-    size = version_of(file).nbytes
-    nbytes = _END64.size + _LOCATOR_NBYTES + _END.size
-    tail = read_at(file, max(size - nbytes, 0), nbytes)
-    if len(tail) < nbytes:
-        return None
-    signature, count, begin, comment = _END.unpack_from(tail, nbytes - _END.size)
-    end = size - _END.size
-    if signature != b"PK\x05\x06" or comment:
-        return None
-    if tail[_END64.size :].startswith(b"PK\x06\x07"):
-        signature, count, begin = _END64.unpack_from(tail)
-        end = size - nbytes
-        if signature != b"PK\x06\x06":
-            return None
-    return (begin, count) if begin + count == end else None
-
-
-def _columns(heads: bytes, names: Sequence[bytes], end: int) -> Sequence[Sequence[int]] | None:
-    """Of each record its header's offset, its size and CRC-32, and where the next begins.
-
-    ``None`` where one is uncommon, or reaches into the next.
-    """
-    versions, flags, methods, crcs, stored, sizes, lengths, extras, comments, offsets = zip(
-        *_RECORD.iter_unpack(heads), strict=True
+def damaged(
+    path: Path, problem: str, found: object = None, expected: object = None
+) -> DamagedCheckpointError:
+    """Return the error for a file whose bytes were changed."""
+    return DamagedCheckpointError(
+        problem, path=path, found=found, expected=expected, hint=COPY_AGAIN
     )
-    limits = (*offsets[1:], end)
-    ends = map(sum, zip(offsets, repeat(_LOCAL_HEADER.size), lengths, sizes, strict=False))
-    is_plain = (
-        lengths == tuple(map(len, names))
-        and stored == sizes
-        and max(versions) <= _VERSION_MAX
-        and {*flags} <= _FLAGS_KNOWN
-        and not {*methods, *extras, *comments} - {0}
-        and max(*sizes, *offsets) < _IN_ZIP64
-        and all(map(le, ends, limits))
-    )
-    return (offsets, sizes, crcs, limits) if is_plain else None
+
+
+def _broken(path: Path, found: object) -> DamagedCheckpointError:
+    problem = "is not a whole zip archive: it ends early, or its bytes were changed"
+    return damaged(path, problem, found)

@@ -14,19 +14,22 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.candidates import (
+from zexport.checkpoint.open import open_locations
+from zexport.checkpoint.resolve import (
     READ_MAX,
     Candidate,
+    TagChoice,
     list_candidates,
     list_run_checkpoints,
+    list_tags,
+    locate,
+    location_of,
     recorded_step,
+    run_folder,
 )
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.find import locate, run_folder
-from zexport.checkpoint.location import TagChoice, location_of
-from zexport.checkpoint.optimizer_states import read_optimizer_states
-from zexport.checkpoint.rank_files import RankFile, RankFileKind, list_rank_files
-from zexport.checkpoint.reading import read_checkpoint
+from zexport.checkpoint.state import FileKind, TrainingState
+from zexport.checkpoint.zero.file_names import RankFile, rank_files
+from zexport.checkpoint.zero.records import optimizer_states
 from zexport.errors import CheckpointError, ZexportError
 from zexport.formats.inert import TensorRef
 from zexport.formats.safetensors_file import read_header
@@ -59,7 +62,7 @@ class TagSummary(Struct, frozen=True):
     chosen: bool = False
 
 
-def summarize_tags(checkpoint: ZeroCheckpoint) -> tuple[TagSummary, ...]:
+def summarize_tags(checkpoint: TrainingState) -> tuple[TagSummary, ...]:
     """The tags around an opened checkpoint, newest last; it itself as it was opened.
 
     Where its folder is a run's ``output_dir``, the run's checkpoints are among them.
@@ -86,14 +89,14 @@ def _summarize_all(
     """
     models = list_run_checkpoints(root)
     candidates = list_candidates(root, boundary) or [
-        Candidate(n, root / n, (), None) for n in models
+        Candidate(n, root / n / list_tags(root / n)[-1], None) for n in models
     ]
     for index, one in enumerate(candidates, start=READ_MAX - len(candidates)):
         is_read, step = index >= 0, one.step
-        location = location_of(root, one.name, TagChoice.NEWEST, boundary)
-        if one.root != root:
+        location = location_of(one.tag_dir, TagChoice.NEWEST, boundary)
+        if one.tag_dir.parent != root:
             try:
-                location = locate(one.root, follow_symlinks=boundary.follow)
+                location = locate(one.tag_dir.parent, follow_symlinks=boundary.follow)
             except ZexportError:  # it cannot be opened without a tag of its own, or at all
                 yield TagSummary(one.name)
                 continue
@@ -102,15 +105,15 @@ def _summarize_all(
             with reading(folder := location.tag_dir):
                 summary = _summarize(one.name, folder, boundary, step, is_read=is_read)
                 if is_judged and is_read and summary.complete is not False:
-                    is_whole = not read_checkpoint([location]).problems
+                    is_whole = not open_locations([location]).problems
                     summary = replace(summary, complete=is_whole)
         except CheckpointError:  # opening this tag tells what is wrong
             summary = TagSummary(one.name, step)
         yield summary
 
 
-def _of_opened(checkpoint: ZeroCheckpoint) -> TagSummary:
-    optimizers = [f for f in checkpoint.files if f.kind is RankFileKind.OPTIMIZER]
+def _of_opened(checkpoint: TrainingState) -> TagSummary:
+    optimizers = [f for f in checkpoint.files if f.kind is FileKind.OPTIMIZER]
     missing = checkpoint.missing_ranks or checkpoint.missing_model_ranks
     return TagSummary(
         name=checkpoint.location.tag,
@@ -127,8 +130,8 @@ def _summarize(
     name: str, folder: Path, boundary: Boundary, step: int | None, *, is_read: bool
 ) -> TagSummary:
     """One tag that is not opened; of files that lie outside, only the names are told."""
-    files = [file for file in list_rank_files(folder) if file.mp_rank == 0]
-    optimizers = [file for file in files if file.kind is RankFileKind.OPTIMIZER]
+    files = [file for file in rank_files(folder) if file.mp == 0]
+    optimizers = [file for file in files if file.kind is FileKind.OPTIMIZER]
     is_read = is_read and all(boundary.holds(file.path) for file in files)
     world_size = _world_size(optimizers[0].path) if is_read and optimizers else None
     complete = None if world_size is None else _is_complete(files, world_size)
@@ -143,13 +146,13 @@ def _nbytes(folder: Path, boundary: Boundary) -> int:
 
 def _is_complete(files: Iterable[RankFile], world_size: int) -> bool:
     counts = Counter(kind for kind, rank in {(f.kind, f.rank) for f in files} if rank < world_size)
-    has_model = counts[RankFileKind.MODEL] or counts[RankFileKind.MODEL_PER_RANK] == world_size
-    return bool(has_model) and counts[RankFileKind.OPTIMIZER] == world_size
+    has_model = counts[FileKind.MODEL] or counts[FileKind.MODEL_PER_RANK] == world_size
+    return bool(has_model) and counts[FileKind.OPTIMIZER] == world_size
 
 
 def _world_size(path: Path) -> int | None:
     try:
-        counts = read_optimizer_states(read_torch_file(path)).partition_counts
+        counts = optimizer_states(read_torch_file(path)).partition_counts
     except ZexportError:  # a summary says what it can; opening this tag tells what is wrong
         return None
     return max(counts, default=None)

@@ -12,11 +12,9 @@ from msgspec.structs import replace
 from zexport.adapters.find import adapter_places, adapters_in, is_peft
 from zexport.adapters.peft_format import find_adapter_config
 from zexport.adapters.peft_names import read_name
-from zexport.checkpoint.candidates import are_of_one_run, list_tags
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.find import runs_in
-from zexport.checkpoint.location import NEWEST
-from zexport.checkpoint.opening import Checkpoint, open_checkpoint
+from zexport.checkpoint.open import Checkpoint, open_checkpoint
+from zexport.checkpoint.resolve import NEWEST, are_of_one_run, runs_in
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import AmbiguousTagError, UnsafeError, ZexportError
 from zexport.extras import lack_for_names, to_have_names
 from zexport.filenames import CONFIG
@@ -88,7 +86,7 @@ class Inspection(Struct, frozen=True):
 
     path: Path
     tags: tuple[TagSummary, ...]
-    checkpoint: ZeroCheckpoint | None
+    checkpoint: TrainingState | None
     weight_files: tuple[WeightFile, ...]
     missing_sidecars: tuple[str, ...]
     problems: tuple[ZexportError, ...]
@@ -169,7 +167,7 @@ def inspect_checkpoint(
         return _inspect(paths, checkpoint, tag)
 
 
-def _inspect(paths: Sequence[Path], checkpoint: ZeroCheckpoint, tag: str | None) -> Inspection:
+def _inspect(paths: Sequence[Path], checkpoint: TrainingState, tag: str | None) -> Inspection:
     boundary = checkpoint.location.boundary
     root = checkpoint.location.root
     problems = list(checkpoint.problems)
@@ -197,15 +195,15 @@ def _inspect(paths: Sequence[Path], checkpoint: ZeroCheckpoint, tag: str | None)
     )
 
 
-def _adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
+def _adapters(checkpoint: TrainingState) -> tuple[AdapterSummary, ...]:
     """The adapters of a checkpoint; none where it is no peft model's."""
     options = ExportOptions()
     stored, folders = Weights.of(checkpoint), adapter_places(checkpoint, options)
     if not is_peft(stored, folders):
         return ()
     parts = [read_name(tensor.name) for tensor in checkpoint.tensors]
-    frozen = {t.name for t in checkpoint.of_role(Role.FROZEN) if t.source is not None}
-    has_base = any(not read_name(name).adapter for name in frozen)
+    kept = (t for t in checkpoint.tensors if t.role is Role.FROZEN and t.source is not None)
+    has_base = any(not read_name(tensor.name).adapter for tensor in kept)
     summaries = []
     for name in adapters_in(stored):
         try:
@@ -231,12 +229,8 @@ def _adapters(checkpoint: ZeroCheckpoint) -> tuple[AdapterSummary, ...]:
 def _choice(path: Path, tags: tuple[TagSummary, ...]) -> Inspection:
     """Several checkpoints: what each is, so that one can be chosen."""
     name = "NAME"
-    if list_tags(path) or are_of_one_run(tag.name for tag in tags):
-        newest = next((tag for tag in reversed(tags) if tag.complete), tags[-1])
-        of_its_step = [
-            tag.name for tag in tags if newest.step is not None and tag.step == newest.step
-        ]
-        name = shell_word(newest.name) if are_of_one_run(of_its_step) else name
+    if are_of_one_run(tag.name for tag in tags):
+        name = shell_word(next((tag for tag in reversed(tags) if tag.complete), tags[-1]).name)
     verdict = Verdict(
         Outcome.CHOOSE_TAG,
         f"{len(tags)} checkpoints, and nothing says which one is meant",
@@ -247,7 +241,7 @@ def _choice(path: Path, tags: tuple[TagSummary, ...]) -> Inspection:
 
 def _verdict(
     command: str,
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     problems: list[ZexportError],
     adapters: Sequence[AdapterSummary],
     missing_sidecars: Sequence[str],
@@ -286,7 +280,7 @@ def _refusal(problems: Sequence[ZexportError]) -> Verdict:
     return Verdict(Outcome.NOT_EXPORTABLE, sentence, remedy)
 
 
-def _stored_empty(checkpoint: ZeroCheckpoint) -> frozenset[str]:
+def _stored_empty(checkpoint: TrainingState) -> frozenset[str]:
     """Names of tensors that have no elements by nature."""
     empty = {tensor.name for tensor in checkpoint.tensors if not tensor.numel}
     return frozenset(empty | {a for a, name in checkpoint.aliases.items() if name in empty})

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.errors import DamagedCheckpointError, UnsupportedError, ZexportError
 from zexport.ranges.ahead import announced
 from zexport.ranges.casts import NUMPY
@@ -54,7 +54,7 @@ class Measured(Struct, frozen=True):
 
 
 def measure(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     *,
     progress: Callable[[Progress], None] | None = None,
     buffer_nbytes: int = _BUFFER_NBYTES,
@@ -77,7 +77,7 @@ def measure(
     return Measured(tuple(found), problems)
 
 
-def _problems(checkpoint: ZeroCheckpoint, reader: WeightReader) -> Iterator[ZexportError]:
+def _problems(checkpoint: TrainingState, reader: WeightReader) -> Iterator[ZexportError]:
     """What an export would be refused for once it reads; a difference can still be looked at."""
     try:
         reader.compare()

@@ -8,8 +8,7 @@ from enum import Enum
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.rank_files import RankFileKind
+from zexport.checkpoint.state import FileKind, Role, StoredTensor, TrainingState
 from zexport.ranges.extents import ByteSource, Extent, Places
 from zexport.ranges.mosaic import Mosaic
 
@@ -62,7 +61,7 @@ class Strip(Struct, frozen=True):
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def strips(checkpoint: ZeroCheckpoint) -> tuple[Strip, ...]:
+def strips(checkpoint: TrainingState) -> tuple[Strip, ...]:
     """The bytes that an export reads, as they lie: file after file, flat groups first in each.
 
     Padding is what a flat group holds and no tensor claims.
@@ -77,7 +76,7 @@ def strips(checkpoint: ZeroCheckpoint) -> tuple[Strip, ...]:
             run = flats.find(extent)
             if run is None:
                 index, file = names.get(extent.path, (len(names), None))
-                own = file is not None and file.kind is RankFileKind.PARAMETER
+                own = file is not None and file.kind is FileKind.PARAMETER
                 name = extent.path.name if file is None else file.kind.value if own else file.name
                 order.setdefault(name, index)
             cut = whole.setdefault(name, _Cut(None, 0)) if run is None else cuts[run]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zexport import __version__
-from zexport.checkpoint.contents import ZeroCheckpoint
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.resolve import Location
+from zexport.checkpoint.state import TrainingState
 from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
 from zexport.model.hub_cache import hub_id_of, is_hub_id, plain_name
@@ -63,7 +63,7 @@ _LICENSE_LINK = re.compile(r"(https://[\w./%~-]{1,200}|\w[\w.-]{0,63})")
 
 
 def model_card(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     dtype: DType,
     sidecars: Sidecars,
     architecture: str | None = None,
@@ -151,12 +151,12 @@ def base_named(card: str) -> str:
     return _value(card, "base_model")
 
 
-def _of_layout(checkpoint: ZeroCheckpoint) -> str:
+def _of_layout(checkpoint: TrainingState) -> str:
     """What kind of checkpoint it is, as far as that is known."""
     return f"{checkpoint.layout.removesuffix('checkpoint')} checkpoint".strip().replace("  ", " ")
 
 
-def _writer(checkpoint: ZeroCheckpoint) -> str:
+def _writer(checkpoint: TrainingState) -> str:
     """Who wrote it, as far as that is known."""
     ranks, version = checkpoint.ranks, checkpoint.ds_version
     by = "" if ranks is None else f"{ranks} rank{'s' * (ranks != 1)} of "

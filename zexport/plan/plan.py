@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint, source_of
+from zexport.checkpoint.state import StoredTensor, TrainingState, source_of
 from zexport.findings import Finding, FindingKind
 from zexport.formats.safetensors_file import HeaderEntry, SafetensorsFrame, build_header
 from zexport.formats.torch_writer import TorchFrame, lay_out
@@ -136,7 +136,7 @@ class Origin(Struct, frozen=True):
     ranks: Natural | None
 
     @classmethod
-    def of(cls, checkpoint: ZeroCheckpoint) -> Origin:
+    def of(cls, checkpoint: TrainingState) -> Origin:
         """A checkpoint that is there."""
         location = checkpoint.location
         folder = str(location.real_root / location.tag)

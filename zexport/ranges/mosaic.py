@@ -170,10 +170,7 @@ def _dot(index: Iterable[int], stride: Sequence[int]) -> int:
 
 def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
     for tile in tiles:
-        inside = len(tile.start) == len(tile.shape) == len(tile.stride) == len(shape) and all(
-            a >= 0 and n > 0 and a + n <= size
-            for a, n, size in zip(tile.start, tile.shape, shape, strict=True)
-        )
+        inside = len(tile.shape) == len(tile.stride) and all(n > 0 for n in tile.shape)
         if not inside:
             raise LayoutError("a piece of a split tensor reaches outside it", tile.shape, shape)
         last = tile.offset + _dot((n - 1 for n in tile.shape), tile.stride)
@@ -183,19 +180,45 @@ def _check_cover(shape: Shape, tiles: Sequence[Tile], itemsize: int) -> None:
                 f"element {last}",
                 f"less than {tile.source.nbytes // itemsize}",
             )
-    for number, tile in enumerate(tiles):
-        if any(_overlap(tile, other) for other in tiles[:number]):
-            raise LayoutError("two pieces of a split tensor overlap", tile.start, "apart")
-    covered = sum(prod(tile.shape) for tile in tiles)
+    check_cover("a split tensor", shape, [(tile.start, tile.shape) for tile in tiles])
+
+
+def check_cover(name: str, shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> None:
+    """Raise unless boxes (first index, size) cover a tensor, each element exactly once.
+
+    The boxes are swept along the dimension in which they start at the most indices: each is
+    compared with those only that reach its start, which are few for the chunks of thousands of
+    ranks.
+
+    Raises:
+        LayoutError: a box reaches outside the tensor, two overlap, or they leave gaps.
+    """
+    filled = []
+    for start, size in boxes:
+        fits = len(start) == len(size) == len(shape) and all(
+            a >= 0 and a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)
+        )
+        if not fits:
+            raise LayoutError(f"a piece of {name} reaches outside it", (start, size), shape)
+        if prod(size):
+            filled.append((start, size))
+    starts = [len(set(indices)) for indices in zip(*(start for start, _ in filled), strict=True)]
+    dim = starts.index(max(starts)) if starts else None
+    reaching: list[tuple[Shape, Shape]] = []
+    for box in filled if dim is None else sorted(filled, key=lambda one: one[0][dim]):
+        reaching = [
+            one for one in reaching if dim is None or one[0][dim] + one[1][dim] > box[0][dim]
+        ]
+        if other := next((one for one in reaching if _overlap(one, box)), None):
+            raise LayoutError(f"two pieces of {name} overlap", other, box)
+        reaching.append(box)
+    covered = sum(prod(size) for _, size in filled)
     if covered != prod(shape):
-        raise LayoutError("the pieces of a split tensor leave gaps", covered, prod(shape))
+        raise LayoutError(f"the pieces of {name} leave gaps", f"{covered} elements", prod(shape))
 
 
-def _overlap(one: Tile, other: Tile) -> bool:
-    return all(
-        a < b + m and b < a + n
-        for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
-    )
+def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
 
 
 _GAP_NBYTES = 64 << 10

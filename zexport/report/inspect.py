@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
+from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
 from zexport.inspect.inspect import AdapterSummary, Inspection, Outcome
 from zexport.plan.plan import Origin
 from zexport.printable import some
@@ -84,7 +84,7 @@ def _print_next(console: Console, step: str) -> None:
         print_line(console, f"      # {other}")
 
 
-def facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[str, str]]:
+def facts(inspection: Inspection, checkpoint: TrainingState) -> Iterator[tuple[str, str]]:
     """What is said of the checkpoint in a word or two, by what it is about; some are empty."""
     location = checkpoint.location
     written = f"DeepSpeed {checkpoint.ds_version}" if checkpoint.ds_version else ""
@@ -106,7 +106,7 @@ def facts(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[tuple[
         yield "", f"writes {fp32} as fp32, {bf16} as bf16"
 
 
-def _world_size(checkpoint: ZeroCheckpoint) -> str:
+def _world_size(checkpoint: TrainingState) -> str:
     data, ranks = checkpoint.world_size, checkpoint.ranks
     if data is None or ranks is None:
         return ""
@@ -127,7 +127,7 @@ def _adapter(adapter: AdapterSummary) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _optimizer(checkpoint: ZeroCheckpoint) -> str:
+def _optimizer(checkpoint: TrainingState) -> str:
     step = checkpoint.lr_step
     parts = (checkpoint.optimizer, None if step is None else f"schedule at step {step:,}")
     return ", ".join(part for part in parts if part)
@@ -170,7 +170,7 @@ def _print_contents(console: Console, inspection: Inspection) -> None:
     print_table(console, ("Parameters", ">Tensors", ">Elements"), rows)
 
 
-def _print_files(console: Console, checkpoint: ZeroCheckpoint, *, one_a_line: bool) -> None:
+def _print_files(console: Console, checkpoint: TrainingState, *, one_a_line: bool) -> None:
     if one_a_line:
         rows = [(f.name, size(f.nbytes), _needed(f)) for f in checkpoint.files]
         print_table(console, ("File", ">Size", "For an export"), rows)
@@ -198,7 +198,7 @@ def _each(sizes: Sequence[int]) -> str:
     return low if low == high else f"up to {high}"
 
 
-def _print_tensors(console: Console, checkpoint: ZeroCheckpoint) -> None:
+def _print_tensors(console: Console, checkpoint: TrainingState) -> None:
     rows = [
         (t.name, t.role.value, t.dtype.torch_name, str(list(t.shape)), f"{t.numel:,}")
         for t in checkpoint.tensors
@@ -241,14 +241,14 @@ def _shortened(names: Sequence[str], shown: int = 8) -> Iterator[str]:
         yield f"and {len(names) - shown:,} more; --json lists all of them"
 
 
-def _unknown_globals(inspection: Inspection, checkpoint: ZeroCheckpoint) -> Iterator[str]:
+def _unknown_globals(inspection: Inspection, checkpoint: TrainingState) -> Iterator[str]:
     files: tuple[CheckpointFile | WeightFile, ...] = (*checkpoint.files, *inspection.weight_files)
     for file in files:
         if file.unknown_globals:
             yield f"{file.name}: {some([str(one) for one in file.unknown_globals], 8)}"
 
 
-def _left_out(checkpoint: ZeroCheckpoint) -> Iterator[str]:
+def _left_out(checkpoint: TrainingState) -> Iterator[str]:
     if checkpoint.left_out:
         yield (
             f"{plural(len(checkpoint.left_out), 'weight')} left out when it was saved: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from zexport.checkpoint.contents import CheckpointFile, Role, ZeroCheckpoint
+from zexport.checkpoint.state import CheckpointFile, Role, TrainingState
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.ranges.dtypes import DType
 from zexport.report.failure import Told
@@ -52,7 +52,7 @@ def inspection_json(
     )
 
 
-def _checkpoint(inspection: Inspection, checkpoint: ZeroCheckpoint) -> JsonObject:
+def _checkpoint(inspection: Inspection, checkpoint: TrainingState) -> JsonObject:
     location, parallelism = checkpoint.location, checkpoint.parallelism
     counts = inspection.counts()
     return {
@@ -115,7 +115,7 @@ def _file(file: CheckpointFile) -> JsonObject:
 
 
 def _tensors(
-    checkpoint: ZeroCheckpoint, statistics: Sequence[TensorStatistics] | None
+    checkpoint: TrainingState, statistics: Sequence[TensorStatistics] | None
 ) -> Iterator[JsonObject]:
     """Every tensor; its statistics are ``None`` where its values are not all there."""
     found = {entry.name: entry for entry in statistics or ()}

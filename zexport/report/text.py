@@ -55,11 +55,11 @@ def size(nbytes: int) -> str:
 def duration(seconds: float) -> str:
     """Seconds as people write them: ``0.4 s``, ``42 s``, ``3 min 20 s``, ``1 h 5 min``."""
     whole = round(seconds)
-    if whole >= 3600:  # noqa: PLR2004 - an hour
+    if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
-    if whole >= 60:  # noqa: PLR2004 - a minute
+    if whole >= 60:
         return f"{whole // 60} min {whole % 60} s"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"  # noqa: PLR2004 - one digit
+    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,125 +1,98 @@
-"""What changes for the run that goes on: the rows of its updates, and what its configuration says.
+"""What changes for the resumed run: global batch, and what its DeepSpeed config says.
 
-DeepSpeed's loading puts the optimizer's settings of the checkpoint in the place of the run's own.
+Loading a checkpoint replaces the run's optimizer settings by the recorded ones.
 Source: DeepSpeed 0.19, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` (``load_state_dict``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from zexport.facts.statements import Statement, judge
-from zexport.facts.training import TrainingFact
-from zexport.resharding.state import Group
+from zexport.checkpoint.state import Group
+from zexport.printable import some
 from zexport.train.options import told_of_keys
 
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad")
-_FIRST = {"lr": "initial_lr"}
-"""What a group has of a setting beside its present value."""
+_RESTORED = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad")
+"""Settings of the optimizer that loading takes from the checkpoint."""
 
-_CHANGING = {"gradient_clipping": 0, "prescale_gradients": 0, "gradient_predivide_factor": 1}
-"""What changes an update and is read from the configuration alone, with what changes none."""
-_SWITCHED = ("progressive_layer_drop", "curriculum_learning")
-"""Sections that change what an update is made of, where they are switched on."""
+_NEUTRAL = {"gradient_clipping": 0, "prescale_gradients": 0, "gradient_predivide_factor": 1}
+"""Config keys that change an update, with the values that do not."""
+
+_SWITCHES = ("progressive_layer_drop", "curriculum_learning")
+"""Config sections that change an update if they are enabled."""
 
 _AUTO, _NOTHING = "auto", "nothing"
-_GIVEN, _TRAINED = "--ds-config", "the checkpoint"
-
 
 _Config = Mapping[str, object]
 
 
-def told_of_given(
-    given: _Config,
-    source: _Config,
-    groups: Iterable[Group],
-    *,
-    is_whole: bool,
+def describe_config_changes(
+    given: _Config, source: _Config, groups: Sequence[Group], *, is_complete: bool
 ) -> Iterator[tuple[bool, str]]:
-    """What to know of a given configuration, in sentences, each with whether it is a warning.
+    """Yield sentences about a given DeepSpeed config, each with whether it is a warning.
 
-    ``source`` is the checkpoint's own, ``groups`` are the optimizer's as the checkpoint holds them.
-    ``is_whole`` says that nobody adds to it what it leaves out, as frameworks do.
+    ``source`` is the checkpoint's config. ``is_complete``: no framework adds sections to it.
     """
+    default = _NOTHING if is_complete else _AUTO
+    before, after = _updates(source, _NOTHING), _updates(given, default)
+    is_same_scheduler = before["scheduler"] == after["scheduler"]
+    changed = []
+    for key in dict.fromkeys((*before, *after)):
+        old, new = before.get(key, _NOTHING), after.get(key, default)
+        is_skipped = key == "optimizer" and old == _NOTHING  # the script may make it
+        is_skipped |= key.startswith("scheduler.") and not is_same_scheduler
+        if not is_skipped and old != new and _AUTO not in (old, new):
+            changed.append(f"{key} changes from {old} to {new}")
+    if changed:
+        yield True, f"--ds-config: {some(changed, 8)}; updates will differ"
     recorded = [one.settings.values for one in groups if one.settings is not None]
-    lacking = _NOTHING if is_whole else None
-    judged = judge(_statements(given, source, recorded, lacking), None)
-    yield from ((True, text) for text in (*judged.warnings, *told_of_keys(given, source)))
-    yield from ((False, text) for text in judged.notes)
+    params = _section(_section(source, "optimizer"), "params")
+    restored = []
+    for key, new in _section(_section(given, "optimizer"), "params").items():
+        if key in _RESTORED and new != _AUTO:
+            names = (key, "initial_lr") if key == "lr" else (key,)
+            known = [one[name] for one in (*recorded, params) for name in names if name in one]
+            if known and _plain(new) not in map(_plain, known):
+                restored.append(f"{key} {_plain(new)} (checkpoint: {_plain(known[0])})")
+    old, new = _loss_scale(source), _loss_scale(given)
+    if old != new and _AUTO not in (old, new):
+        restored.append(f"loss_scale {new} (checkpoint: {old})")
+    if restored:
+        yield (
+            False,
+            f"--ds-config: {some(restored, 8)} has no effect; loading restores the checkpoint's",
+        )
+    yield from ((True, text) for text in told_of_keys(given, source))
 
 
-def _statements(
-    given: _Config, source: _Config, groups: Sequence[Mapping[Any, object]], lacking: str | None
-) -> Iterator[Statement]:
-    """What both say of optimizer and schedule; ``lacking`` is what leaving something out says."""
-    yield from _of_classes(given, source, lacking)
-    yield from _of_schedule(given, source, lacking)
-    for key, neutral in _CHANGING.items():
-        for by, config, default in ((_TRAINED, source, _NOTHING), (_GIVEN, given, lacking)):
-            value = _plain(config[key]) if config.get(key) is not None else default
-            told = _NOTHING if value == neutral else value
-            yield Statement(TrainingFact.NEXT_UPDATES, told, by, key)
-    for key in _SWITCHED:
-        for by, config, default in ((_TRAINED, source, _NOTHING), (_GIVEN, given, lacking)):
-            is_on = _section(config, key).get("enabled") is True
-            told = "on" if is_on else _NOTHING if key in config else default
-            yield Statement(TrainingFact.NEXT_UPDATES, told, by, key)
-    for by, config in ((_TRAINED, source), (_GIVEN, given)):
-        yield Statement(TrainingFact.NEXT_SETTINGS, _scale(config), by, "loss_scale")
-    asked = _section(_section(given, "optimizer"), "params")
-    recorded = _section(_section(source, "optimizer"), "params")
-    for key in _SETTINGS:
-        known = [one.get(name) for one in groups for name in (key, _FIRST.get(key, key))]
-        values = [one for one in map(_plain, (*known, recorded.get(key))) if one is not None]
-        if values:
-            yield Statement(TrainingFact.NEXT_SETTINGS, list(dict.fromkeys(values)), _TRAINED, key)
-            yield Statement(TrainingFact.NEXT_SETTINGS, _plain(asked.get(key)), _GIVEN, key)
+def _updates(config: _Config, default: str) -> dict[str, object]:
+    """Return what the updates depend on, by key; ``default`` for what the config leaves out."""
+    found: dict[str, object] = {}
+    for name in ("optimizer", "scheduler"):
+        kind = _section(config, name).get("type", config.get(name, default))
+        found[name] = kind.lower() if isinstance(kind, str) else default
+    # A scheduler's state has only its step (DeepSpeed 0.19, runtime/lr_schedules.py, WarmupLR).
+    for key, value in _section(_section(config, "scheduler"), "params").items():
+        found[f"scheduler.{key}"] = _plain(value)
+    for key, neutral in _NEUTRAL.items():
+        value = config.get(key)
+        found[key] = default if value is None else _NOTHING if value == neutral else _plain(value)
+    for key in _SWITCHES:
+        is_on = _section(config, key).get("enabled") is True
+        found[key] = "on" if is_on else _NOTHING if key in config else default
+    return found
 
 
-def _scale(config: _Config) -> object:
-    """The scale of the loss; nothing where that is not told.
+def _loss_scale(config: _Config) -> object:
+    """Return the loss scale, which the checkpoint's scaler replaces (0 is dynamic).
 
-    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``load_state_dict``: the scaler of the files
-    takes the place of the configuration's) and ``runtime/precision_config.py`` (0 is dynamic).
+    Source: DeepSpeed 0.19, ``runtime/zero/stage3.py`` (``load_state_dict``) and
+    ``runtime/precision_config.py``.
     """
     half = _section(config, "fp16")
-    value = _plain(half.get("loss_scale", 0)) if half.get("enabled") is True else None
-    return "dynamic" if value == 0 else value
-
-
-def _of_classes(given: _Config, source: _Config, lacking: str | None) -> Iterator[Statement]:
-    """The optimizer and the scheduler; without one DeepSpeed builds none, where a script may."""
-    for fact, section, without in (
-        (TrainingFact.NEXT_OPTIMIZER, "optimizer", None),
-        (TrainingFact.NEXT_SCHEDULER, "scheduler", _NOTHING),
-    ):
-        trained = _section(source, section).get("type", without)
-        named = _section(given, section).get("type", given.get(section, lacking))
-        for by, value in ((_TRAINED, trained), (_GIVEN, named)) if trained else ():
-            is_told = isinstance(value, str) and value != _AUTO
-            yield Statement(fact, str(value).lower() if is_told else None, by)
-
-
-def _of_schedule(given: _Config, source: _Config, lacking: str | None) -> Iterator[Statement]:
-    """The numbers of a scheduler, of which its state has none but the step.
-
-    Source: DeepSpeed 0.19, ``runtime/lr_schedules.py`` (``state_dict`` of ``WarmupLR``).
-    """
-    trained, named = (_section(config, "scheduler") for config in (source, given))
-    if not trained or str(trained.get("type")).lower() != str(named.get("type")).lower():
-        return
-    own, other = (_section(one, "params") for one in (trained, named))
-    for key in [*own, *(key for key in other if key not in own)]:
-        yield Statement(TrainingFact.NEXT_SCHEDULE, _told(own.get(key, _NOTHING)), _TRAINED, key)
-        yield Statement(TrainingFact.NEXT_SCHEDULE, _told(other.get(key, lacking)), _GIVEN, key)
-
-
-def _told(value: object) -> object:
-    """A number, or a word; nothing for ``auto``."""
-    return value if isinstance(value, str) and value != _AUTO else _plain(value)
+    return (half.get("loss_scale") or "dynamic") if half.get("enabled") is True else _AUTO
 
 
 def _section(config: _Config, name: str) -> _Config:
@@ -128,16 +101,13 @@ def _section(config: _Config, name: str) -> _Config:
 
 
 def _plain(value: object) -> object:
-    """A number, or numbers in a line; nothing for what is neither, such as ``auto``."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return float(value) if isinstance(value, int | float) else None
+    return [*value] if isinstance(value, tuple) else value
 
 
 class Batch(Struct, frozen=True):
-    """The rows of one update: ranks times rows of a micro-batch times accumulated micro-batches.
+    """A global batch: ranks x micro-batch x gradient accumulation.
 
-    Under sequence parallelism (Ulysses) so many ranks as ``sequence`` says share the same rows.
+    With sequence parallelism (Ulysses), ``sequence`` ranks share the same rows.
     """
 
     ranks: int
@@ -147,11 +117,11 @@ class Batch(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Of all ranks together."""
+        """Rows of one update."""
         return self.ranks // self.sequence * self.micro * self.accumulation
 
     def __str__(self) -> str:
-        """The product, as people write it."""
+        """Describe the product."""
         shared = f" ({self.sequence:,} to a sequence)" if self.sequence > 1 else ""
         return (
             f"{self.ranks:,} rank{'s' * (self.ranks != 1)}{shared} x micro-batch {self.micro:,} "
@@ -160,11 +130,11 @@ class Batch(Struct, frozen=True):
 
 
 def batch_of(config: Mapping[str, object], ranks: int, source: Batch | None = None) -> Batch | None:
-    """The batch of a DeepSpeed configuration, or ``None`` where it does not say.
+    """Return the batch of a DeepSpeed config; ``None`` if it is not stated.
 
-    As many ranks share a sequence as it says, or did in the ``source``, if that can be. Source:
-    DeepSpeed 0.19.8, ``runtime/config.py`` (``_set_batch_related_parameters``): what is not given
-    follows from what is, and accumulation is else 1.
+    Ranks that share a sequence are as stated, or as in ``source`` if possible. Source: DeepSpeed
+    0.19.8, ``runtime/config.py`` (``_set_batch_related_parameters``): the third number follows from
+    two, and accumulation defaults to 1.
     """
     whole, micro, accumulation = _numbers(config)
     sequence = _sequence(config, ranks, source)
@@ -177,7 +147,7 @@ def batch_of(config: Mapping[str, object], ranks: int, source: Batch | None = No
 
 
 def _numbers(config: Mapping[str, object]) -> tuple[int | None, int | None, int | None]:
-    """Rows of an update, rows of a micro-batch and accumulation, as far as they are given."""
+    """Return global batch, micro-batch and accumulation, as far as they are given."""
     return (
         _count(config.get("train_batch_size")),
         _count(config.get("train_micro_batch_size_per_gpu")),
@@ -186,11 +156,11 @@ def _numbers(config: Mapping[str, object]) -> tuple[int | None, int | None, int 
 
 
 def _sequence(config: Mapping[str, object], ranks: int, source: Batch | None) -> int:
-    """How many ranks share a sequence: so many as are told, if they divide the ranks.
+    """Return how many ranks share a sequence: as stated, if that divides the ranks.
 
-    Accelerate 1.15 gives all three numbers alone, which fit for one size. Source: DeepSpeed 0.19.8,
-    ``runtime/config.py`` (``world_size``) and ``__init__.py``: where both sizes are given, it makes
-    groups of its own, and its files are of the data-parallel ranks alone.
+    Accelerate 1.15 gives only all three numbers, which fit one size. Source: DeepSpeed 0.19.8,
+    ``runtime/config.py`` (``world_size``) and ``__init__.py``: if both sizes are given, it creates
+    its own groups, and only data-parallel ranks have files.
     """
     whole, micro, accumulation = _numbers(config)
     told = _count(config.get("sequence_parallel_size"))
@@ -211,7 +181,7 @@ def _count(value: object) -> int | None:
 def told_of_batch(
     source: Batch | None, ranks: int, given: _Config | None
 ) -> Iterator[tuple[bool, str]]:
-    """What to do about the batch, in sentences, each with whether it is a warning.
+    """Yield sentences about the global batch, each with whether it is a warning.
 
     Source: DeepSpeed 0.19.8, ``runtime/config.py`` (``_batch_assertion``).
     """
@@ -239,7 +209,7 @@ def told_of_batch(
 
 
 def _kept(source: Batch, ranks: int) -> str:
-    """How ``ranks`` make an update of as many rows."""
+    """Describe how ``ranks`` keep the global batch."""
     sequence = source.sequence if ranks % source.sequence == 0 else 1
     share, rest = divmod(source.rows, ranks // sequence)
     if rest:

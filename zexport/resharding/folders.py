@@ -1,4 +1,4 @@
-"""What goes along with the rank files: the other files of a framework's checkpoint, by its rules.
+"""The other files of a framework's checkpoint, for other ranks.
 
 Sources: transformers 5.23 (``trainer.py``: ``_save_rng_state``, ``_load_rng_state``,
 ``_load_best_model``), accelerate 1.15 (``checkpointing.py``, ``scheduler.py``), Lightning 2.6
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.location import LATEST, Framework, Location
+from zexport.checkpoint.resolve import LATEST, Framework, Location
 from zexport.checkpoint.trainer_state import best_of, last_epoch
 from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import SideFile
@@ -26,14 +26,14 @@ from zexport.train.options import OPTIONS_FILE, without_auto
 
 
 class Ranks(Struct, frozen=True):
-    """How many processes train, before and after; ``None`` where that is any number."""
+    """Numbers of training processes; ``after`` is ``None`` for any number."""
 
     before: int
     after: int | None
 
 
 class Beside(Struct, frozen=True):
-    """The files beside the rank files, and what is to be known of them."""
+    """The files next to the tag folder, with warnings and notes."""
 
     files: tuple[SideFile, ...]
     warnings: tuple[str, ...]
@@ -41,7 +41,7 @@ class Beside(Struct, frozen=True):
 
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)[^/]*\.(safetensors|bin)(\.index\.json)?")
-"""The gathered model, which the rank files hold in full; an adapter's file is called otherwise."""
+"""Gathered weights, which the rank files have; adapters have other file names."""
 
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
@@ -56,10 +56,10 @@ def beside(
     step: int | None,
     ds_config: Mapping[str, object] | None = None,
 ) -> Beside:
-    """The files that lie around a tag folder, for ``ranks`` that go on from it.
+    """Return the files around a tag folder, for the new ``ranks``.
 
-    ``stage`` is the new one, where it is one, and ``ds_config`` the configuration that was given
-    for it; ``step`` counts updates that the optimizer took.
+    ``stage`` is the new ZeRO stage, ``ds_config`` the config given for it; ``step`` counts the
+    optimizer's updates.
     """
     if location.framework in (Framework.DEEPSPEED, Framework.OPENRLHF):
         return Beside((), (), ())
@@ -89,7 +89,7 @@ def beside(
 
 
 def _around(location: Location) -> Iterator[Path]:
-    """The files of the checkpoint's folder that are none of a tag's."""
+    """Yield files of the checkpoint's folder outside tag folders."""
     skipped = {*location.tags, location.tag, *LATEST, MANIFEST_NAME, "gathered"}
     for path in children(location.root):
         is_below = is_folder(path)
@@ -103,7 +103,7 @@ def _around(location: Location) -> Iterator[Path]:
 
 
 def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path], list[str]]:
-    """Trainer's random states under the names that it looks for: one rank's has no number."""
+    """Return Trainer's random states under the names that it loads: no number for one rank."""
     states = {int(match[1] or 0): name for name in kept if (match := _TRAINER_RNG.fullmatch(name))}
     if not states:
         return kept, []
@@ -127,7 +127,7 @@ def _trainers_rng(kept: dict[str, Path], ranks: Ranks) -> tuple[dict[str, Path],
 
 
 def _of_best(location: Location) -> Iterator[str]:
-    """That Trainer loads its best checkpoint with the optimizer's states, as the run then is."""
+    """Yield a warning: Trainer loads its best checkpoint for the present ranks and stage."""
     if (best := best_of(location)) is not None:
         yield (
             f"trainer_state.json names the best checkpoint so far ({shown(best)}): with "
@@ -140,9 +140,9 @@ def _of_best(location: Location) -> Iterator[str]:
 def _without_accelerates_rng(
     kept: dict[str, Path], ranks: Ranks
 ) -> tuple[dict[str, Path], list[str]]:
-    """At another number of ranks, without the random states: they count micro-batches, too.
+    """Return the files without random states if ranks change: they also count micro-batches.
 
-    One rank would make its first update too early, and several would wait for each other forever.
+    One rank would update too early, and several would wait for each other forever.
     """
     states = [name for name in kept if _ACCELERATE_RNG.fullmatch(name)]
     if not states or ranks.before == ranks.after:
@@ -155,7 +155,7 @@ def _without_accelerates_rng(
 
 
 def _scheduler_counts(kept: Mapping[str, Path], ranks: Ranks, step: int | None) -> Iterator[str]:
-    """That Accelerate's schedulers count ranks times updates, those that do."""
+    """Yield a warning for Accelerate's schedulers that count ranks times updates."""
     if ranks.before == ranks.after or not step:
         return
     there = f"{step:,} times their number on others"
@@ -176,9 +176,9 @@ def _for_train(
     stage: int | None,
     ds_config: Mapping[str, object] | None,
 ) -> SideFile:
-    """The options of ``zexport train`` for the new ranks; other files as they are.
+    """Return the options of ``zexport train`` for the new ranks; other files as they are.
 
-    Its own ``ds_config`` is what was typed, which the one that was given for the target replaces.
+    A config given for the target replaces its ``ds_config``, which is what was typed.
     """
     if file.filename != OPTIONS_FILE or file.origin is None or world_size is None:
         return file
@@ -190,7 +190,7 @@ def _for_train(
 
 
 def _at_stage(config: object, stage: int | None) -> object:
-    """A configuration that says the stage, if it says any."""
+    """Return a config with the stage, if it states one."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if not isinstance(config, dict) or not isinstance(zero, dict) or "stage" not in zero:
         return config
@@ -205,20 +205,3 @@ def _not_looked_into(names: Iterable[str]) -> list[str]:
         f"copied as they are, without being looked into ({some(pickles, 6)}): pickles, which can "
         "run code when something loads them"
     ]
-
-
-def told_of_resuming(framework: Framework, ranks: Ranks) -> Iterator[str]:
-    """What the framework does otherwise on another number of ranks, in sentences."""
-    if ranks.before == ranks.after:
-        return
-    if framework is Framework.HF_TRAINER:
-        yield (
-            "Trainer finds its place in the data by the number of updates, counted as large as "
-            "they are now: where an update has another number of rows, it goes on at another "
-            "place; the last update of an epoch may have other rows in any case"
-        )
-    if framework is Framework.LIGHTNING:
-        yield (
-            "Lightning counts the micro-batches of one rank: save where that count is a multiple "
-            "of the new accumulation, or its updates and DeepSpeed's fall apart"
-        )

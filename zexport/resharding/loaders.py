@@ -1,4 +1,4 @@
-"""What DeepSpeed makes of a universal checkpoint as it loads it: what it leaves out, and where.
+"""What DeepSpeed does not load, or loads wrongly, from a universal checkpoint.
 
 Source: DeepSpeed 0.14.5, 0.17.6, 0.18.0, 0.19.2, 0.19.3 and 0.19.8, ``runtime/engine.py``
 (``_load_checkpoint``), ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``.
@@ -9,41 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from zexport.checkpoint.layouts import zero12
-from zexport.checkpoint.layouts.bind import MASTERS
-from zexport.checkpoint.layouts.universal_weights import STEP
-from zexport.checkpoint.model_states import ZERO3
+from zexport.checkpoint.state import MASTER, Cell, FileKind, TrainingState
+from zexport.checkpoint.zero.flat_groups import (
+    MOMENTUM,
+    is_per_parameter,
+)
+from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.universal import STEP
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
-from zexport.options import ReshardOptions
 from zexport.printable import some
-from zexport.resharding.read_cells import MOMENTUM, is_by_parameter
 from zexport.resharding.settings import (
     SUB_GROUP_SIZE,
     TAKES_EITHER_FORM,
     UniversalSettings,
     release,
 )
-from zexport.resharding.state import CellState, Group, TrainingState
 from zexport.resharding.universal_files import shared_settings
+from zexport.resharding.values import carried_files, records_of, slots_of
 
 _ADAMS = ("exp_avg", "exp_avg_sq")
-"""The states that ZeRO-3 looks for, and none beside them."""
+"""The only optimizer states that ZeRO-3 loads."""
 
 _OF_LAYERS = (
     "DeepSpeed loads no frozen weights and no buffers of a universal checkpoint: those in the "
     "files of a pipeline's layers stay as the new run makes its model"
 )
 _RIGHT_ON_NODES = (0, 18, 0)
-_RANKS_MAX = 513
-"""More ranks than small groups are looked at for."""
+HOW_TO_LOAD = (
+    'load it with {"checkpoint": {"load_universal": true}} in the DeepSpeed config, and remove '
+    "that again for rank files, such as the run saves from then on"
+)
 
 
-def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> None:
-    """Refuse a version whose loader would leave weights as they are, or fails.
+def check_loadable(cells: Sequence[Cell], settings: UniversalSettings) -> None:
+    """Raise for a version whose loader skips weights, or fails.
 
-    Under ZeRO-3 it loads the first flat group (0.14.5 and 0.17.6,
-    ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), and of tensor ranks none.
+    With ZeRO-3 it loads only the first flat group (0.14.5 and 0.17.6,
+    ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), and none of tensor ranks.
     """
     cell, version = cells[0], settings.for_deepspeed
     if version is not None and any(group.of_experts for group in cell.groups):
@@ -52,7 +55,7 @@ def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> N
         raise UnsupportedError(
             f"has tensor ranks, and DeepSpeed {version} loads no universal checkpoint of such "
             "under ZeRO-3",
-            path=cell.model.file.path,
+            path=records_of(cell)[0].file.path,
             found=f"{len({one.index for one in cells})} model-parallel ranks",
             expected="1",
             hint="Load it with DeepSpeed 0.19.3 or newer, or make rank files (--world-size)",
@@ -63,49 +66,30 @@ def check_loadable(cells: Sequence[CellState], settings: UniversalSettings) -> N
         raise UnsupportedError(
             f"has several parameter groups, of which DeepSpeed {version} loads the first alone "
             "from a universal checkpoint under ZeRO-3",
-            path=cell.model.file.path,
+            path=records_of(cell)[0].file.path,
             found=f"{len(cell.groups)} groups",
             expected="1",
             hint="Load it with DeepSpeed 0.18.0 or newer, or make rank files (--world-size)",
         )
 
 
-def _check_loads_experts(cell: CellState, version: str) -> None:
-    """Refuse a version from before AutoEP's ZeRO-3 (0.19.3), whose loader was another."""
+def _check_loads_experts(cell: Cell, version: str) -> None:
+    """Raise for a version before AutoEP's ZeRO-3 (0.19.3), whose loader was different."""
     if release(version) < TAKES_EITHER_FORM:
         raise UnsupportedError(
             f"has experts, of which DeepSpeed {version} loads no universal checkpoint under every "
             "stage",
-            path=cell.model.file.path,
+            path=records_of(cell)[0].file.path,
             found=version,
             expected="0.19.3 or newer",
             hint="Load it with a newer DeepSpeed, or make rank files (--world-size)",
         )
 
 
-def told_of_loading(
-    options: ReshardOptions, settings: UniversalSettings, state: TrainingState
-) -> Iterator[str]:
-    """How it is loaded, by how many ranks, and which given options it does not depend on."""
-    yield (
-        'load it with {"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, and '
-        "take that out again for rank files, such as the run saves from then on"
-    )
-    given = {
-        "--world-size": options.world_size is not None,
-        "--stage": options.stage is not None and settings.stage is None,
-        "--ds-config": options.ds_config is not None and settings.stage is None,
-    }
-    for option in (name for name, is_given in given.items() if is_given):
-        yield f"{option} is not needed: any number of ranks loads it, under ZeRO-1, 2 or 3"
-    if settings.stage != ZERO3:
-        yield from dict.fromkeys(text for cell in state.cells for text in _too_many_ranks(cell))
-
-
 def lost_in_loading(state: TrainingState, settings: UniversalSettings) -> Iterator[str]:
-    """What DeepSpeed will not take from it though it is there, in sentences, and the way out."""
+    """Yield warnings about everything that DeepSpeed does not load, and the alternative."""
     told = dict.fromkeys(text for cell in state.cells for text in _lost(cell, settings))
-    if state.carried:
+    if [*carried_files(state, FileKind.PIPELINE_LAYER)]:
         told[_OF_LAYERS] = None
     yield from told
     if told:
@@ -115,7 +99,7 @@ def lost_in_loading(state: TrainingState, settings: UniversalSettings) -> Iterat
         )
 
 
-def _lost(cell: CellState, settings: UniversalSettings) -> Iterator[str]:
+def _lost(cell: Cell, settings: UniversalSettings) -> Iterator[str]:
     stages = (1, 2, ZERO3) if settings.stage is None else (settings.stage,)
     yield from _of_module(cell)
     yield from _of_groups(cell)
@@ -132,10 +116,10 @@ def _lost(cell: CellState, settings: UniversalSettings) -> Iterator[str]:
         )
 
 
-def _of_module(cell: CellState) -> Iterator[str]:
-    """Weights outside of the optimizer, which no universal checkpoint is loaded for."""
-    trained = {one.name for one in cell.parameters()}
-    rest = {one.owner: one for one in cell.module if one.owner not in trained}
+def _of_module(cell: Cell) -> Iterator[str]:
+    """Yield a warning about weights outside the optimizer, which DeepSpeed does not load."""
+    trained = {one.name for one in cell.trained()}
+    rest = {one.owner: one for one in cell.module.values() if one.owner not in trained}
     kinds = {
         "frozen weight": [name for name, one in rest.items() if one.is_parameter],
         "buffer": [name for name, one in rest.items() if not one.is_parameter],
@@ -152,7 +136,7 @@ def _of_module(cell: CellState) -> Iterator[str]:
         )
 
 
-def _of_groups(cell: CellState) -> Iterator[str]:
+def _of_groups(cell: Cell) -> Iterator[str]:
     if any(group.settings is None for group in cell.groups):
         yield "settings of parameter groups are not recorded: those of the new run stay"
     scalars = {name for group in cell.groups for name in group.scalars.values}
@@ -163,17 +147,17 @@ def _of_groups(cell: CellState) -> Iterator[str]:
         )
 
 
-def _under_zero3(cell: CellState) -> Iterator[str]:
-    """What the loader of ZeRO-3 has otherwise than the run had it."""
+def _under_zero3(cell: Cell) -> Iterator[str]:
+    """Yield what ZeRO-3's loader changes."""
     steps = [group.scalars.values.get(STEP) for group in cell.groups]
-    if None in steps or not all({*_ADAMS} <= one.tensors.keys() for one in cell.parameters()):
+    if None in steps or not all({*_ADAMS} <= slots_of(one).keys() for one in cell.trained()):
         yield (
             "loads under ZeRO-1 and 2 alone: under ZeRO-3 DeepSpeed looks for exp_avg, exp_avg_sq "
             "and the step, whatever the optimizer"
         )
         return
-    names = {name for one in cell.parameters() for name in one.tensors}
-    if more := sorted(names - {MASTERS, *_ADAMS}):
+    names = {name for one in cell.trained() for name in slots_of(one)}
+    if more := sorted(names - {MASTER, *_ADAMS}):
         yield f"under ZeRO-3 DeepSpeed loads no {', '.join(more)}"
     shared = shared_settings(cell.groups)
     own = {str(key) for group in cell.groups if group.settings for key in group.settings.values}
@@ -182,7 +166,7 @@ def _under_zero3(cell: CellState) -> Iterator[str]:
             f"groups differ in {', '.join(differing)}: under ZeRO-3 DeepSpeed gives all of them "
             "the same, so each keeps the new run's own (lr until the schedule sets it)"
         )
-    numel = sum(prod(one.shape) for one in cell.parameters())
+    numel = sum(prod(one.shape) for one in cell.trained())
     is_cut = len(cell.groups) > 1 or numel > SUB_GROUP_SIZE
     if is_cut and any(isinstance(step, TensorRef) for step in steps):
         yield (
@@ -191,33 +175,11 @@ def _under_zero3(cell: CellState) -> Iterator[str]:
         )
 
 
-def _under_zero12(cell: CellState) -> Iterator[str]:
-    """What the loader of other stages cannot load."""
-    if any(is_by_parameter(group.settings, MOMENTUM) for group in cell.groups):
+def _under_zero12(cell: Cell) -> Iterator[str]:
+    """Yield what the loader of other stages cannot load."""
+    settings = (group.settings.values for group in cell.groups if group.settings is not None)
+    if any(is_per_parameter(one, MOMENTUM) for one in settings):
         yield (
             "under ZeRO-1 and 2 DeepSpeed loads Muon's momentum in another form than Muon keeps "
             "it in, unless on one rank"
         )
-
-
-def _too_many_ranks(cell: CellState) -> Iterator[str]:
-    """From how many ranks on one of them would have no part of a group."""
-    least = [
-        (_first_empty(group) * (cell.expert_ranks if group.of_experts else 1), number)
-        for number, group in enumerate(cell.groups)
-    ]
-    ranks, number = min(least, default=(_RANKS_MAX, 0))
-    if ranks < _RANKS_MAX:
-        yield (
-            f"on {ranks:,} ranks or more, DeepSpeed cannot load it under ZeRO-1 or 2 (IndexError): "
-            f"one of them would have no part of parameter group {number}"
-        )
-
-
-def _first_empty(group: Group) -> int:
-    """The least number of ranks one of which has no part of a group."""
-    numel = sum(prod(one.shape) for one in group.parameters)
-    tried = range(1, _RANKS_MAX)
-    return next(
-        (n for n in tried if (n - 1) * zero12.partition_numel(numel, n) >= numel), _RANKS_MAX
-    )

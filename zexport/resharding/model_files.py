@@ -1,70 +1,80 @@
-"""What the model files of a target hold: the module, its tables of shapes, and what is carried."""
+"""Model states files of a target: the module, its tables of shapes, and what is carried."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from math import prod
 
-from zexport.checkpoint.client_state import OF_LAYOUT
-from zexport.checkpoint.contents import StoredTensor, source_of
-from zexport.checkpoint.layouts import zero3
-from zexport.checkpoint.model_states import ZERO3
+from zexport.checkpoint.state import MODULE, Cell, ModuleEntry, Parameter
+from zexport.checkpoint.zero.flat_groups import partition_numel
+from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.resumable import OF_LAYOUT
 from zexport.errors import FrozenLeftOutError
 from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.resharding.optimizer_files import Place, flat_leaf
 from zexport.resharding.settings import Settings, TargetSettings
-from zexport.resharding.state import CellState, ModuleEntry, Parameter
-from zexport.resharding.values import with_leaves, written
+from zexport.resharding.values import records_of, with_leaves, written
 
 
 class ModelFiles:
-    """The model files of one model-parallel index: one a rank under ZeRO-3, else one in all.
+    """The model states files of one cell: one per rank under ZeRO-3, else one.
 
-    ``flat_groups`` are the parameters of each flat group of the target; keys of the client's state
+    ``flat_groups`` are the parameters of each flat group of the target; keys of the client state
     that are ``dropped`` are left out.
     """
 
     def __init__(
         self,
-        cell: CellState,
+        cell: Cell,
         flat_groups: Iterable[Iterable[Parameter]],
         settings: TargetSettings,
         dropped: Collection[str] = (),
     ) -> None:
         self._cell = cell
+        self._said, _ = records_of(cell)
         self._settings = settings
         self._shapes = [
             Ordered((one.name, _size(one.shape)) for one in group) for group in flat_groups
         ]
-        said = cell.model
-        self._carried = written(said, {*OF_LAYOUT, *dropped})
+        values, file = self._said.values, self._said.file
+        self._carried = written(self._said, {*OF_LAYOUT, *dropped})
         self._dropped = dropped
-        self._config = settings.put_into(with_leaves(said.values.get("ds_config"), said.file))
-        self._stripes = {
-            name: _stripes(tensor, settings.world_size)
-            for name, tensor in (cell.frozen or {}).items()
-        }
+        self._config = settings.put_into(with_leaves(values.get("ds_config"), file))
         self._leaves: dict[tuple[str, DType], TensorLeaf] = {}
         self._module = self._made_module()  # the same in the files of all ranks
+        self._has_table = cell.frozen is not None and settings.stage != 1
+        self._frozen: dict[str, TensorLeaf] = {}
+        self._striped: dict[str, Stripes] = {}
+        for name in (cell.frozen or ()) if self._has_table else ():
+            one = cell.parameters[name]
+            leaf = _whole(one, MODULE if one.has(MODULE) else one.value_slot)
+            self._frozen[name] = leaf
+            if settings.stage == ZERO3:
+                numel = partition_numel(prod(one.shape), settings.world_size)
+                self._striped[name] = Stripes((leaf.source,), (numel * leaf.dtype.itemsize,))
+            else:  # the module's own
+                self._frozen[name] = self._leaves.get((name, leaf.dtype), leaf)
 
     def value(self, place: Place) -> dict[object, object]:
-        """All of one rank's model file."""
+        """Return all of one rank's model states file."""
         rank = place.rank
         carried, module = self._of_rank(rank)
+        shapes = Ordered((name, _size(one.shape)) for name, one in self._frozen.items())
         made: dict[object, object] = {
             **dict(_autoep_layers(carried, self._cell, place, self._settings.stage)),
             "module": module,
             "optimizer": None,
             "param_shapes": self._shapes,
-            "frozen_param_shapes": self._frozen_shapes(),
-            "frozen_param_fragments": self._fragments(rank),
+            "frozen_param_shapes": shapes if self._has_table else None,
+            "frozen_param_fragments": self._fragments(rank) if self._has_table else None,
             "shared_params": self._ties() if rank == 0 else Ordered(),
             "dp_world_size": self._settings.world_size,
             "ds_config": self._config,
         }
-        order = dict.fromkeys((*self._cell.model.values, *carried, *made))
+        order = dict.fromkeys((*self._said.values, *carried, *made))
         known = {**carried, **made}
         return {key: known[key] for key in order if key in known}
 
@@ -80,76 +90,68 @@ class ModelFiles:
         return _replaced(self._carried, client, differing), module
 
     def _made_module(self) -> object:
-        """The module's state dict; what is one tensor under several names is one here."""
-        said = self._cell.model
-        module = said.values.get("module")
+        """Return the module's state dict; tied names are one tensor in it."""
+        file, module = self._said.file, self._said.values.get("module")
         if not isinstance(module, dict):
             return module
-        entries = {entry.name: entry for entry in self._cell.module}
         made = Ordered(
-            (name, self._entry(entries[name]))
+            (name, self._entry(name, self._cell.module[name]))
             if isinstance(one, TensorRef)
-            else (name, with_leaves(one, said.file))
+            else (name, with_leaves(one, file))
             for name, one in module.items()
         )
         if isinstance(module, Ordered) and module.attributes is not None:
-            made.attributes = with_leaves(module.attributes, said.file)
+            made.attributes = with_leaves(module.attributes, file)
         return made
 
-    def _entry(self, entry: ModuleEntry) -> TensorLeaf:
-        if entry.value is None:
+    def _entry(self, name: str, entry: ModuleEntry) -> TensorLeaf:
+        own, key = self._cell.parameters.get(entry.owner), (entry.owner, entry.dtype)
+        if entry.is_placeholder and own is None:
             raise FrozenLeftOutError(
-                f"has no value of {entry.name!r}, which the module names",
-                path=self._cell.model.file.path,
-                hint="Save again with all weights, and reshard that",
+                f"no values of {name!r}, which the module names",
+                path=self._said.file.path,
+                hint="Save again with all weights, and reshard that checkpoint",
             )
         if self._settings.stage == ZERO3 and entry.is_parameter:
-            return TensorLeaf((0,), entry.dtype, _NOTHING, entry.dtype)
-        key = entry.owner, entry.dtype
-        return self._leaves.setdefault(key, _whole(entry.value, entry.dtype))
+            return TensorLeaf((0,), entry.dtype, Zeros(0), entry.dtype)
+        if key not in self._leaves and own is not None and entry.is_placeholder:
+            self._leaves[key] = _whole(own, own.value_slot, entry.dtype)
+        elif key not in self._leaves:
+            ref = entry.ref
+            source = self._said.file.source(ref)
+            self._leaves[key] = TensorLeaf(ref.shape, ref.dtype, source, ref.dtype)
+        return self._leaves[key]
 
-    def _frozen_shapes(self) -> object:
-        if self._cell.frozen is None or self._settings.stage == 1:
-            return None
-        return Ordered((name, _size(one.shape)) for name, one in self._cell.frozen.items())
-
-    def _fragments(self, rank: int) -> object:
-        """The frozen weights: this rank's stripes, or whole, and then the module's own."""
-        if self._cell.frozen is None or self._settings.stage == 1:
-            return None
-        if self._settings.stage == ZERO3:
-            return Ordered(
-                (name, flat_leaf(Stripe(self._stripes[name], rank), one.dtype))
-                for name, one in self._cell.frozen.items()
-            )
+    def _fragments(self, rank: int) -> Ordered:
+        """Return the frozen weights: this rank's partitions, or whole."""
+        if self._settings.stage != ZERO3:
+            return Ordered(self._frozen)
         return Ordered(
-            (name, self._leaves.get((name, one.dtype)) or _whole(one, one.dtype))
-            for name, one in self._cell.frozen.items()
+            (name, flat_leaf(Stripe(self._striped[name], rank), one.dtype))
+            for name, one in self._frozen.items()
         )
 
     def _ties(self) -> Ordered:
-        """The recorded ties, and those that the source's module shows otherwise."""
-        recorded = self._cell.model.values.get("shared_params")
+        """Return the recorded tied names, and those that the source's module shows."""
+        recorded = self._said.values.get("shared_params")
         return Ordered({**(recorded if isinstance(recorded, dict) else {}), **self._cell.aliases})
 
 
 @cache
 def _size(shape: Shape) -> Size:
-    """One object for each shape: it is written once, however many weights have it."""
+    """Return one object per shape, which is written once."""
     return Size(shape)
 
 
-_NOTHING = Zeros(0)
-
 _AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
-"""Under which AutoEP records its layers; the second is an older name."""
+"""Keys of AutoEP's layers; the second is an older name."""
 
 _INFO = "universal_checkpoint_info"
 _FORMAT = "checkpoint_format"
 
 
-def keeps_own(cell: CellState, settings: Settings) -> bool:
-    """Return whether each rank keeps its own client state and buffers."""
+def keeps_own(cell: Cell, settings: Settings) -> bool:
+    """Whether each rank keeps its own client state and buffers."""
     if not isinstance(settings, TargetSettings) or settings.stage != ZERO3:
         return False
     return settings.world_size == len(cell.own)
@@ -162,19 +164,15 @@ def _replaced(
     return {**kept, **own}
 
 
-def _stripes(tensor: StoredTensor, world_size: int) -> Stripes:
-    stripe = zero3.stripe_numel(tensor.numel, world_size) * tensor.dtype.itemsize
-    return Stripes((source_of(tensor),), (stripe,))
-
-
-def _whole(tensor: StoredTensor, dtype: DType) -> TensorLeaf:
-    return TensorLeaf(tensor.shape, dtype, source_of(tensor), tensor.dtype)
+def _whole(one: Parameter, slot: str, dtype: DType | None = None) -> TensorLeaf:
+    own = one.dtype_of(slot)
+    return TensorLeaf(one.shape, dtype or own, one.source(slot), own)
 
 
 def _autoep_layers(
-    said: Mapping[object, object], cell: CellState, place: Place, stage: int
+    said: Mapping[object, object], cell: Cell, place: Place, stage: int
 ) -> Iterator[tuple[object, object]]:
-    """What AutoEP records of its layers, for a rank of the target.
+    """Yield what AutoEP records of its layers, for a rank of the target.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_save_moe_checkpoint``).
     """
@@ -190,7 +188,7 @@ def _autoep_layers(
         yield _INFO, {**info, _AUTOEP_KEYS[0]: placed(layers)}
 
 
-def _placed(layer: object, cell: CellState, place: Place, stage: int) -> object:
+def _placed(layer: object, cell: Cell, place: Place, stage: int) -> object:
     if not isinstance(layer, dict):
         return layer
     count = layer.get("num_local_experts")

@@ -1,4 +1,4 @@
-"""The plan of a resharding: from what a checkpoint holds to the origin of every output byte."""
+"""The plan of a resharding: the source of every output byte."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import replace
 
-from zexport.checkpoint.contents import ZeroCheckpoint, raise_problems
-from zexport.checkpoint.location import Framework
-from zexport.checkpoint.ranks import models_of
+from zexport.checkpoint.boxes import state_replicas
+from zexport.checkpoint.resolve import Framework
+from zexport.checkpoint.state import Role, TrainingState, raise_problems
+from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.resumable import MEASURED
 from zexport.decide import CheckpointRecord, recorded_warnings
-from zexport.errors import UnsafeError, UsageError
+from zexport.errors import (
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from zexport.options import CheckMode, ReshardOptions, ResumeFormat
 from zexport.plan.plan import ExportPlan, FilePlan, Form, Origin, SideFile, SourceFile
 from zexport.plan.summary import share_memory
 from zexport.printable import some
 from zexport.ranges.dtypes import DType
 from zexport.ranges.extents import ByteSource, paths_of
-from zexport.resharding.changes import batch_of, told_of_batch, told_of_given
-from zexport.resharding.folders import Beside, Ranks, beside, told_of_resuming
-from zexport.resharding.loaders import check_loadable, lost_in_loading, told_of_loading
+from zexport.ranges.replicas import CastReplica, Replica
+from zexport.resharding.changes import batch_of, describe_config_changes, told_of_batch
+from zexport.resharding.folders import Beside, Ranks, beside
+from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
 from zexport.resharding.model_files import keeps_own
 from zexport.resharding.native_files import native_files
-from zexport.resharding.read import read_state
-from zexport.resharding.read_cells import MEASURED
 from zexport.resharding.settings import (
     Settings,
     TargetSettings,
     UniversalSettings,
+    models_of,
     settle,
     settle_universal,
     source_config,
 )
-from zexport.resharding.state import TrainingState
-from zexport.resharding.universal_files import universal_files
-from zexport.resharding.values import unwritable
-from zexport.resharding.whole import join_cells
+from zexport.resharding.universal_files import universal_files, whole_of
+from zexport.resharding.values import binding, records_of, slots_of, unwritable
 from zexport.run.manifest import Manifest
 from zexport.store.address import place
 from zexport.store.contents import read_json_object
@@ -51,7 +54,7 @@ _BY_ORDER = (
     "reshard that"
 )
 _BY_NORMS = frozenset({*MEASURED, "variance"})
-"""What those optimizers keep whose steps go by norms of a partition (torch's Adafactor, too)."""
+"""Slots of optimizers whose steps depend on norms of a partition (also torch's Adafactor)."""
 
 
 class ReshardProvenance(Struct, frozen=True):
@@ -78,21 +81,21 @@ class ReshardProvenance(Struct, frozen=True):
 
 
 class Decided(Struct, frozen=True):
-    """What a resharding that was made was decided by, to be planned again."""
+    """Recorded decisions of a resharding, for planning it again."""
 
     settings: Settings
     ds_config: Mapping[str, object] | None
 
 
 def plan_reshard(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     out_dir: Path | str,
     options: ReshardOptions,
     decided: Decided | None = None,
 ) -> ExportPlan:
-    """The whole plan of a resharding; nothing is written.
+    """Plan a resharding; nothing is written.
 
-    ``decided`` is what one that was made was decided by, in place of what options say.
+    ``decided`` replaces what options say.
     """
     given: Mapping[str, object] | None
     if decided is None:
@@ -101,20 +104,28 @@ def plan_reshard(
     else:
         settings, told, given = decided.settings, (), decided.ds_config
     findings = raise_problems(checkpoint, options.allow)
-    state = read_state(checkpoint)
-    dropped = _dropped(state, options)
-    state, files = _planned(checkpoint, state, settings, dropped)
+    if not checkpoint.cells:
+        raise UnsupportedError(
+            "only DeepSpeed checkpoints can be resharded",
+            path=checkpoint.location.tag_dir,
+            found=checkpoint.layout,
+            hint="Load it with the framework that saved it, which reshards on loading",
+        )
+    dropped = _dropped(checkpoint, options)
+    files = _planned(checkpoint, settings, dropped)
     jobs, chunk_nbytes = share_memory(options, files)
-    around = _around(checkpoint, settings, options, given, state)
-    warned = (*told, *_told(state, settings, dropped), *around.warnings)
+    around = _around(checkpoint, settings, given)
+    warned = (*told, *_told(checkpoint, settings, dropped), *around.warnings)
+    wholes = (checkpoint.whole,) if isinstance(settings, UniversalSettings) else ()
+    replicas = (*checkpoint.replicas, *state_replicas((*checkpoint.cells, *wholes)))
     return ExportPlan(
         out_dir=place(out_dir),
         origin=Origin.of(checkpoint),
         form=Form((), "checkpoint", weights_only=False),
         shards=files,
         side_files=around.files,
-        sources=_sources(checkpoint, state, files),
-        replicas=(*checkpoint.replicas, *state.replicas),
+        sources=_sources(checkpoint, replicas, files),
+        replicas=replicas,
         check=options.check,
         allow=options.allow,
         findings=findings,
@@ -128,7 +139,7 @@ def plan_reshard(
 
 
 def _settled(
-    checkpoint: ZeroCheckpoint, options: ReshardOptions
+    checkpoint: TrainingState, options: ReshardOptions
 ) -> tuple[Settings, tuple[str, ...]]:
     if options.format is ResumeFormat.UNIVERSAL:
         return settle_universal(checkpoint, options)
@@ -141,31 +152,32 @@ def _settled(
 
 
 def _planned(
-    checkpoint: ZeroCheckpoint, state: TrainingState, settings: Settings, dropped: Collection[str]
-) -> tuple[TrainingState, tuple[FilePlan, ...]]:
-    """The files, and the state with all copies that must be equal for them."""
+    checkpoint: TrainingState, settings: Settings, dropped: Collection[str]
+) -> tuple[FilePlan, ...]:
     tag = checkpoint.location.tag
-    if isinstance(settings, TargetSettings):
-        return state, _written(state, native_files(state, settings, tag, dropped), dropped)
-    whole = join_cells(state, models_of(checkpoint.cells), checkpoint.parallelism)
-    check_loadable(state.cells, settings)
-    state = replace(state, replicas=(*state.replicas, *whole.replicas))
-    return state, _written(state, universal_files(state, whole, settings, tag, dropped), dropped)
+    with binding(checkpoint):
+        if isinstance(settings, TargetSettings):
+            files = native_files(checkpoint, settings, tag, dropped)
+            return _written(checkpoint, files, dropped)
+        whole = whole_of(checkpoint)
+        check_loadable(checkpoint.cells, settings)
+        files = universal_files(checkpoint, whole, settings, tag, dropped)
+        return _written(checkpoint, files, dropped)
 
 
 def _written(
-    state: TrainingState, files: Iterable[FilePlan], dropped: Collection[str]
+    checkpoint: TrainingState, files: Iterable[FilePlan], dropped: Collection[str]
 ) -> tuple[FilePlan, ...]:
-    """All files; what cannot be written safely, outside of the client's state, is told by its key.
+    """Return all files; name the key of what cannot be written safely besides client state.
 
-    Such is the extra state of a module, or a scheduler's of a user's own.
+    This may be a module's extra state, or the state of a user's own scheduler.
     """
     try:
         return tuple(files)
     except UnsafeError as error:
         if error.path is not None:
             raise
-        said = [one for cell in state.cells for one in (cell.model, cell.optimizer)]
+        said = [one for cell in checkpoint.cells for one in records_of(cell)]
         refused = [(one.file.path, key) for one in said for key in unwritable(one, one.values)]
         path, key = next((one for one in refused if one[1] not in dropped), (None, "a file"))
         raise UnsafeError(
@@ -178,20 +190,20 @@ def _written(
 
 
 def recorded_settings(provenance: Mapping[str, object]) -> Settings:
-    """What a plan or a manifest says of the layout."""
+    """Return the settings that a plan or manifest records."""
     if provenance["settings"] is None:
         return msgspec.convert(provenance.get("universal"), UniversalSettings)
     return msgspec.convert(provenance["settings"], TargetSettings)
 
 
 def plan_again(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     out_dir: Path,
     manifest: Manifest,
     settings: Settings,
     check: CheckMode,
 ) -> ExportPlan:
-    """The plan that a resharded folder was made by, by its manifest."""
+    """Return the plan by which a resharded folder was written, from its manifest."""
     options = ReshardOptions(
         drop_client_state=bool(manifest.provenance.get("dropped")),
         allow=frozenset(one.kind for one in manifest.findings if one.accepted),
@@ -202,26 +214,24 @@ def plan_again(
 
 
 def _around(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     settings: Settings,
-    options: ReshardOptions,
     given: Mapping[str, object] | None,
-    state: TrainingState,
 ) -> Beside:
-    """What completes the folder, and what other ranks mean for the run."""
+    """Return the other files of the folder, with notes on what changes for the run."""
     location, before = checkpoint.location, _ranks_before(checkpoint)
     models = (checkpoint.ranks or before) // before
     typed: Mapping[str, object] | None = given
-    config, groups = source_config(checkpoint), state.cells[0].groups
-    is_whole = location.framework is Framework.DEEPSPEED
+    config, groups = source_config(checkpoint), checkpoint.cells[0].groups
+    is_complete = location.framework is Framework.DEEPSPEED
     told: tuple[tuple[bool, str], ...] = ()
     if checkpoint.stage == 0 and checkpoint.module_dtype is DType.F32:
         told = ((False, _BY_ORDER),)
     if given is not None:
-        told += tuple(told_of_given(given, config, groups, is_whole=is_whole))
+        told += tuple(describe_config_changes(given, config, groups, is_complete=is_complete))
     if isinstance(settings, UniversalSettings):
         ranks, stage, latest = Ranks(before * models, None), None, "latest_universal"
-        told += tuple((False, text) for text in told_of_loading(options, settings, state))
+        told += ((False, HOW_TO_LOAD),)
     else:
         ranks = Ranks(before * models, settings.world_size * models)
         stage, latest = settings.stage, "latest"
@@ -236,26 +246,22 @@ def _around(
     return Beside(
         files=(*found.files, SideFile(latest, location.tag.encode())),
         warnings=(*found.warnings, *(text for warns, text in told if warns)),
-        notes=(
-            *found.notes,
-            *(text for warns, text in told if not warns),
-            *told_of_resuming(location.framework, ranks),
-        ),
+        notes=(*found.notes, *(text for warns, text in told if not warns)),
     )
 
 
-def _ranks_before(checkpoint: ZeroCheckpoint) -> int:
-    """Data-parallel ranks that trained; a universal checkpoint has files of none of them."""
+def _ranks_before(checkpoint: TrainingState) -> int:
+    """Return the data-parallel ranks that trained; a universal checkpoint has no files of them."""
     if checkpoint.world_size is not None:
         return checkpoint.world_size
-    models = models_of(checkpoint.cells).values()
+    models = models_of(checkpoint)
     return next((one.dp_world_size for one in models if one.dp_world_size), 1)
 
 
-def _dropped(state: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
-    """The client's keys that cannot be written, where they may be left out."""
-    files = [said for cell in state.cells for said in (cell.model, cell.optimizer)]
-    files += [own.client for cell in state.cells for own in cell.own]
+def _dropped(checkpoint: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
+    """Return the keys of client state that cannot be written, if they may be left out."""
+    files = [said for cell in checkpoint.cells for said in records_of(cell)]
+    files += [own.client for cell in checkpoint.cells for own in cell.own]
     found = {key: (said, error) for said in files for key, error in unwritable(said).items()}
     if found and not options.drop_client_state:
         key, (said, error) = next(iter(found.items()))
@@ -270,18 +276,20 @@ def _dropped(state: TrainingState, options: ReshardOptions) -> tuple[str, ...]:
 
 
 def _sources(
-    checkpoint: ZeroCheckpoint, state: TrainingState, files: Iterable[FilePlan]
+    checkpoint: TrainingState,
+    replicas: Iterable[Replica | CastReplica],
+    files: Iterable[FilePlan],
 ) -> tuple[SourceFile, ...]:
-    """The files that the plan reads."""
+    """Return the files that the plan reads."""
     written: list[ByteSource] = [tensor.source for file in files for tensor in file.tensors]
-    replicas = (*checkpoint.replicas, *state.replicas)
-    files_there = (*checkpoint.torch_files, *state.files)
     read = paths_of([*written, *(copy for one in replicas for copy in (one.kept, one.other))])
-    return tuple(SourceFile.of(file) for file in files_there if file.path in read)
+    opened = (file for cell in (checkpoint.whole, *checkpoint.cells) for file in cell.files)
+    known = {file.path: file for file in (*checkpoint.torch_files, *opened)}
+    return tuple(SourceFile.of(file) for path, file in known.items() if path in read)
 
 
 def _provenance(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     settings: Settings,
     given: Mapping[str, object] | None,
     dropped: tuple[str, ...],
@@ -300,11 +308,11 @@ def _provenance(
     )
 
 
-def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
-    """What the target will not have, or have otherwise."""
+def _told(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...]) -> Iterator[str]:
+    """Yield what the target does not have, or has differently."""
     if dropped:
         yield f"left out, as it cannot be written safely: client state {', '.join(dropped)}"
-    cells = (cell for cell in state.cells if not keeps_own(cell, settings))
+    cells = (cell for cell in checkpoint.cells if not keeps_own(cell, settings))
     if differing := dict.fromkeys(str(key) for cell in cells for key in cell.differing):
         yield (
             f"client state and buffers differ between ranks ({some([*differing], 8)}): every rank "
@@ -312,11 +320,25 @@ def _told(state: TrainingState, settings: Settings, dropped: tuple[str, ...]) ->
             "rank's own"
         )
     if isinstance(settings, UniversalSettings):
-        yield from lost_in_loading(state, settings)
+        yield from lost_in_loading(checkpoint, settings)
         return
-    groups = [group for cell in state.cells for group in cell.groups]
+    if settings.stage == ZERO3 and checkpoint.stage in (0, 1):
+        known = checkpoint.parameters
+        unlisted = [
+            name
+            for cell in checkpoint.cells
+            for name, one in cell.module.items()
+            if not one.is_parameter and one.owner in known and known[one.owner].role is Role.FROZEN
+        ]
+        if unlisted:  # ZeRO-0 and 1 do not record which tensors are parameters
+            yield (
+                f"{some(unlisted)}: written whole, like a buffer; if DeepSpeed reports a size "
+                "mismatch, it is a frozen weight. Resume once with ZeRO-2, save, and reshard that"
+            )
+    groups = [group for cell in checkpoint.cells for group in cell.groups]
     kept = {name for group in groups for name in group.scalars.values}
-    kept |= {name for group in groups for one in group.parameters[:1] for name in one.tensors}
+    trained = [one for cell in checkpoint.cells for one in cell.trained()]
+    kept |= {slot for one in trained for slot in slots_of(one)}
     if of_partition := sorted(kept & _BY_NORMS):
         yield (
             f"the optimizer keeps {', '.join(of_partition)}, as one that steps by norms of each "

@@ -1,4 +1,4 @@
-"""What the form of a target depends on: its configuration or the source's, or who is to load it."""
+"""What the form of a target depends on: its DeepSpeed config or the source's, or the loader."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from zexport.checkpoint.contents import Structure, ZeroCheckpoint
-from zexport.checkpoint.location import Framework
-from zexport.checkpoint.model_states import ZERO3
-from zexport.checkpoint.ranks import WORLD_SIZE_MAX, models_of
+from zexport.checkpoint.resolve import Framework
+from zexport.checkpoint.state import Structure, TrainingState
+from zexport.checkpoint.zero.expert_layers import autoep_layers
+from zexport.checkpoint.zero.ranks import WORLD_SIZE_MAX
+from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UsageError, ZexportError
 from zexport.options import ReshardOptions
 from zexport.store.contents import read_json_object
 
 _AUTO = "auto"
 SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's own (0.10 to 0.19, ``runtime/zero/config.py``)."""
+"""DeepSpeed's default (0.10 to 0.19, ``runtime/zero/config.py``)."""
 
 _STAGES = (1, 2, ZERO3)
 _LAYOUT = ("zero_optimization", "data_types")
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
 _FILLS_IN_PRECISION = (Framework.HF_TRAINER, Framework.ACCELERATE)
-"""Who adds the section of their own precision (accelerate 1.15, ``set_mixed_precision``)."""
+"""Frameworks that add their own precision section (accelerate 1.15, ``set_mixed_precision``)."""
 
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6})*", re.ASCII)
 _FIRST = (0, 14, 5)
 TAKES_EITHER_FORM = (0, 19, 3)
-"""DeepSpeed in which ZeRO-3 takes the files of other stages, ``load_hp_checkpoint_state``."""
+"""First DeepSpeed whose ZeRO-3 loads the files of other stages (``load_hp_checkpoint_state``)."""
 
 
 class TargetSettings(Struct, frozen=True):
@@ -56,14 +57,14 @@ class TargetSettings(Struct, frozen=True):
     is_data_before_experts: bool = False
 
     def __str__(self) -> str:
-        """Which ranks go on from the files."""
+        """Describe which ranks can resume."""
         ranks = f"{self.world_size:,} rank{'s' * (self.world_size != 1)}"
         optimizer = ", BF16_Optimizer" if self.is_bf16_optimizer else ""
         order = ", round robin" if self.is_dealt_out else ""
         return f"for {ranks} under ZeRO-{self.stage}{optimizer}{order}"
 
     def put_into(self, config: object) -> dict[object, object]:
-        """The source's configuration, with what these say put right in it."""
+        """Return a DeepSpeed config with these settings."""
         config = config if isinstance(config, dict) else {}
         zero = config.get("zero_optimization")
         found = dict(zero) if isinstance(zero, dict) else {}
@@ -75,9 +76,9 @@ class TargetSettings(Struct, frozen=True):
     def typed(
         self, given: Mapping[str, object], source: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """A given configuration that says itself what these were decided by.
+        """Return a given config with the values that these settings were decided by.
 
-        A program that takes ``auto`` for DeepSpeed's own value would read the flat data in another
+        A program that takes ``auto`` for DeepSpeed's default would read the flat data in another
         order.
         """
         said = {key: _said(given[key], source.get(key)) for key in _LAYOUT if key in given}
@@ -96,7 +97,7 @@ class UniversalSettings(Struct, frozen=True):
     stage: int | None = None
 
     def __str__(self) -> str:
-        """Which ranks go on from it."""
+        """Describe which ranks can resume."""
         stages = "ZeRO-1, 2 or 3" if self.stage is None else f"ZeRO-{self.stage}"
         newest = "" if self.for_deepspeed is None else f", DeepSpeed {self.for_deepspeed}"
         return f"universal, for any number of ranks under {stages}{newest}"
@@ -111,18 +112,18 @@ class UniversalSettings(Struct, frozen=True):
 
 
 Settings: TypeAlias = TargetSettings | UniversalSettings
-"""What a target is made by, whichever its format."""
+"""Settings of a target in either format."""
 
 
 class _Config:
-    """A configuration whose ``auto`` and, if it is the source's own, missing values are known."""
+    """A DeepSpeed config whose ``auto`` values are those of the source."""
 
     def __init__(self, own: Mapping[str, object], source: Mapping[str, object]) -> None:
         self._own = own
         self._source = source
 
     def get(self, *keys: str) -> object:
-        """The value at nested keys; the source's where it is left to it."""
+        """Return the value at nested keys; the source's for ``auto``."""
         value = _at(self._own, keys)
         value = _at(self._source, keys) if value == _AUTO else value
         return None if value == _AUTO else value
@@ -131,14 +132,14 @@ class _Config:
         return self.get(*keys) is True
 
     def precision(self) -> str:
-        """The element type that the module trains in."""
+        """Return the dtype that the module trains in."""
         if any(self.is_on(key, "enabled") for key in ("bf16", "bfloat16")):
             return "bf16"
         return "fp16" if self.is_on("fp16", "enabled") else "fp32"
 
 
 def _said(value: object, source: object) -> object:
-    """A value with the source's in place of ``auto``, where that is one that JSON can say."""
+    """Return a value with the source's in place of ``auto``, if JSON can express that."""
     if isinstance(value, Mapping):
         return {key: _said(one, _at(source, (key,))) for key, one in value.items()}
     if value == _AUTO and isinstance(source, Mapping):
@@ -155,9 +156,9 @@ def _at(config: object, keys: tuple[str, ...]) -> object:
 
 
 def settle(
-    checkpoint: ZeroCheckpoint, options: ReshardOptions
+    checkpoint: TrainingState, options: ReshardOptions
 ) -> tuple[TargetSettings, tuple[str, ...]]:
-    """The settings of the target, and what should be known of them."""
+    """Return the settings of rank files, and warnings about them."""
     source, config = source_config(checkpoint), _config_of(checkpoint, options)
     stage = _stage(checkpoint, options, config)
     if options.ds_config and source:
@@ -182,13 +183,18 @@ def settle(
     return settings, tuple(_told(config, settings))
 
 
-def source_config(checkpoint: ZeroCheckpoint) -> Mapping[str, object]:
-    """The DeepSpeed configuration in a checkpoint's model files; empty where there is none."""
-    model = next(iter(models_of(checkpoint.cells).values()), None)
-    return {} if model is None else model.ds_config
+def source_config(checkpoint: TrainingState) -> Mapping[str, object]:
+    """Return the DeepSpeed config in the model states files; empty if there is none."""
+    model = next(iter(models_of(checkpoint)), None)
+    return {} if model is None else model.config
 
 
-def _config_of(checkpoint: ZeroCheckpoint, options: ReshardOptions) -> _Config:
+def models_of(checkpoint: TrainingState) -> list[ModelStates]:
+    """Return the model states of every model-parallel index, in order."""
+    return [ranks.first for _, ranks in sorted(checkpoint.zero.items()) if ranks.model]
+
+
+def _config_of(checkpoint: TrainingState, options: ReshardOptions) -> _Config:
     source = source_config(checkpoint)
     own = _read(options.ds_config) if options.ds_config else source
     is_filled_in = checkpoint.location.framework in _FILLS_IN_PRECISION
@@ -227,7 +233,7 @@ def _read(path: Path) -> Mapping[str, object]:
 
 
 def _check_precision(path: Path, found: str, expected: str) -> None:
-    """Refuse another element type: names of files and the loss scaler are of the source's."""
+    """Raise for another dtype: file names and the loss scaler are the source's."""
     if found != expected:
         is_plain = expected == "fp32"
         way = f'Write "{expected}": {{"enabled": "auto"}} into it'
@@ -241,9 +247,9 @@ def _check_precision(path: Path, found: str, expected: str) -> None:
 
 
 def settle_universal(
-    checkpoint: ZeroCheckpoint, options: ReshardOptions
+    checkpoint: TrainingState, options: ReshardOptions
 ) -> tuple[UniversalSettings, tuple[str, ...]]:
-    """The settings of a universal checkpoint, and what should be known of the run's own."""
+    """Return the settings of a universal checkpoint, and warnings about the config."""
     if options.stage not in (None, *_STAGES):
         raise _no_files_of(options.stage, checkpoint)
     version, config = options.for_deepspeed, _config_of(checkpoint, options)
@@ -254,7 +260,7 @@ def settle_universal(
 
 
 def _told_of_dealing_out(config: _Config, settings: UniversalSettings) -> Iterator[str]:
-    """That DeepSpeed takes dealt out parameters to lie in their first order.
+    """Yield a warning: DeepSpeed ignores round robin when it loads a universal checkpoint.
 
     Source: 0.14.5 to 0.19.8, ``runtime/zero/stage_1_and_2.py`` (``_link_all_hp_params``).
     """
@@ -267,7 +273,7 @@ def _told_of_dealing_out(config: _Config, settings: UniversalSettings) -> Iterat
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version of DeepSpeed."""
+    """Parse a version of DeepSpeed."""
     found = _VERSION.match(version)
     numbers = tuple(map(int, found[0].split("."))) if found else ()
     if numbers < _FIRST:
@@ -290,8 +296,8 @@ def _world_size(options: ReshardOptions) -> int:
     return options.world_size
 
 
-def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config) -> int:
-    """The target's stage; options go before the configuration, and may not contradict it."""
+def _stage(checkpoint: TrainingState, options: ReshardOptions, config: _Config) -> int:
+    """Return the target's ZeRO stage; options win over the config, and may not contradict it."""
     stated = config.get("zero_optimization", "stage") if options.ds_config else None
     if None not in (stated, options.stage) and stated != options.stage:
         raise UsageError(
@@ -305,7 +311,7 @@ def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config)
     chosen = next((one for one in told if one is not None), 0)
     if chosen not in _STAGES or type(chosen) is not int:
         raise _no_files_of(chosen, checkpoint)
-    grids = [model.grid for model in models_of(checkpoint.cells).values()]
+    grids = [model.grid for model in models_of(checkpoint)]
     is_pipeline = any(one is not None and one.stages > 1 for one in grids)
     if (is_pipeline or checkpoint.structure is Structure.PIPELINE) and chosen != 1:
         raise UsageError(
@@ -319,12 +325,12 @@ def _stage(checkpoint: ZeroCheckpoint, options: ReshardOptions, config: _Config)
     return chosen
 
 
-def _check_stage_of_experts(checkpoint: ZeroCheckpoint, chosen: int) -> None:
-    """Refuse a stage under which DeepSpeed does not train them.
+def _check_stage_of_experts(checkpoint: TrainingState, chosen: int) -> None:
+    """Raise for a stage with which DeepSpeed does not train them.
 
     Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_validate_zero3_moe_compatibility``).
     """
-    is_autoep = any(model.autoep_layers for model in models_of(checkpoint.cells).values())
+    is_autoep = any(map(autoep_layers, models_of(checkpoint)))
     if chosen == ZERO3 and not is_autoep:
         raise UsageError(
             "DeepSpeed trains no DeepSpeed-MoE under ZeRO-3",
@@ -335,7 +341,7 @@ def _check_stage_of_experts(checkpoint: ZeroCheckpoint, chosen: int) -> None:
         )
 
 
-def _no_files_of(stage: object, checkpoint: ZeroCheckpoint) -> UsageError:
+def _no_files_of(stage: object, checkpoint: TrainingState) -> UsageError:
     return UsageError(
         f"ZeRO-{stage} has no files to reshard to",
         path=checkpoint.location.tag_dir,
@@ -346,7 +352,7 @@ def _no_files_of(stage: object, checkpoint: ZeroCheckpoint) -> UsageError:
 
 
 def _told(config: _Config, settings: TargetSettings) -> Iterator[str]:
-    """Settings of the target by which it does not take all that the files hold."""
+    """Yield settings with which the run does not load everything."""
     if config.get("zero_optimization", "load_from_fp32_weights") is False:
         yield (
             "load_from_fp32_weights is false: the run will take its masters from the 16-bit "

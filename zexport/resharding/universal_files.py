@@ -1,9 +1,10 @@
-"""A state as a universal checkpoint: each parameter's states whole, for any number of ranks.
+"""A training state as a universal checkpoint: every parameter whole, for any number of ranks.
 
-DeepSpeed's converter writes one of two forms, that of ZeRO-3 or that of all other stages. The files
-here have what the loaders of every stage look for, and can be read either way.
+DeepSpeed's converter writes one of two forms, for ZeRO-3 or for all other stages. The files here
+have what the loaders of every stage look for, in one form.
 
-Source: DeepSpeed 0.14.5 to 0.19.8, ``runtime/base_optimizer.py``
+Source: DeepSpeed 0.14.5 to 0.19.8, ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``: every
+parameter has a folder, whatever stage has it), ``runtime/base_optimizer.py``
 (``load_hp_checkpoint_state_from_checkpoint_dir``), ``checkpoint/universal_checkpoint.py``
 (``load_hp_checkpoint_state``), ``runtime/zero/stage3.py`` (``_load_universal_checkpoint``) and
 ``runtime/engine.py`` (``_get_all_ckpt_names``).
@@ -12,25 +13,108 @@ Source: DeepSpeed 0.14.5 to 0.19.8, ``runtime/base_optimizer.py``
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 
-import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
-from zexport.checkpoint.contents import source_of
-from zexport.checkpoint.layouts.universal_weights import FOLDER, OPTIMIZER_STATE, STEP
-from zexport.checkpoint.model_states import ZERO3
-from zexport.checkpoint.rank_files import RankFileKind, rank_file_name
-from zexport.errors import UnsafeError
+from zexport.checkpoint.state import Cell, FileKind, Group, Parameter, Recorded, TrainingState
+from zexport.checkpoint.zero.expert_layers import autoep_weights, join_experts
+from zexport.checkpoint.zero.experts import universal_facts
+from zexport.checkpoint.zero.file_names import rank_file_name
+from zexport.checkpoint.zero.pipeline import merge_groups
+from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.tensor_parallel import tensor_ranks
+from zexport.checkpoint.zero.universal import FOLDER, OPTIMIZER_STATE, STEP
+from zexport.errors import UnsafeError, UnsupportedError
 from zexport.formats.inert import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, inner_of, kept_of_run, version_in
-from zexport.resharding.settings import TargetSettings, UniversalSettings
-from zexport.resharding.state import CellState, Group, Parameter, Recorded, TrainingState, is_of
-from zexport.resharding.values import with_leaves, written
-from zexport.resharding.whole import Whole
+from zexport.resharding.settings import TargetSettings, UniversalSettings, models_of
+from zexport.resharding.values import (
+    carried_files,
+    records_of,
+    slots_of,
+    source_of,
+    with_leaves,
+    written,
+)
 
 _NAME_MAX = 255
-"""Bytes of a name that file systems take."""
+"""Bytes of a file name that file systems allow."""
+
+_SIZE = "name"
+"""Setting with the expert-parallel size of a group of AutoEP's experts.
+
+A run keeps its own unless it is given one, so that its size may differ.
+"""
+
+
+class Whole(Struct, frozen=True):
+    """What a universal checkpoint has of all ranks.
+
+    ``keys`` are what the files of split parameters have besides values, by parameter.
+    """
+
+    parameters: Mapping[str, Parameter]
+    groups: tuple[Group, ...]
+    keys: Mapping[str, Mapping[object, object]]
+
+
+def whole_of(state: TrainingState) -> Whole:
+    """Return the whole parameters of a training.
+
+    Raises:
+        UnsupportedError: model-parallel ranks have different parameter groups, or a universal
+            checkpoint cannot record how a parameter or an expert is split.
+    """
+    _check_groups(state)
+    models, parameters, stages = models_of(state), dict[str, Parameter](), list[tuple[Group, ...]]()
+    grid = models[0].grid  # the parallelism of a universal checkpoint does not tell
+    tensor = state.parallelism.tensor_ranks
+    tensor = grid.tensor if grid is not None and len(models) > 1 else tensor
+    trained = {one.name for cell in state.cells for one in cell.trained()}
+    keys, count = universal_facts(models, trained), tensor * state.cells[0].expert_ranks
+    for first in range(0, len(state.cells), count):
+        cells = state.cells[first : first + count]
+        stages.append(merge_groups([cell.groups for cell in cells]))
+        names = [name for group in stages[-1] for name in group.names]
+        if tensor > 1:
+            shards = {name: [cell.parameters[name].shape for cell in cells] for name in names}
+            ranks = tensor_ranks(models[first : first + tensor], shards)
+            for name in names:
+                one, _ = ranks.join([cell.parameters[name] for cell in cells])
+                parameters.setdefault(name, ranks.trim(one))
+                keys[name] = ranks.universal_keys(name)
+            continue
+        layers = autoep_weights(models[first // count])
+        for name in names:  # without ZeRO, only the cells have optimizer states of fp32 experts
+            alike, layer = [cell.parameters[name] for cell in cells], layers.get(name)
+            one = alike[0] if layer is None else join_experts(alike, layer)
+            parameters.setdefault(name, one)
+    return Whole(parameters, tuple(map(_without_size, merge_groups(stages))), keys)
+
+
+def _check_groups(state: TrainingState) -> None:
+    settings = [[g.settings and g.settings.values for g in one.groups] for one in state.cells]
+    if any(one != settings[0] for one in settings):
+        raise UnsupportedError(
+            "model-parallel ranks have different parameter groups; a universal checkpoint has the "
+            "settings of one for all",
+            path=state.location.tag_dir,
+            found=" and ".join(f"{count} groups" for count in sorted({*map(len, settings)})),
+            expected="the same groups on each",
+            hint="Reshard to rank files with --world-size",
+        )
+
+
+def _without_size(group: Group) -> Group:
+    said = group.settings
+    if said is None or not group.of_experts:
+        return group
+    values = {key: value for key, value in said.values.items() if key != _SIZE}
+    return replace(group, settings=Recorded(said.file, values))
 
 
 def universal_files(
@@ -40,35 +124,34 @@ def universal_files(
     tag: str,
     dropped: Collection[str] = (),
 ) -> Iterator[FilePlan]:
-    """Every file below the folder of its tag; ``dropped`` are client keys to leave out.
+    """Yield every file below the tag folder, without client state that is ``dropped``.
 
-    Files of a pipeline's layers go along, though no loader looks for them: they have its buffers.
-    Those of experts do not: what they have is in the parameters' own.
+    Layer files of a pipeline are copied for their buffers, though no loader looks for them. Expert
+    files are not: the folders of parameters have their values.
     """
     for cell in state.cells:
         if cell.expert_rank == 0:
             for name, value in _model_files(cell, dropped):
                 yield plan_torch_file(f"{tag}/{name}", value)
-    for file in (one for one in state.carried if not is_of(one, RankFileKind.EXPERT)):
+    for file in carried_files(state, FileKind.PIPELINE_LAYER):
         yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
     cell = state.cells[0]
-    optimizer = _optimizer_state(cell.optimizer, whole.groups)
+    optimizer = _optimizer_state(records_of(cell)[1], whole.groups)
     yield plan_torch_file(f"{tag}/{FOLDER}/{OPTIMIZER_STATE}.pt", optimizer)
     for group in whole.groups:
-        for parameter in group.parameters:
-            folder = f"{tag}/{FOLDER}/{_folder_name(parameter, cell)}"
-            told = whole.told.get(parameter.name, {"cat_dim": 0})
-            for state_name, content in _states(parameter, group, settings, told):
-                yield plan_torch_file(f"{folder}/{state_name}.pt", content)
+        for one in map(whole.parameters.__getitem__, group.names):
+            folder = f"{tag}/{FOLDER}/{_folder_name(one.name, cell)}"
+            keys = whole.keys.get(one.name, {"cat_dim": 0})
+            for slot, content in _slots(one, group, settings, keys):
+                yield plan_torch_file(f"{folder}/{slot}.pt", content)
 
 
-def _folder_name(parameter: Parameter, cell: CellState) -> str:
-    name = parameter.name
+def _folder_name(name: str, cell: Cell) -> str:
     taken = ("", ".", "..", f"{OPTIMIZER_STATE}.pt")
     if name in taken or {*name} & {"/", "\\", "\0"} or len(name.encode()) > _NAME_MAX:
         raise UnsafeError(
-            "names a parameter as no folder can be named, as a universal checkpoint has to",
-            path=cell.model.file.path,
+            "a parameter's name cannot be a folder name, as a universal checkpoint needs",
+            path=records_of(cell)[0].file.path,
             found=repr(name),
             expected="a name without slashes",
             hint="Reshard to rank files with --world-size",
@@ -76,35 +159,32 @@ def _folder_name(parameter: Parameter, cell: CellState) -> str:
     return name
 
 
-def _states(
-    parameter: Parameter, group: Group, settings: UniversalSettings, told: Mapping[object, object]
+def _slots(
+    one: Parameter, group: Group, settings: UniversalSettings, keys: Mapping[object, object]
 ) -> Iterator[tuple[str, object]]:
-    """Every state by the name of its file; of a group's scalars, its step is each parameter's."""
-    for name, tensor in parameter.tensors.items():
-        shape = (tensor.numel,) if settings.is_flat else tensor.shape
-        leaf = TensorLeaf(shape, tensor.dtype, source_of(tensor), tensor.dtype)
-        yield name, leaf if settings.is_flat else {"param": leaf, **told}
+    """Yield the content of the file of every slot; of the group's scalars, only the step."""
+    for slot, dtype in slots_of(one).items():
+        shape = (prod(one.shape),) if settings.is_flat else one.shape
+        leaf = TensorLeaf(shape, dtype, source_of(one, slot), dtype)
+        yield slot, leaf if settings.is_flat else {"param": leaf, **keys}
     if STEP in group.scalars.values:
         yield STEP, with_leaves(group.scalars.values[STEP], group.scalars.file)
 
 
-def _optimizer_state(optimizer: Recorded, groups: Sequence[Group]) -> dict[object, object]:
-    """What is no parameter's own.
+def _optimizer_state(said: Recorded, groups: Sequence[Group]) -> dict[object, object]:
+    """Return the state that no parameter has.
 
-    ZeRO-3 takes its inner part, of which it gives all groups the same settings: so it has those
-    alone that are the same in all. Other stages take every group's, in order. There, parameters
-    are named, which loaders pass over; the converter has numbers of flat groups.
+    ZeRO-3 gives all groups the settings of the inner part: it has those that all groups share.
+    Other stages take every group's, in order; loaders ignore the names of parameters there, where
+    the converter has numbers of flat groups.
     """
-    said = inner_of(optimizer)
+    inner = inner_of(said)
     stepped = next((g.scalars for g in groups if STEP in g.scalars.values), None)
     step = None if stepped is None else with_leaves(stepped.values[STEP], stepped.file)
     return {
-        **kept_of_run(said),
-        "ds_version": version_in(said),
-        "param_groups": [
-            {**written(one.settings), "params": [parameter.name for parameter in one.parameters]}
-            for one in groups
-        ],
+        **kept_of_run(inner),
+        "ds_version": version_in(inner),
+        "param_groups": [{**written(one.settings), "params": [*one.names]} for one in groups],
         "optimizer_state_dict": {
             "state": {} if stepped is None else {0: {STEP: step}},
             "param_groups": [{**written(shared_settings(groups)), "params": [0]}],
@@ -113,7 +193,7 @@ def _optimizer_state(optimizer: Recorded, groups: Sequence[Group]) -> dict[objec
 
 
 def shared_settings(groups: Sequence[Group]) -> Recorded | None:
-    """The settings that all groups have alike; ``None`` where they are not recorded."""
+    """Return the settings that are equal in all groups; ``None`` if they are not recorded."""
     first, *others = [one.settings for one in groups] or [None]
     if first is None:
         return None
@@ -126,20 +206,19 @@ def shared_settings(groups: Sequence[Group]) -> Recorded | None:
 
 
 def _model_files(
-    cell: CellState, dropped: Collection[str]
+    cell: Cell, dropped: Collection[str]
 ) -> Iterator[tuple[str, dict[object, object]]]:
-    """The model file under the name that ZeRO-3 looks for, and under that of all other stages.
+    """Yield the model states file under the names that ZeRO-3 and all other stages look for.
 
-    The latter is whole. No loader takes weights of either, and the former is without them.
+    No loader takes weights from them, and the one for ZeRO-3 has none.
     """
-    said = cell.model
+    said, _ = records_of(cell)
     config = with_leaves(said.values.get("ds_config"), said.file)
     kept = {"ds_config": config, "dp_world_size": said.values.get("dp_world_size")}
-    groups = [group.parameters for group in cell.groups]
+    groups = [[cell.parameters[name] for name in group.names] for group in cell.groups]
     for stage, kind, frozen in (
-        (2, RankFileKind.MODEL, cell.frozen),
-        (ZERO3, RankFileKind.MODEL_PER_RANK, None),
+        (2, FileKind.MODEL, cell.frozen),
+        (ZERO3, FileKind.MODEL_PER_RANK, None),
     ):
-        own = msgspec.structs.replace(cell, frozen=frozen)
-        model = ModelFiles(own, groups, TargetSettings(1, stage), dropped)
+        model = ModelFiles(replace(cell, frozen=frozen), groups, TargetSettings(1, stage), dropped)
         yield rank_file_name(kind, 0, cell.index), model.value(Place(0, range(1), 1)) | kept

@@ -1,12 +1,23 @@
-"""What is carried from a source's files besides tensors: client state, loss scaler, settings."""
+"""Values of a source's files for a target's: client state, loss scaler, slots of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
-from zexport.checkpoint.untrusted import Value
-from zexport.errors import UnsafeError, UnsupportedError
+from zexport.checkpoint.state import (
+    MASTER,
+    MODULE,
+    Cell,
+    FileKind,
+    Parameter,
+    Recorded,
+    TrainingState,
+)
+from zexport.checkpoint.zero.consistency import COPY_ALL
+from zexport.checkpoint.zero.file_names import parse_name
+from zexport.errors import DamagedCheckpointError, LayoutError, UnsafeError
 from zexport.formats.inert import (
     FragmentAddress,
     Global,
@@ -19,8 +30,8 @@ from zexport.formats.inert import (
 from zexport.formats.known_globals import FRAGMENT
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
-from zexport.resharding.state import Recorded
-from zexport.store.json import as_table
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource
 
 _DEPTH_MAX = 100
 _LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -34,7 +45,7 @@ _SCALER_FIELDS = {
         }
     ),
 }
-"""The fields of DeepSpeed's two classes (0.10 to 0.19, ``runtime/fp16/loss_scaler.py``)."""
+"""Fields of DeepSpeed's two classes (0.10 to 0.19, ``runtime/fp16/loss_scaler.py``)."""
 
 _NUMBERS = (bool, int, float, type(None))
 
@@ -47,19 +58,19 @@ _OWN_KEYS = frozenset(
         *("ds_version", "universal_checkpoint_info", "num_experts", "optimizer_state_dict"),
     }
 )
-"""What DeepSpeed itself writes into a model or optimizer file; the rest is the client's."""
+"""Keys that DeepSpeed writes; all others are client state."""
 
 
 def with_leaves(value: object, file: TorchFile) -> object:
-    """A value of ``file`` to be written elsewhere: its tensors, and no others, are made anew.
+    """Return a value of ``file`` for writing elsewhere, with its tensors as leaves.
 
-    Equal tensors stay one, as they share their storage.
+    Equal tensors share their storage and stay one.
     """
     return _Copy(file).of(value, 0)
 
 
 def written(said: Recorded | None, without: Collection[object] = ()) -> dict[object, object]:
-    """All that is recorded, but some keys, to be written elsewhere."""
+    """Return what is recorded, without some keys, for writing elsewhere."""
     if said is None:
         return {}
     kept = (item for item in said.values.items() if item[0] not in without)
@@ -67,7 +78,7 @@ def written(said: Recorded | None, without: Collection[object] = ()) -> dict[obj
 
 
 class _Copy:
-    """The copy of a value, in which what was one object still is."""
+    """A copy of a value in which shared objects stay shared."""
 
     def __init__(self, file: TorchFile) -> None:
         self._file = file
@@ -130,7 +141,7 @@ _COPIES: Mapping[type, Callable[..., object]] = {
 
 
 def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, UnsafeError]:
-    """Those of a file's keys, the client's by default, that cannot be written safely; why not."""
+    """Return why keys of a file (default: its client state) cannot be written safely."""
     found = {}
     if keys is None:
         keys = (key for key in said.values if isinstance(key, str) and key not in _OWN_KEYS)
@@ -142,25 +153,8 @@ def unwritable(said: Recorded, keys: Iterable[str] | None = None) -> dict[str, U
     return found
 
 
-def check_numbered(file: TorchFile, inner: Value) -> None:
-    """Refuse what an optimizer keeps beside its numbered states: nobody knows how to cut it.
-
-    torch's ``Optimizer.state_dict`` takes over keys of its state that are no parameters, and an
-    optimizer around another adds keys of its own.
-    """
-    said = inner.mapping_or_empty()
-    found = [key for key in said if key not in ("state", "param_groups")]
-    if found := [*found, *Value(file.path, "state", said.get("state")).mapping_or_empty()]:
-        raise UnsupportedError(
-            f"the optimizer keeps {found[0]!r} beside the states of its weights, which cannot "
-            "be cut for other ranks",
-            path=file.path,
-            hint="Resume with as many ranks, or from an export's weights, with a new optimizer",
-        )
-
-
 def loss_scaler(said: Recorded) -> Opaque | None:
-    """A loss scaler from its numbers, as one of DeepSpeed's two classes; ``None`` without one."""
+    """Return the recorded loss scaler, rebuilt from its numbers."""
     value = said.values.get("loss_scaler")
     if value is None:
         return None
@@ -188,36 +182,52 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _NUMBERS) or (isinstance(value, Global) and value.module == "torch")
 
 
-def static_loss_scaler(said: Value | None = None) -> Opaque:
-    """A scaler that does not change; without another it does not scale, as ZeRO-3 must have one."""
-    scale = None if said is None else said.get("cur_scale").value
-    state: dict[str, object] = {}
-    state["cur_scale"] = scale if isinstance(scale, int | float) else 1.0
-    state["dynamic"] = False
-    return _scaler("LossScaler", state)
+def static_loss_scaler() -> Opaque:
+    """Return a scaler that does not scale, for ZeRO-3, which needs one."""
+    state: dict[str, object] = {"cur_scale": 1.0, "dynamic": False}
+    return Opaque(Global(_LOSS_SCALERS, "LossScaler"), (), state, made=Made.BY_NEW)
 
 
-def dynamic_loss_scaler(said: Value, config: Mapping[str, object]) -> Opaque:
-    """The scaler of a run without ZeRO, whose optimizer keeps what changes of it by itself.
+def slots_of(one: Parameter) -> dict[str, DType]:
+    """Return the dtypes of its master weights and optimizer states.
 
-    Source: DeepSpeed 0.19.8, ``runtime/fp16/unfused_optimizer.py`` (``state_dict``) and
-    ``runtime/fp16/loss_scaler.py``; the rest is in the configuration (``runtime/constants.py``).
+    Weights that are trained in fp32 without ZeRO are their own master weights.
     """
-    fp16 = as_table(config.get("fp16"))
-    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-    state = {key: said.need(key).value for key in kept}
-    hysteresis = fp16.get("hysteresis", 2)
-    state |= {
-        "dynamic": True,
-        "min_scale": fp16.get("min_loss_scale", 1),
-        "delayed_shift": hysteresis,
-        "cur_hysteresis": hysteresis,
-        "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
-        "raise_error_at_min_scale": True,
-        "dtype": Global("torch", "float16"),
-    }
-    return _scaler("DynamicLossScaler", state)
+    states = {slot: dtype for slot, dtype in one.slots.items() if slot not in (MASTER, MODULE)}
+    return {MASTER: one.dtype, **states}
 
 
-def _scaler(name: str, state: dict[str, object]) -> Opaque:
-    return Opaque(Global(_LOSS_SCALERS, name), (), state, made=Made.BY_NEW)
+def source_of(one: Parameter, slot: str) -> ByteSource:
+    """Return the elements of a slot that ``slots_of`` lists."""
+    return one.source(None if slot == MASTER else slot)
+
+
+@contextmanager
+def binding(state: TrainingState) -> Iterator[None]:
+    """Raise a ``LayoutError`` of optimizer states, which are checked when bound, with the path."""
+    try:
+        yield
+    except LayoutError as error:
+        raise DamagedCheckpointError(
+            error.problem,
+            path=state.location.tag_dir,
+            found=error.found,
+            expected=error.expected,
+            hint=error.hint or COPY_ALL,
+        ) from error
+
+
+def records_of(cell: Cell) -> tuple[Recorded, Recorded]:
+    """Return all that rank 0's model states and optimizer states record."""
+    if cell.model is None or cell.optimizer is None:
+        # Splitting a state raises if ranks have neither: a bug, never the input's fault.
+        raise AssertionError(f"cell {cell.label} has no records")
+    return cell.model, cell.optimizer
+
+
+def carried_files(state: TrainingState, *kinds: FileKind) -> Iterator[TorchFile]:
+    """Yield files that belong to no rank and are copied, such as the layers of a pipeline."""
+    for file in state.torch_files:
+        name = parse_name(file.path)
+        if name is not None and name.kind in kinds:
+            yield file

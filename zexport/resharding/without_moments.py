@@ -1,4 +1,4 @@
-"""Optimizer files written again without the optimizer's states: what is left suffices to export."""
+"""Optimizer states files without optimizer states, which suffice to export."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from zexport.checkpoint.contents import Structure, ZeroCheckpoint
-from zexport.checkpoint.optimizer_states import PRUNED, OptimizerStates, inner_key
 from zexport.checkpoint.pruned import original_name
-from zexport.checkpoint.untrusted import Value
+from zexport.checkpoint.state import Recorded, Structure, TrainingState
+from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_view import view
 from zexport.plan.plan import FilePlan, plan_torch_file
-from zexport.resharding.state import Recorded
 from zexport.resharding.values import unwritable, with_leaves
 
 DELETE_BY_HAND = (
@@ -23,25 +22,25 @@ DELETE_BY_HAND = (
 
 _ZERO = "optimizer_state_dict"
 _DEPTH_MAX = 6
-"""States of a parameter lie no deeper in an optimizer's dictionary, of any optimizer that is."""
+"""No known optimizer nests states of a parameter deeper."""
 
 
 class Rewriting(Struct, frozen=True):
-    """One optimizer file as it is to be, its size now, and keys that cannot be written again."""
+    """New content of an optimizer states file, its old size, and keys that cannot be written."""
 
     file: FilePlan
     nbytes_before: int
     left_out: tuple[str, ...]
 
 
-def without_moments(checkpoint: ZeroCheckpoint) -> tuple[Rewriting, ...]:
-    """Every optimizer file of a checkpoint without problems, but those that were pruned before.
+def without_moments(checkpoint: TrainingState) -> tuple[Rewriting, ...]:
+    """Return every optimizer states file of a checkpoint without problems, except pruned ones.
 
     Raises:
-        UnsupportedError: the optimizer's states lie elsewhere than in such files.
-        UnsafeError: what is needed of them cannot be written safely.
+        UnsupportedError: optimizer states are in other files.
+        UnsafeError: needed values cannot be written safely.
     """
-    states = [one for cell in checkpoint.cells.values() for one in cell.optimizer.values()]
+    states = [one for cell in checkpoint.zero.values() for one in cell.optimizer.values()]
     if not states or checkpoint.structure is Structure.UNIVERSAL:
         raise UnsupportedError(
             "keeps the optimizer's states where they are not removed apart",
@@ -56,9 +55,9 @@ def without_moments(checkpoint: ZeroCheckpoint) -> tuple[Rewriting, ...]:
 
 def _rewriting(states: OptimizerStates, tag: str) -> Rewriting:
     file = states.file
-    top = Value(file.path, "optimizer states", file.value)
+    top = view(file, "optimizer states")
     zero = top.need(_ZERO)
-    key = inner_key(zero)
+    key = "optimizer_state_dict" if zero.has("fp32_flat_groups") else "base_optimizer_state"
     inner = {PRUNED if k == key else k: v for k, v in zero.mapping().items()}
     inner[PRUNED] = _without_tensors(inner.get(PRUNED), 0)
     kept, dropped = _writable(Recorded(file, inner))
@@ -72,13 +71,13 @@ def _rewriting(states: OptimizerStates, tag: str) -> Rewriting:
 
 
 def _writable(said: Recorded) -> tuple[dict[object, object], tuple[str, ...]]:
-    """What can be written safely, and the keys of the rest, which an export may do without."""
+    """Return what can be written safely, and the keys of the rest, which no export needs."""
     dropped = unwritable(said, [key for key in said.values if isinstance(key, str)])
     return {k: v for k, v in said.values.items() if k not in dropped}, tuple(dropped)
 
 
 def _without_tensors(value: object, depth: int) -> object:
-    """An optimizer's dictionary with its settings, its steps and no tensor of several elements."""
+    """Return an optimizer's dictionary with settings and steps, and no other tensors."""
     if depth > _DEPTH_MAX:
         return value
     if isinstance(value, dict):

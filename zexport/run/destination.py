@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zexport.checkpoint.candidates import list_run_checkpoints
+from zexport.checkpoint.resolve import list_run_checkpoints
 from zexport.errors import OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME
 from zexport.plan.plan import ExportPlan, Origin

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import MissingExtraError, UnsafeError, UnsupportedError
 from zexport.extras import to_install
 from zexport.formats.inert import Global

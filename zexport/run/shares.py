@@ -138,7 +138,7 @@ def _parts(tensor: TensorPlan) -> Iterator[tuple[str, TensorPlan]]:
             runs.pop()
         runs.append((node, end))
     is_plain = all(type(one) is Extent for one in ranges) and len(ranges) <= _RANGES_MAX
-    if len(runs) < 2 or not is_plain or any(end % size for _, end in runs):  # noqa: PLR2004
+    if len(runs) < 2 or not is_plain or any(end % size for _, end in runs):
         yield runs[0][0] if runs else "", tensor
         return
     begin = 0

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
-from zexport.checkpoint.location import framework_of
+from zexport.checkpoint.resolve import framework_of, is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import DamagedCheckpointError, OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME, RECEIPTS
 from zexport.printable import some

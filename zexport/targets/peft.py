@@ -17,7 +17,7 @@ from zexport.adapters.find import Adapter, check_whole, not_just_tensors
 from zexport.adapters.peft_format import EMBEDDINGS, AdapterConfig
 from zexport.adapters.peft_names import inner_name, of_adapter, read_name
 from zexport.adapters.stated import kept_statements
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.collected import Collected
 from zexport.errors import UnsupportedError
 from zexport.facts.adapters import AdapterFact

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from zexport.checkpoint.contents import StoredTensor
+from zexport.checkpoint.state import StoredTensor
 from zexport.errors import DamagedCheckpointError
 from zexport.model.config import ConfigFile
 from zexport.model.fit import ModelNames

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from msgspec import Struct, field, structs
 
-from zexport.checkpoint.candidates import list_tags
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
-from zexport.checkpoint.model_states import ZERO3
+from zexport.checkpoint.resolve import list_tags
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
+from zexport.checkpoint.zero.records import ZERO3
 from zexport.errors import DamagedCheckpointError, UnsafeError, UnsupportedError, ZexportError
 from zexport.filenames import ADAPTER_CONFIG, CONFIG
 from zexport.formats.safetensors_file import SafetensorsHeader, read_header, read_index
@@ -238,7 +238,7 @@ def _scales(names: Iterable[str]) -> dict[str, str]:
     return scales
 
 
-def read_gathered(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
+def read_gathered(checkpoint: TrainingState) -> tuple[SafetensorsHeader, ...]:
     """Headers of the weights that ZeRO-3 gathered when the checkpoint was saved.
 
     The Hugging Face Trainer writes them beside the tag folder where
@@ -256,7 +256,7 @@ def read_gathered(checkpoint: ZeroCheckpoint) -> tuple[SafetensorsHeader, ...]:
 
 
 def gathered_copies(
-    checkpoint: ZeroCheckpoint, headers: Iterable[SafetensorsHeader]
+    checkpoint: TrainingState, headers: Iterable[SafetensorsHeader]
 ) -> tuple[CastReplica, ...]:
     """The gathered copies of the masters; nothing unless all are there, and nothing unknown."""
     trained = {t.name for t in checkpoint.tensors if t.role is Role.TRAINABLE and t.numel}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, NamesMismatchError, UnsupportedError
 from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
@@ -168,7 +168,7 @@ def _choose_layout(
     And what is not certain of it, in words.
     """
     first = names.layouts[0] if names.layouts else as_it_is(names.shapes, names.tied)
-    if len(names.layouts) < 2:  # noqa: PLR2004 - nothing to choose
+    if len(names.layouts) < 2:
         return first, ()
     asked = [layout for layout in names.layouts if layout.label == label]
     if asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsupportedError
 from zexport.model.fit import ModelNames
 from zexport.model.hub_layout import Box, HubLayout, HubTensor

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import NamesMismatchError
 from zexport.facts.adapters import AdapterFact
 from zexport.facts.statements import Statement

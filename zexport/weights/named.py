@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from msgspec import Struct, field
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import UsageError
 from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
@@ -42,7 +42,7 @@ class Weights(Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, checkpoint: ZeroCheckpoint) -> Weights:
+    def of(cls, checkpoint: TrainingState) -> Weights:
         """A checkpoint's, under its own names."""
         tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         return cls(tensors, checkpoint.aliases, checkpoint.left_out)

@@ -15,7 +15,7 @@ from typing import Self
 
 from msgspec import Struct
 
-from zexport.checkpoint.contents import FlatData, Role, StoredTensor, ZeroCheckpoint, source_of
+from zexport.checkpoint.state import FlatData, Role, StoredTensor, TrainingState, source_of
 from zexport.errors import DamagedCheckpointError, UnsupportedError, raise_all
 from zexport.findings import Finding, FindingKind
 from zexport.options import CheckMode
@@ -54,7 +54,7 @@ class Accounting(Struct, frozen=True):
         return self.total == self.used + self.padding + self.replica + self.left_out
 
 
-def account(checkpoint: ZeroCheckpoint, exported: Iterable[StoredTensor]) -> Accounting:
+def account(checkpoint: TrainingState, exported: Iterable[StoredTensor]) -> Accounting:
     """The account of an export of some of a checkpoint's tensors.
 
     The whole is counted on the files' side, from the lengths of the partitions; the parts on the
@@ -227,7 +227,7 @@ class ProvenWeights:
     compared.
     """
 
-    def __init__(self, checkpoint: ZeroCheckpoint, tensors: Sequence[StoredTensor]) -> None:
+    def __init__(self, checkpoint: TrainingState, tensors: Sequence[StoredTensor]) -> None:
         account(checkpoint, tensors)
         self._files = {file.path: SourceFile.of(file) for file in checkpoint.torch_files}
         self._replicas = checkpoint.replicas

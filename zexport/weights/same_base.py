@@ -14,8 +14,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.contents import Role, StoredTensor
-from zexport.checkpoint.location import Location
+from zexport.checkpoint.resolve import Location
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.errors import ZexportError
 from zexport.facts.model import OF_BASE, Fact
 from zexport.facts.statements import Statement, disagreements

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from zexport.checkpoint.contents import Role, StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import Role, StoredTensor, TrainingState
 from zexport.errors import FrozenLeftOutError
 from zexport.model.fit import Difference, ModelNames, NamesUnknown, absent, difference
 from zexport.model.hub_layout import HubLayout
@@ -22,7 +22,7 @@ from zexport.weights.named import Selection, Weights
 
 
 def select_tensors(
-    checkpoint: ZeroCheckpoint, settled: Selection, base: Base, options: ExportOptions
+    checkpoint: TrainingState, settled: Selection, base: Base, options: ExportOptions
 ) -> Selection:
     """Make the checkpoint's tensors those of the model's files."""
     own = {
@@ -63,7 +63,7 @@ def select_tensors(
     )
 
 
-def with_frozen_counted(settled: Selection, checkpoint: ZeroCheckpoint) -> Selection:
+def with_frozen_counted(settled: Selection, checkpoint: TrainingState) -> Selection:
     """The same, saying what ``--exclude-frozen`` leaves out, and what the save did before it."""
     every = _excluded(settled, checkpoint)
     is_known = isinstance(settled.names, ModelNames)
@@ -78,7 +78,7 @@ def with_frozen_counted(settled: Selection, checkpoint: ZeroCheckpoint) -> Selec
     return structs.replace(settled, notes=(*settled.notes, told))
 
 
-def _excluded(settled: Selection, checkpoint: ZeroCheckpoint) -> Sequence[str]:
+def _excluded(settled: Selection, checkpoint: TrainingState) -> Sequence[str]:
     """What ``--exclude-frozen`` leaves out, and the save before it, in the model's order."""
     stored, names = settled.weights, settled.names
     frozen = {name for name, tensor in stored.tensors.items() if tensor.role is Role.FROZEN}
@@ -137,7 +137,7 @@ def _differences(
 
 
 def _wanted(
-    checkpoint: ZeroCheckpoint,
+    checkpoint: TrainingState,
     settled: Selection,
     base: Base,
     options: ExportOptions,
@@ -258,7 +258,7 @@ def _under_all_names(
 
 
 def _frozen_left_out(
-    checkpoint: ZeroCheckpoint, names: tuple[str, ...], base: Base
+    checkpoint: TrainingState, names: tuple[str, ...], base: Base
 ) -> FrozenLeftOutError:
     where = "and the base does not have them either" if base.path else "and no base was given"
     if base.instead:
@@ -274,7 +274,7 @@ def _frozen_left_out(
 
 
 def _other_names(
-    checkpoint: ZeroCheckpoint, lost: tuple[str, ...], others: tuple[str, ...]
+    checkpoint: TrainingState, lost: tuple[str, ...], others: tuple[str, ...]
 ) -> FrozenLeftOutError:
     return FrozenLeftOutError(
         "weights have no values, and to take the base's would be a guess: others were trained "

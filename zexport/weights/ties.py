@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import Struct, structs
 
-from zexport.checkpoint.contents import Role, StoredTensor
+from zexport.checkpoint.state import Role, StoredTensor
 from zexport.facts.model import Fact
 from zexport.facts.statements import Statement
 from zexport.filenames import CONFIG

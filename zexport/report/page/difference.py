@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from zexport.checkpoint.contents import ZeroCheckpoint
+from zexport.checkpoint.state import TrainingState
 from zexport.compare.diff import DiffReport
 from zexport.compare.tensor import Kind, TensorDiff
 from zexport.compare.verdict import Cause, words
@@ -48,7 +48,7 @@ _COLUMNS = (
 )
 
 
-def diff_page(report: DiffReport, a: ZeroCheckpoint | None = None) -> Page:
+def diff_page(report: DiffReport, a: TrainingState | None = None) -> Page:
     """The report as a page; the partitions of A, if it is a checkpoint, are coloured by it."""
     colors = [_color(tensor) for tensor in report.tensors]
     leaves = [
@@ -101,7 +101,7 @@ def _nbytes(tensor: TensorDiff) -> int:
 
 
 def _drawn(
-    checkpoint: ZeroCheckpoint, tensors: Sequence[TensorDiff], colors: Sequence[int]
+    checkpoint: TrainingState, tensors: Sequence[TensorDiff], colors: Sequence[int]
 ) -> tuple[Drawn, tuple[int, ...]]:
     """The strips of A, and the row of each of its tensors, -1 where it was not compared."""
     rows: Mapping[str, int] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zexport.checkpoint.contents import StoredTensor, ZeroCheckpoint
+from zexport.checkpoint.state import StoredTensor, TrainingState
 from zexport.inspect.inspect import Inspection, Outcome
 from zexport.inspect.statistics import TensorStatistics
 from zexport.inspect.strips import Fill, Piece, fill_of, strips
@@ -94,7 +94,7 @@ def _worst(colors: Sequence[int]) -> int:
     return _NOT_FINITE if _NOT_FINITE in colors else max(set(colors), key=colors.count)
 
 
-def _proof(checkpoint: ZeroCheckpoint | None, *, is_read: bool) -> Iterator[str]:
+def _proof(checkpoint: TrainingState | None, *, is_read: bool) -> Iterator[str]:
     """What was read, and what the flat partitions add up to."""
     if checkpoint is None:
         return

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from zexport.checkpoint.candidates import is_tag_dir, list_run_checkpoints, list_tags
+from zexport.checkpoint.resolve import is_tag_dir, list_run_checkpoints, list_tags
 from zexport.errors import MissingExtraError, OutputError
 from zexport.extras import to_install
 from zexport.printable import shown

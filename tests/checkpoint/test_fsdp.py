@@ -1,0 +1,269 @@
+"""FSDP checkpoints of every form, at the level of the state: no command accepts them yet."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.fsdp_checkpoints import made
+from tests.support.oracles import Tensors, differences
+from zexport.checkpoint.boxes import state_replicas
+from zexport.checkpoint.fsdp.source import holds_fsdp, open_fsdp
+from zexport.checkpoint.resolve import TagChoice, location_of
+from zexport.checkpoint.state import TrainingState, raise_problems
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeError,
+    ZexportError,
+)
+from zexport.ranges.dtypes import DType
+from zexport.ranges.reader import SourceReader
+from zexport.ranges.replicas import Replica
+from zexport.store.boundary import Boundary
+
+_CASES = Path(os.environ.get("ZEXPORT_CASES", "/nowhere")).parent / "cases_fsdp"
+_FORMS = (
+    "fsdp1_dcp",
+    "fsdp1_ranks",
+    "fsdp2_dcp",
+    "fsdp2_ranks",
+    "fsdp2_safetensors",
+    "fsdp2_tp_dcp",
+    "fsdp2_tp_ranks",
+    "hsdp_ranks",
+)
+pytestmark = pytest.mark.slow  # torch makes them on four ranks
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("fsdp"))
+
+
+def opened(folder: Path) -> TrainingState:
+    assert holds_fsdp(folder)
+    place = location_of(folder, TagChoice.HANDED_OVER, Boundary.of(folder))
+    state = open_fsdp([place])
+    raise_problems(state)
+    return state
+
+
+def contents(state: TrainingState) -> tuple[Tensors, Tensors]:
+    """The weights under all their names, and the optimizer states, read with their checksums."""
+    bound = {
+        (one.name, slot): (one.source(slot), dtype, one.shape)
+        for one in state.parameters.values()
+        for slot, dtype in one.slots.items()
+    }
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    with SourceReader(state.torch_files) as reader:
+        for key, (source, dtype, shape) in bound.items():
+            data = bytearray(source.nbytes)
+            reader.read_into(source, 0, memoryview(data))
+            found[key] = _tensor(data, dtype, shape)
+        for replica in (*state.replicas, *state_replicas([state.whole])):
+            assert isinstance(replica, Replica)
+            both = [bytearray(one.nbytes) for one in (replica.kept, replica.other)]
+            for one, data in zip((replica.kept, replica.other), both, strict=True):
+                reader.read_into(one, 0, memoryview(data))
+            assert both[0] == both[1], replica.name
+        reader.finish()
+    weights = {name: found[name, one.value_slot] for name, one in state.parameters.items()}
+    weights |= {alias: weights[name] for alias, name in state.aliases.items()}
+    states = {
+        f"{name}|{slot}": value
+        for (name, slot), value in found.items()
+        if slot not in ("fp32", "module")
+    }
+    return weights, states
+
+
+def _tensor(data: bytearray, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+    kind = getattr(torch, dtype.torch_name)
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+    return flat.reshape(shape)
+
+
+def moments(path: Path) -> Tensors:
+    """The live optimizer states that have the shape of their parameter."""
+    return {name: one for name, one in load_file(path).items() if not name.endswith("|step")}
+
+
+def _real_cases(verdict: str) -> list[Any]:
+    found = [file.parent for file in sorted(_CASES.glob("*/case.json"))]
+    facts = {one: json.loads((one / "case.json").read_text()) for one in found}
+    return [
+        pytest.param(one, one / "ckpt" / own.get("hand_over", ""), id=one.name)
+        for one, own in facts.items()
+        if own["verdict"] == verdict
+    ]
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_state_equals_live_training(form: str, checkpoints: Path) -> None:
+    state = opened(checkpoints / form / "ckpt")
+    weights, states = contents(state)
+    assert differences(weights, load_file(checkpoints / form / "truth.safetensors")) == []
+    assert differences(states, moments(checkpoints / form / "optim.safetensors")) == []
+
+
+@pytest.mark.parametrize(("case", "folder"), _real_cases("export"))
+def test_state_of_a_real_checkpoint_equals_live_training(case: Path, folder: Path) -> None:
+    weights, states = contents(opened(folder))
+    assert differences(weights, load_file(case / "truth.safetensors")) == []
+    assert differences(states, moments(case / "optim.safetensors")) == []
+
+
+@pytest.mark.parametrize(("case", "folder"), _real_cases("refuse"))
+def test_damaged_real_checkpoint_is_refused(case: Path, folder: Path) -> None:
+    assert case.is_dir()
+    with pytest.raises(ZexportError) as caught:
+        contents(opened(folder))
+    assert caught.value.path is not None
+
+
+def test_replicas_are_compared(checkpoints: Path) -> None:
+    state = opened(checkpoints / "hsdp_ranks" / "ckpt")
+    assert {one.name for one in state.replicas} == {*state.parameters}
+    moments = {one.name for one in state_replicas([state.whole])}
+    assert moments >= {"up.weight (exp_avg)", "embed.weight (exp_avg_sq)"}
+
+
+def test_flattened_states_of_fsdp1_are_left_out_with_a_note(checkpoints: Path) -> None:
+    state = opened(checkpoints / "fsdp1_ranks" / "ckpt")
+    assert all("exp_avg" not in one.slots for one in state.parameters.values())
+    assert any("FSDP1" in note for note in state.notes)
+
+
+def _without_file(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _swap_files(folder: Path) -> None:
+    one, other = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
+    kept = one.read_bytes()
+    shutil.copyfile(other, one)
+    other.write_bytes(kept)
+
+
+def _other_step(folder: Path) -> None:
+    torch.save({"lr_scheduler": {"last_epoch": 9}}, folder / "extra_state_world_size_4_rank_2.pt")
+
+
+def _metadata(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / ".metadata"
+        assert old in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(old, new))
+
+    return damage
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flipped(folder: Path) -> None:
+    """One bit of a weight; the archive's CRC-32 is its only checksum."""
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"archive/data/0")
+    (extra,) = struct.unpack_from("<H", data, at - 2)
+    data[at + len(b"archive/data/0") + extra] ^= 1
+    path.write_bytes(data)
+
+
+def _without_last_shard(folder: Path) -> None:
+    (folder / "shard-00004-model-00001-of-00001.safetensors").unlink()
+
+
+def _without_last_shard_and_optimizer(folder: Path) -> None:
+    _without_last_shard(folder)
+    shutil.rmtree(folder / "optimizer")
+    (folder / "config.json").write_text('{"vocab_size": 11}')
+
+
+_DAMAGES = [
+    ("fsdp2_dcp", _without_file(".metadata"), IncompleteCheckpointError, ".metadata is missing"),
+    ("fsdp2_dcp", _without_file("__2_0.distcp"), IncompleteCheckpointError, "is missing"),
+    ("fsdp2_dcp", _truncated, DamagedCheckpointError, "it ends early"),
+    ("fsdp2_dcp", _flipped, DamagedCheckpointError, "CRC-32"),
+    ("fsdp2_dcp", _metadata(b"__1_0", b"../_0"), UnsafeError, "outside"),
+    ("fsdp2_dcp", _metadata(b"BytesStorageMetadata", b"EvilStorageMetadata!"), UnsafeError, "Evil"),
+    (
+        "fsdp2_ranks",
+        _without_file("model_world_size_4_rank_3.pt"),
+        IncompleteCheckpointError,
+        "ranks 0-2",
+    ),
+    ("fsdp2_ranks", _swap_files, DamagedCheckpointError, "another rank"),
+    ("fsdp1_ranks", _swap_files, DamagedCheckpointError, "another rank"),
+    ("fsdp2_ranks", _other_step, DamagedCheckpointError, "last_epoch differs"),
+    (
+        "fsdp2_safetensors",
+        _without_file("shard-00002-model-00001-of-00001.safetensors"),
+        IncompleteCheckpointError,
+        "ranks 1, 3-4",
+    ),
+    ("fsdp2_safetensors", _without_last_shard, DamagedCheckpointError, "shape"),
+    (
+        "fsdp2_safetensors",
+        _without_last_shard_and_optimizer,
+        IncompleteCheckpointError,
+        "vocab_size",
+    ),
+]
+
+
+_Damage = tuple[str, Callable[[Path], None], type[ZexportError], str]
+
+
+@pytest.mark.parametrize("case", _DAMAGES, ids=lambda case: f"{case[0]}: {case[3]}")
+def test_damaged_checkpoint_is_refused(case: _Damage, checkpoints: Path, tmp_path: Path) -> None:
+    form, damage, kind, words = case
+    folder = shutil.copytree(checkpoints / form / "ckpt", tmp_path / "ckpt")
+    damage(folder)
+    with pytest.raises(kind, match=words) as caught:
+        contents(opened(folder))
+    assert caught.value.path is not None
+
+
+def test_unknown_number_of_ranks_is_noted(checkpoints: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints / "fsdp2_safetensors" / "ckpt", tmp_path / "ckpt")
+    shutil.rmtree(folder / "optimizer")
+    assert any("last rank" in note for note in opened(folder).notes)
+
+
+class Rebuilt:
+    """Pickled as a tensor of a distributed class, from arguments that may be too few."""
+
+    def __init__(self, kind: type, args: tuple[object, ...], state: tuple[object, ...]) -> None:
+        self.call = (torch._utils._rebuild_wrapper_subclass, kind, args, state)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return torch._tensor._rebuild_from_type_v2, self.call
+
+
+@pytest.mark.parametrize("name", ["tensor.DTensor", "_shard.sharded_tensor.ShardedTensor"])
+@pytest.mark.parametrize(("args", "state"), [((), (None, {})), ((0, 0, (2,)), (None,))])
+def test_tensor_with_too_few_arguments_is_refused(
+    name: str, args: tuple[object, ...], state: tuple[object, ...], tmp_path: Path
+) -> None:
+    module, _, kind = f"torch.distributed.{name}".rpartition(".")
+    rebuilt = Rebuilt(getattr(importlib.import_module(module), kind), args, state)
+    torch.save({"w": rebuilt}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(DamagedCheckpointError, match="w") as caught:
+        opened(tmp_path)
+    assert caught.value.path is not None

@@ -1,0 +1,110 @@
+"""What an opened checkpoint records, and what prevents an export."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path, PurePath
+
+import pytest
+import torch
+
+from tests.support.checkpoints import Run, edit, model_file, save, small_model
+from tests.support.expert_checkpoints import MoeRun, save_moe
+from tests.support.forked import typed
+from zexport import consolidate, open_checkpoint
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeError,
+    UnsupportedError,
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "layout"),
+    [
+        (Run(stage=1), "ZeRO-1"),
+        (Run(stage=1, bf16_optimizer=True), "ZeRO-1 (BF16_Optimizer)"),
+        (Run(stage=2), "ZeRO-2"),
+        (Run(stage=3), "ZeRO-3"),
+    ],
+)
+def test_layout_and_versions_are_read(run: Run, layout: str, tmp_path: Path) -> None:
+    opened = open_checkpoint(save(small_model(), run, tmp_path))
+    assert (opened.layout, opened.stage) == (layout, run.stage)
+    assert (opened.world_size, opened.global_steps) == (2, 2)
+    assert (opened.ds_version, opened.optimizer) == ("0.19.8", "AdamW")
+    assert (opened.problems, opened.warnings) == ((), ())
+
+
+def test_missing_model_states_matter_only_with_frozen_weights(tmp_path: Path) -> None:
+    for name, run, needed in (("frozen", Run(), 4), ("none", Run(exclude_frozen=True), 3)):
+        root = save(small_model(), run, tmp_path / name)
+        assert sum(file.needed for file in open_checkpoint(root).files) == needed
+        model_file(root / "global_step2", run, 1).unlink()
+    with pytest.raises(IncompleteCheckpointError, match="rank 1"):
+        consolidate(tmp_path / "frozen", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "none").problems == ()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_optimizer_states_missing_is_incomplete(stage: int, tmp_path: Path) -> None:
+    root = save(small_model(), Run(stage=stage), tmp_path)
+    for path in root.glob("*/*_optim_states.pt"):
+        path.unlink()
+    (problem,) = open_checkpoint(root).problems
+    assert (type(problem), problem.path) == (IncompleteCheckpointError, root / "global_step2")
+    assert "zero_pp_rank_0_mp_rank_00_optim_states.pt" in (problem.expected or "")
+
+
+def test_skipped_steps_are_not_counted_as_training(tmp_path: Path) -> None:
+    run = Run(stage=2, optimizer_step=None, client_state={"skipped_steps": 2})
+    root = save(small_model(torch.float16), run, tmp_path / "run")
+    assert "skipped" in open_checkpoint(root).warnings[0]
+    consolidate(root, tmp_path / "out")
+    assert "after 0 steps" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_tensors_swapped_to_nvme_are_unsupported(zero3: Path) -> None:
+    for path in zero3.glob("*/*_optim_states.pt"):
+        edit(path, lambda state: state["optimizer_state_dict"]["fp32_flat_groups"].pop())
+    for kind in (DamagedCheckpointError, UnsupportedError):
+        (problem,) = open_checkpoint(zero3).problems
+        assert type(problem) is kind
+        (zero3 / "global_step2" / "offloaded_tensors").mkdir(exist_ok=True)
+
+
+def test_all_problems_are_reported_with_the_gravest_exit_code(zero3: Path, tmp_path: Path) -> None:
+    folder = zero3 / "global_step2"
+    (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    done = typed("consolidate", zero3, tmp_path / "out")
+    assert done.returncode == DamagedCheckpointError.exit_code
+    assert all(word in done.stderr for word in ("2 problems", "is empty", "rank 1"))
+    hide = {"buffer_names": io.BytesIO(b"names")}
+    edit(folder / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda state: state.update(hide))
+    done = typed("consolidate", zero3, tmp_path / "out")
+    assert done.returncode == UnsafeError.exit_code
+
+
+def test_other_files_in_the_tag_folder_are_ignored(zero3: Path) -> None:
+    folder = zero3 / "global_step2"
+    for name in (".DS_Store", "notes.pt", "old_zero_pp_rank_0_mp_rank_00_optim_states.pt.tmp"):
+        (folder / name).write_bytes(b"stray")
+    (folder / "empty").mkdir()
+    assert open_checkpoint(zero3).problems == ()
+
+
+def test_opening_takes_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts have a file each: tens of thousands."""
+    run, compared, equal = MoeRun(experts=24, layers=10), 0, Path.__eq__
+    folder = save_moe(run, tmp_path / "global_step2")
+
+    def count(one: Path, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return bool(equal(one, other))
+
+    monkeypatch.setattr(PurePath, "__eq__", count)
+    assert open_checkpoint(folder).problems == ()
+    assert compared < 20 * run.experts * run.layers

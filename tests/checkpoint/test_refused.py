@@ -1,0 +1,542 @@
+"""Damaged copies of real checkpoints, each refused with its kind and the word that matters."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zexport
+from tests.support.expert_checkpoints import rewrite
+from tests.support.real_cases import copied
+from zexport.checkpoint.state import raise_problems
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeError,
+    UnsupportedError,
+    ZexportError,
+)
+from zexport.findings import FindingKind
+
+Damage = Callable[[Path], object]
+State = Any
+
+D, I, U, X = DamagedCheckpointError, IncompleteCheckpointError, UnsupportedError, UnsafeError  # noqa: E741
+Z0, Z2, Z3, MOE0 = "z0_w2_bf16", "z2_w2_fp16", "z3_w2_bf16", "moe_z0_w2_ep2_bf16"
+MOE2, EP2, T2, U2 = "moe_z2_w4_ep2", "autoep_z2_w4_ep2", "tp2_z2_w4_bf16", "uni_z2_w2_bf16_odd"
+P1, P0, P0T, P16 = "pp2_z1_w4_bf16_tied", "pp2_z0_w4_fp32", "pp2_z0_w4_fp32_tied", "pp2_z0_w4_fp16"
+GRID, U3, MOES = "pp2_tp2_z1_w8_bf16_tied", "uni_z3_w2_bf16_frozen", "stages_moe_z1_w4_ep2"
+Z2T, Z0M = "z2_w2_bf16_tied", "mp_rank_00_model_states.pt"
+EXPP0, EXPP1 = "expp_rank_0_*", "expp_rank_1_*"
+EXPERT0 = "layer_0_expert_{}_mp_rank_00_model_states.pt"
+INNER, NORM = "zero/inner.weight/{}.pt", "zero/model.norm.weight"
+ROW, COPIED = "parameter_with_row_parallelism_patterns", "tp_replicated_parameter_patterns"
+INFO, DEGREES = "universal_checkpoint_info", "checkpoint_parallel_dimensions"
+MODEL, OPTIM = "*model_states.pt", "*optim_states.pt"
+O0, O1 = (f"*zero_pp_rank_{rank}_mp_rank_00_optim*" for rank in (0, 1))
+M0, M1 = (f"zero_pp_rank_{rank}_mp_rank_00_model*" for rank in (0, 1))
+
+
+def files(root: Path, pattern: str) -> list[Path]:
+    found = sorted(path for path in root.glob(f"global_step*/{pattern}") if path.is_file())
+    assert found, pattern
+    return found
+
+
+def gone(*patterns: str) -> Damage:
+    return lambda root: [path.unlink() for one in patterns for path in files(root, one)]
+
+
+def edit(pattern: str, change: Callable[[State], object]) -> Damage:
+    return lambda root: [rewrite(path, change) for path in files(root, pattern)]
+
+
+def update(pattern: str, *keys: object, **values: object) -> Damage:
+    """Change entries of the dictionary that the keys lead to."""
+    return edit(pattern, lambda state: at(state, *keys).update(values))
+
+
+def drop(pattern: str, *keys: object) -> Damage:
+    *above, last = keys
+    return edit(pattern, lambda state: at(state, *above).pop(last))
+
+
+def both(*damages: Damage) -> Damage:
+    return lambda root: [damage(root) for damage in damages]
+
+
+def at(state: State, *keys: object) -> Any:
+    for key in keys:
+        state = state[key]
+    return state
+
+
+def swap(one: str, other: str) -> Damage:
+    """Exchange two files by renaming them."""
+
+    def rename(root: Path) -> None:
+        (first,), (second,) = files(root, one), files(root, other)
+        first.rename(root / "aside")
+        second.rename(first)
+        (root / "aside").rename(second)
+
+    return rename
+
+
+def second(pattern: str, old: str, new: str) -> Damage:
+    """Write the same content under another name, too."""
+
+    def again(root: Path) -> None:
+        for path in files(root, pattern):
+            target = path.with_name(path.name.replace(old, new))
+            rewrite(Path(shutil.copy(path, target)), lambda _: None)
+
+    return again
+
+
+def moved(pattern: str, old: str, new: str) -> Damage:
+    return lambda root: [
+        one.rename(one.with_name(one.name.replace(old, new))) for one in files(root, pattern)
+    ]
+
+
+def exchange(one: str, other: str) -> Damage:
+    """Give each of two files the other's content, under its own name."""
+
+    def change(root: Path) -> None:
+        (first,), (second,) = files(root, one), files(root, other)
+        found: list[State] = []
+        for path in (second, first):
+            rewrite(path, lambda state: found.append(dict(state)))
+        for path, state in zip((first, second), found, strict=True):
+            rewrite(path, lambda own, state=state: own.update(state))
+
+    return change
+
+
+def content(pattern: str, data: bytes) -> Damage:
+    return lambda root: [path.write_bytes(data) for path in files(root, pattern)]
+
+
+def first(entries: dict[str, Any], ending: str) -> str:
+    return next(name for name in entries if name.endswith(ending))
+
+
+def of_parameters(state: State) -> Any:
+    """The settings and states of the optimizer within ZeRO's own."""
+    root = state["optimizer_state_dict"]
+    return root.get("base_optimizer_state") or root["optimizer_state_dict"]
+
+
+def other_step(state: State) -> None:
+    for one in of_parameters(state)["state"].values():
+        one["step"] = torch.tensor(77.0)
+
+
+def integers(state: State) -> None:
+    groups = state["optimizer_state_dict"]["fp32_flat_groups"]
+    groups[:] = [group.int() for group in groups]
+
+
+RANKS = [
+    ("z3_w4_bf16_odd", gone("*rank_1_*optim*", "*rank_3_*optim*"), I, "ranks 1, 3"),
+    (Z2, gone(MODEL), I, "mp_rank_00_model_states.pt"),
+    (Z3, gone(M0), I, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    (Z2, second(O1, "rank_1_", "rank_2_"), D, "rank 2"),
+    (Z3, second(O1, "bf16_", ""), D, "rank 1"),
+    (Z3, swap(O0, O1), D, "renamed"),
+    (Z2, content(O1, b""), D, "rank_1_"),
+    (Z2, content(O1, b"not torch"), D, "rank_1_"),
+    (Z2, update(O1, "optimizer_state_dict", partition_count=[3]), D, "partition"),
+    (Z2, update(O1, "optimizer_state_dict", zero_stage=1), D, "stage"),
+    (Z2, edit(O1, other_step), D, "optimizer step"),
+    (Z3, update(M1, dp_world_size=3), D, "size"),
+    (T2, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
+    (P1, gone("*mp_rank_01_optim*"), I, "mp_rank_01_optim"),
+    (MOES, gone("*mp_rank_01*"), I, "stage"),
+]
+
+STATES = [
+    (Z2, update(MODEL, module=torch.Size([1])), D, "module"),
+    (Z2, update(MODEL, param_shapes={}), D, "param_shapes"),
+    *(
+        (Z2, edit(MODEL, lambda s, x=x: s["param_shapes"][0].update(x=x)), D, "param_shapes")
+        for x in ([-1], [1] * 65, [2**62, 2], [True], [2.0], "12")
+    ),
+    (Z2, edit(MODEL, lambda s: s["param_shapes"][0].update({3: [1]})), D, "param_shapes"),
+    (Z2, update(MODEL, buffer_names=[3]), D, "buffer_names"),
+    (Z2, edit(MODEL, lambda s: s["module"].update(w=io.BytesIO())), X, "module"),
+    (Z2, update(MODEL, shared_params={"a": io.BytesIO()}), X, "shared_params"),
+    (Z2, drop(O1, "optimizer_state_dict", "partition_count"), D, "partition_count"),
+    (Z2, drop(O1, "optimizer_state_dict"), D, "optimizer_state_dict"),
+]
+
+
+def swapped_names(state: State) -> None:
+    shapes = state["param_shapes"][0]
+    pairs = ((a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b])
+    one, other = next(pairs)
+    names = {one: other, other: one}
+    state["param_shapes"][0] = type(shapes)((names.get(n, n), shapes[n]) for n in shapes)
+
+
+def one_more(state: State) -> None:
+    experts = state["param_shapes"][1]
+    name = first(experts, "")
+    experts[f"{name}_x"] = experts[name]
+
+
+def module(change: Callable[[dict[str, Any]], object]) -> Damage:
+    return edit(Z0M, lambda state: change(state["module"]))
+
+
+def resized(size: tuple[int, int]) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        shapes = state["param_shapes"][0]
+        shapes[first(shapes, "")] = size
+
+    return change
+
+
+PARTITIONS, WEIGHT = "single_partition_of_fp32_groups", "model.norm.weight"
+STATE = "optimizer_state_dict"
+GROUPS = [
+    *(
+        (name, update(O1, STATE, **{PARTITIONS: left}), D, "flat groups")
+        for name in ("z1_w2_bf16opt", "z2_w2_bf16_groups", MOE2, "moe_z1_w4_ep2_bf16opt", GRID)
+        for left in (None, [])
+    ),
+    (Z2T, exchange(O0, O1), D, "partition"),
+    (MOE2, exchange(O0, O1), D, "partition"),
+    ("autoep_z3_w4_ep2", exchange(O0, O1), D, "rank"),
+    (Z2, edit(MODEL, swapped_names), D, "param_slice_mappings"),
+    (Z3, edit(M0, swapped_names), D, "different"),
+    ("z3_w2_bf16_sub1000", edit(OPTIM, lambda s: s[STATE]["fp32_flat_groups"].reverse()), D, ""),
+    (Z2T, update(OPTIM, STATE, zero_stage=3), D, "ZeRO-3"),
+    (P1, edit("*mp_rank_01_optim*", other_step), D, "optimizer step"),
+    (MOE2, edit(Z0M, one_more), D, "param_alignment_paddings"),
+    *(
+        ("z1_w2_bf16", module(lambda m, d=d: m.update({WEIGHT: m[WEIGHT].to(d)})), D, WEIGHT)
+        for d in (torch.bool, torch.int64)
+    ),
+    (Z2, module(lambda m: m.update({f"{WEIGHT}x": m.pop(WEIGHT)})), D, f"{WEIGHT}x"),
+    *(
+        (name, edit(MODEL, resized(size)), D, "")
+        for name in (Z2, Z3)
+        for size in ((13, 8), (2**40, 3))
+    ),
+    (Z2, drop(MODEL, "param_shapes", 0), D, "groups"),
+    (Z3, edit(OPTIM, integers), D, "int32"),
+    (Z2, edit(MODEL, lambda s: s["buffer_names"].append(first(s["param_shapes"][0], ""))), D, ""),
+]
+
+
+def frozen(change: Callable[[torch.Tensor], object]) -> Callable[[State], None]:
+    def apply(state: State) -> None:
+        fragments = state["frozen_param_fragments"]
+        name = first(fragments, "")
+        fragments[name] = change(fragments[name])
+
+    return apply
+
+
+Z3F = "z3_w2_bf16_frozen"
+FROZEN = [
+    (Z3F, edit(M1, frozen(torch.Tensor.float)), D, ""),
+    (Z3F, edit(MODEL, frozen(torch.Tensor.char)), U, "quantized"),
+    (Z3F, edit(M0, frozen(lambda _: io.BytesIO())), X, "frozen"),
+    (Z3F, edit(MODEL, lambda s: s["frozen_param_shapes"].update(other=(8,))), D, "other"),
+]
+
+
+def settings(**values: object) -> Callable[[State], object]:
+    return lambda state: of_parameters(state)["param_groups"][0].update(values)
+
+
+MIXED = [
+    (Z2, edit(O1, settings(lr=0.1)), "lr"),
+    (Z3, edit(O1, settings(betas=(0.9, 0.999))), "betas"),
+    ("z1_w2_bf16opt", edit(O1, settings(weight_decay=0.25)), "weight_decay"),
+    (Z2, edit(MODEL, lambda s: s["ds_config"]["optimizer"].update(type="Lion")), "optimizer.type"),
+    (Z3, update(M1, "lr_scheduler", last_batch_iteration=7), "LR scheduler step"),
+    ("z1_w3_bf16_elastic", drop(O1, "ds_config", "gradient_clipping"), "gradient_clipping"),
+    (
+        P1,
+        update("*zero_pp_rank_0_mp_rank_01_optim*", "ds_config", train_batch_size=9),
+        "train_batch_size",
+    ),
+]
+
+
+def unnamed(state: State) -> None:
+    for group in state["optimizer"]["optimizer_state_dict"]["param_groups"]:
+        group.pop("name")
+
+
+def lacking_one(state: State) -> None:
+    state["optimizer"]["fp32_groups"][0].pop()
+    state["optimizer"]["optimizer_state_dict"]["param_groups"][0]["params"].pop()
+
+
+def matrix(state: State) -> str:
+    return next(name for name, value in state.items() if value.dim() == 2)
+
+
+def layers(**values: object) -> Callable[[State], object]:
+    return lambda s: [layer.update(values) for layer in s.get("ds_autoep_layers", ())]
+
+
+EXPERTS = [
+    *(
+        (name, edit(EXPERT0.format(1), change), D, "expert_1")
+        for name in (MOE0, "moe_z1_w2_ep2_frozen", "moe_z2_w2_ep1")
+        for change in (
+            lambda s: s.pop(matrix(s)),
+            lambda s: s.clear(),
+            lambda s: s.update({f"{first(s, '.bias')}x": s.pop(first(s, ".bias"))}),
+            lambda s: s.update(more=torch.ones(2)),
+            lambda s: s[matrix(s)].t_(),
+            lambda s: s.update({matrix(s): s[matrix(s)].int()}),
+        )
+    ),
+    (MOE2, gone(EXPERT0.format(2)), I, "layer_0_expert_2"),
+    (MOE2, swap(EXPERT0.format(1), EXPERT0.format(2)), D, "renamed"),
+    (MOES, update("mp_rank*", **{DEGREES: {"pp_degree": 1, "tp_degree": 2}}), U, "tensor"),
+    *(
+        (MOE2, update(Z0M, num_experts=counts), ZexportError, "expert")
+        for counts in ([2**62, 4], [4, 3], [4], [4, -4])
+    ),
+    ("moe_z2_w2_ep2_dense_frozen", gone(O1), I, "rank_1_"),
+    (EP2, edit(Z0M, layers(checkpoint_format_version=2)), U, "2"),
+    (EP2, edit(Z0M, layers(expert_placement={"version": 2})), U, "2"),
+    (EP2, edit(Z0M, layers(expert_placement=None)), U, "AutoEP"),
+    (EP2, update(Z0M, folding={"version": 1}), U, "tensor"),
+    ("moe_z0_w2_ep2_fp32", gone(Z0M), I, "rank 0"),
+    (MOE0, gone(EXPP0), I, "expp_rank_0"),
+    (MOE0, gone(EXPP1), I, "expp_rank_1"),
+    (MOE0, both(gone(EXPP1), edit(EXPP0, unnamed)), I, "experts"),
+    (MOE0, edit(EXPP1, lambda s: s["optimizer"]["fp32_groups"][1].clear()), D, "group 1"),
+    (MOE0, edit(EXPP1, lacking_one), I, "expp_rank"),
+    (MOE0, edit(Z0M, lambda s: s["module"].clear()), D, ""),
+    ("autoep_z0_w2_ep2", drop(EXPP1, "optimizer"), I, "expp_rank"),
+]
+
+
+def split(change: Callable[[Any], object], pattern: str = "mp_rank*model*") -> Damage:
+    """Change the record of how tensors are split."""
+    return edit(pattern, lambda state: change(state[INFO]))
+
+
+def lists(change: Callable[[Any], object], pattern: str = "mp_rank*model*") -> Damage:
+    return split(lambda r: (r.pop("affine_map"), change(r)), pattern)
+
+
+def entry(record: Any) -> Any:
+    return record["affine_map"]["params"][r"^model\.layers\.1\.self_attn\.q_proj\.weight$"]
+
+
+def piece(**values: object) -> Damage:
+    return split(lambda record: entry(record)["ranks"][0]["pieces"][0].update(values))
+
+
+def exchanged(record: Any) -> None:
+    ranks = entry(record)["ranks"]
+    ranks[0], ranks[1] = ranks[1], ranks[0]
+
+
+UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+BIAS = r"^model\.layers\.1\.mlp\.up_proj\.bias$"
+TENSOR = [
+    (T2, gone("*mp_rank_01*"), I, "mp_rank_01"),
+    (T2, drop("mp_rank*model*", INFO), U, "split"),
+    (T2, split(lambda r: r["affine_map"].update(version=2)), U, "affine_map"),
+    (T2, piece(scale=0.5), U, "q_proj"),
+    (T2, piece(source=[0, [1, 16]]), U, "q_proj"),
+    (T2, split(lambda r: r.update({UNSUPPORTED: {r"model\..": "odd"}})), U, "odd"),
+    (T2, lists(lambda r: r[COPIED].clear()), U, "record"),
+    (T2, split(lambda r: entry(r).update(logical_shape=[1 << 40, 16])), D, "q_proj"),
+    (T2, split(lambda r: entry(r)["ranks"][1].update(shard_shape=[1, 16])), D, "q_proj"),
+    (T2, split(lambda r: entry(r)["ranks"].pop(1)), D, "q_proj"),
+    (T2, lists(lambda r: r[ROW].append(BIAS)), D, "dimension 1"),
+    (T2, split(exchanged, "mp_rank_01*"), D, "mp_rank_0"),
+    (
+        T2,
+        both(update("mp_rank_01_model*", dp_world_size=1), gone("*rank_1_mp_rank_01_o*")),
+        D,
+        "size",
+    ),
+    (T2, update("mp_rank_01_model*", global_steps=3), D, "global step"),
+]
+
+
+def wider(state: State) -> None:
+    for name, tensor in state.items():
+        state[name] = torch.ones(*(size + 1 for size in tensor.shape))
+
+
+PIPELINE = [
+    (P1, gone("layer_02-*"), I, "layer_02-model_states.pt"),
+    (P1, gone("layer_*"), I, "layer"),
+    (P1, gone("*mp_rank_01_*"), I, "stage"),
+    (P0, gone("layer_06-*"), U, "lack"),
+    *((P0T, gone(f"layer_0{n}-*"), U, "lack") for n in (0, 1, 2, 4, 5)),
+    *((P16, gone(f"layer_0{n}-*"), I, "lack") for n in (0, 1, 6)),
+    *((name, edit("layer_01-*", wider), D, "lack") for name in (P0, P0T)),
+    (P0T, edit("mp_rank_*", lambda s: s["optimizer"]["state"].clear()), U, "lack"),
+    (P1, moved("layer_01-*", "layer_01", "layer_04"), D, "renamed"),
+    (P1, edit("layer_01-*", lambda s: (s.clear(), s.update(other=torch.ones(9)))), D, "layer_01"),
+    (P1, edit("layer_00-*", lambda s: s.update(bias=torch.ones(2))), U, "tied"),
+    (GRID, drop("mp_rank*model*", INFO), U, "split"),
+    (GRID, gone("layer_02-model_01*"), I, "layer_02-model_01-model_states.pt"),
+]
+
+
+def masters(*groups: Any) -> Callable[[State], object]:
+    def change(state: State) -> None:
+        optimizer = state["optimizer"]
+        optimizer["fp32_groups"] = [[*group] for group in groups]
+        settings = optimizer["optimizer_state_dict"]["param_groups"]
+        settings[:] = [{**settings[0], "params": [*range(len(group))]} for group in groups]
+
+    return change
+
+
+SAVED_MASTERS = (
+    {"zero_optimization": {"stage": 1}},
+    {"data_types": {"grad_accum_dtype": "fp32"}},
+    {"bf16": {"enabled": False}},
+)
+
+
+def unmastered(config: dict[str, object]) -> Callable[[State], None]:
+    """A run as DeepSpeed 0.17 saves it, whose master weights are in files of their own."""
+
+    def change(state: State) -> None:
+        shapes = {name: tensor.shape for name, tensor in state["module"].items()}
+        state.update(ds_version="0.17.6", optimizer=None, param_shapes=[shapes])
+        state["ds_config"].pop("data_types", None)
+        state["ds_config"].update(config)
+
+    return change
+
+
+ZERO0 = [
+    (Z0, edit(MODEL, masters([torch.ones(5)])), D, "match"),
+    (Z0, edit(MODEL, masters([torch.ones(4, dtype=torch.int32)])), D, "group"),
+    (Z0, edit(MODEL, lambda s: s["optimizer"]["fp32_groups"][0].pop()), D, "group"),
+    *((Z0, edit(MODEL, unmastered(one)), I, "optim") for one in SAVED_MASTERS),
+]
+
+
+def resave(pattern: str, change: Callable[[Any], object]) -> Damage:
+    return lambda root: [torch.save(change(torch.load(p)), p) for p in files(root, pattern)]
+
+
+def linked(root: Path) -> None:
+    (folder,) = root.glob(f"global_step*/{NORM}")
+    folder.symlink_to(folder.rename(root / "elsewhere"))
+
+
+def stray(root: Path) -> None:
+    (folder,) = root.glob(f"global_step*/{NORM}")
+    shutil.copytree(folder, folder.with_name("stray"))
+
+
+def param(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return resave(INNER.format("fp32"), lambda state: {"param": change(state["param"])})
+
+
+def round_robin(state: State) -> None:
+    state["ds_config"]["zero_optimization"].update(round_robin_gradients=True)
+    state.update(dp_world_size=2)
+
+
+UNIVERSAL = [
+    (U3, gone(f"{NORM}/fp32.pt"), D, "model.norm.weight"),
+    (U3, gone(f"{NORM}/*"), D, "model.norm.weight"),
+    (U3, stray, D, "stray"),
+    (U3, linked, X, "link"),
+    (U3, resave(f"{NORM}/fp32.pt", lambda flat: flat[:-1].clone()), D, "model.norm.weight"),
+    (U3, resave(f"{NORM}/fp32.pt", lambda flat: flat.int()), D, "int32"),
+    (U3, gone("zero_pp_rank_1*model*"), I, "1 of 2"),
+    (U3, gone("zero_pp_rank_0*model*"), I, "rank 0"),
+    (U2, gone("*.pt"), I, "rank 0"),
+    (U2, update("mp_rank*", param_shapes=None), D, ""),
+    (U2, param(lambda t: t.T.contiguous()), D, "inner.weight"),
+    (U2, param(torch.Tensor.half), D, "float16"),
+    (U2, edit("mp_rank*", round_robin), U, "round_robin"),
+    (
+        U2,
+        both(param(lambda t: t.bfloat16().float()), gone(INNER.format("exp_avg"))),
+        U,
+        "inner.weight",
+    ),
+]
+
+
+MIXED_ROWS = [(case, damage, D, word) for case, damage, word in MIXED]
+CASES = [
+    pytest.param(*row, id=f"{number}-{row[0]}")
+    for rows in (
+        RANKS,
+        STATES,
+        GROUPS,
+        FROZEN,
+        MIXED_ROWS,
+        EXPERTS,
+        TENSOR,
+        PIPELINE,
+        ZERO0,
+        UNIVERSAL,
+    )
+    for number, row in enumerate(rows)
+]
+
+
+@pytest.mark.parametrize(("case", "damage", "kind", "word"), CASES)
+def test_a_damaged_checkpoint_is_refused(
+    case: str, damage: Damage, kind: type[ZexportError], word: str, tmp_path: Path
+) -> None:
+    root = copied(case, tmp_path)
+    damage(root)
+    with pytest.raises(kind) as caught:
+        raise_problems(zexport.open_checkpoint(root))
+    assert word in str(caught.value)
+    assert str(root) in str(caught.value)
+
+
+@pytest.mark.parametrize(("case", "damage", "word"), MIXED)
+def test_files_of_two_runs_are_accepted_on_request(
+    case: str, damage: Damage, word: str, tmp_path: Path
+) -> None:
+    root = copied(case, tmp_path)
+    damage(root)
+    kind = FindingKind.MIXED_SETTINGS
+    found = raise_problems(zexport.open_checkpoint(root), frozenset({kind}))
+    assert {(one.kind, one.accepted) for one in found} == {(kind, True)}
+    assert any(word in one.detail for one in found)
+
+
+NVME = {"nvme_path": "/nvme1"}
+SAME_SETTINGS = [
+    (Z2, update(O1, "ds_config", wandb={"enabled": False})),
+    (Z3, update(O1, "ds_config", "zero_optimization", offload_optimizer=NVME)),
+    (Z3, update(M1, "lr_scheduler", best=0.3)),
+    (Z3, update(M1, local_rank=1, seen=[3])),
+    (Z2, edit(O1, lambda s: of_parameters(s).pop("param_groups"))),
+]
+
+
+@pytest.mark.parametrize(("case", "damage"), SAME_SETTINGS)
+def test_values_that_rightly_differ_between_ranks_are_accepted(
+    case: str, damage: Damage, tmp_path: Path
+) -> None:
+    root = copied(case, tmp_path)
+    damage(root)
+    assert zexport.open_checkpoint(root).problems == ()

@@ -1,0 +1,204 @@
+"""torch.distributed.checkpoint (DCP): ``.metadata`` has the place of every box of every tensor.
+
+Each tensor entry of a ``.distcp`` file is a complete ``torch.save`` archive; the CRC-32 of its
+record is the only checksum of the format.
+
+Source: torch 2.13, ``distributed/checkpoint/filesystem.py`` and ``metadata.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from msgspec import Struct
+
+from zexport.checkpoint.boxes import Piece, join_boxes
+from zexport.checkpoint.fsdp.tree import Keys, Tree, count, damaged, fields, refuse_unknown
+from zexport.checkpoint.state import MASTER, Parameter, Role
+from zexport.errors import IncompleteCheckpointError, UnsafeError, UnsupportedError
+from zexport.formats.inert import Global, Opaque, OpaqueKey
+from zexport.formats.known_globals import DTYPES
+from zexport.formats.pickle_view import PickleView
+from zexport.formats.pickles import load
+from zexport.formats.torch_file import located
+from zexport.formats.torch_zip import opened
+from zexport.formats.zip_directory import data_offset, read_directory, read_record
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import ByteSource, Extent, Member
+from zexport.store.contents import read_whole
+from zexport.store.files import version
+from zexport.store.folders import is_file
+from zexport.store.versions import Version
+
+METADATA = ".metadata"
+_KNOWN = (
+    "torch.distributed.checkpoint.metadata.",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.",
+)
+_PICKLE_NBYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A ``.distcp`` file, and the records of the archives in it that have been bound."""
+
+    path: Path
+    version: Version
+    records: dict[int, Member] = field(default_factory=dict)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self.records[at] for at in sorted(self.records))
+
+
+class InArchive(Struct, frozen=True):
+    """A box of a tensor in an archive: the bytes ``entry`` of a file."""
+
+    file: DataFile
+    entry: Extent
+    shape: Shape
+    dtype: DType
+
+    @property
+    def slots(self) -> Mapping[str, DType]:
+        return {MASTER: self.dtype}
+
+    def bind(self, slot: str) -> ByteSource:
+        """Raise unless the archive contains the tensor that ``.metadata`` describes."""
+        del slot
+        path, entry, name = self.file.path, self.entry, "archive/data.pkl"
+        with opened(path) as file:
+            records = read_directory(file, path, entry.offset + entry.nbytes)
+            pickle = load(read_record(file, path, records, name, _PICKLE_NBYTES_MAX), path=path)
+            ref = PickleView(path, name, pickle.value).tensor()
+            record = records.get(f"archive/data/{ref.storage.key}")
+            offset = 0 if record is None else data_offset(file, path, record)
+        if (
+            record is None
+            or (ref.shape, ref.dtype) != (self.shape, self.dtype)
+            or record.header_offset < entry.offset
+            or not record.is_stored
+            or record.nbytes != ref.storage.nbytes
+        ):
+            raise damaged(
+                "tensor differs from its description in .metadata",
+                path,
+                f"{ref.dtype.torch_name} {list(ref.shape)} at byte {entry.offset}",
+                f"{self.dtype.torch_name} {list(self.shape)}",
+            )
+        if record.nbytes:
+            self.file.records[offset] = Member(record.name, offset, record.nbytes, record.crc32)
+        return located(path, ref, offset)
+
+
+def read_dcp(folder: Path) -> Tree:
+    """Return the state dict in a folder with ``.metadata``."""
+    path = folder / METADATA
+    if not is_file(path):
+        raise IncompleteCheckpointError(
+            ".metadata is missing: torch writes it last, so the save did not finish",
+            path=folder,
+            expected=METADATA,
+            hint="Use an earlier checkpoint",
+        )
+    pickle = load(read_whole(path), path=path)
+    refuse_unknown(path, pickle.unknown_globals, _KNOWN)
+    top = fields(PickleView(path, METADATA, pickle.value), "Metadata")
+    files: dict[Path, DataFile] = {}
+    entries = _entries(folder, top.need("storage_data"), files)
+    paths = dict(top.get("planner_data").entries())
+    tensors: dict[Keys, Parameter] = {}
+    others: dict[Keys, object] = {}
+    for name, one in top.need("state_dict_metadata").entries():
+        parts = paths[name].items() if name in paths else ()
+        keys = tuple(part.text_or(None) or str(count(part)) for part in parts) or (name,)
+        if keys in tensors or keys in others:
+            one.fail("has the path of another value", ".".join(keys))
+        callee = one.value.callee if isinstance(one.value, Opaque) else None
+        if isinstance(callee, Global) and callee.name == "BytesStorageMetadata":
+            others[keys] = None
+        else:
+            tensors[keys] = _tensor(files, name, fields(one, "TensorStorageMetadata"), entries)
+    return Tree(tensors, others, tuple(files.values()), "torch DCP")
+
+
+def _entries(
+    folder: Path, storage: PickleView, files: dict[Path, DataFile]
+) -> dict[tuple[str, Shape], Extent]:
+    """Return the place of every tensor entry by name and first index of its box."""
+    found: dict[tuple[str, Shape], Extent] = {}
+    for key, value in storage.mapping().items():
+        plain = key.value if isinstance(key, OpaqueKey) else key
+        index = fields(PickleView(storage.path, "MetadataIndex", plain), "MetadataIndex")
+        info = fields(PickleView(storage.path, "_StorageInfo", value), "_StorageInfo")
+        name = info.need("relative_path").text()
+        if "/" in name or "\\" in name:
+            raise UnsafeError(
+                "names a file outside its folder",
+                path=storage.path,
+                found=repr(name),
+                hint="Do not load this folder with torch; ask who made it",
+            )
+        if info.get("transform_descriptors").value is not None:
+            raise UnsupportedError(
+                "entries are compressed or otherwise transformed",
+                path=storage.path,
+                hint="Save again without transforms",
+            )
+        path = folder / name
+        if path not in files:
+            if not is_file(path):
+                raise IncompleteCheckpointError(
+                    "a file that .metadata lists is missing",
+                    path=folder,
+                    expected=name,
+                    hint="Copy it from the node that wrote it",
+                )
+            files[path] = DataFile(path, version(path))
+        start = index.get("offset")
+        if start.value is not None:  # else not a tensor
+            place = Extent(path, count(info.need("offset")), count(info.need("length")))
+            found[index.need("fqn").text(), start.shape()] = place
+    for one, after in pairwise(sorted(found.values(), key=lambda one: (one.path, one.offset))):
+        if one.path == after.path and one.offset + one.nbytes > after.offset:
+            storage.fail("lets two entries overlap", f"at byte {after.offset} of {one.path.name}")
+    return found
+
+
+def _tensor(
+    files: Mapping[Path, DataFile],
+    name: str,
+    entry: PickleView,
+    entries: Mapping[tuple[str, Shape], Extent],
+) -> Parameter:
+    """Return a tensor joined from its chunks; empty ones are left out."""
+    shape = entry.need("size").shape()
+    state = getattr(entry.need("properties").value, "state", None)
+    kind = state[0] if isinstance(state, tuple) and state else None
+    dtype = DTYPES.get(kind) if isinstance(kind, Global) else None
+    if dtype is None:
+        raise UnsupportedError(
+            f"dtype of {name!r} is not supported",
+            path=entry.path,
+            found=kind if isinstance(kind, Global) else None,
+            hint="Save it in another dtype",
+        )
+    pieces = []
+    for one in entry.need("chunks").items():
+        chunk = fields(one, "ChunkStorageMetadata")
+        start, size = chunk.need("offsets").shape(), chunk.need("sizes").shape()
+        if not prod(size) and prod(shape) > 0:
+            continue
+        place = entries.get((name, start))
+        if place is None:
+            chunk.fail(f"of {name!r} is in no file", f"first index {list(start)}")
+        held = InArchive(files[place.path], place, size, dtype)
+        part = Parameter(name, size, Role.TRAINABLE, (held,))
+        pieces.append(Piece(part, start, (0,) * len(size), size))
+    return join_boxes(name, shape, Role.TRAINABLE, pieces)[0]

@@ -1,0 +1,120 @@
+"""Nested state dicts, whatever form they were saved in: tensors by the path of keys to each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from zexport.checkpoint.state import Copy, Parameter
+from zexport.errors import DamagedCheckpointError, UnsafeError
+from zexport.formats.inert import MAX_SIZE, Global, Opaque
+from zexport.formats.pickle_view import PickleView
+
+if TYPE_CHECKING:
+    from zexport.ranges.reader import ReadableFile
+
+Keys = tuple[str, ...]
+"""Dict keys and list indices from the top of a state dict to a value, as text."""
+
+_DEPTH_MAX = 16
+_VALUES_MAX = 1 << 21
+
+
+class Tree(Struct, frozen=True):
+    """A state dict joined from all ranks.
+
+    Attributes:
+        tensors: every tensor by its path.
+        others: every other value by its path.
+        files: the files of the tensors.
+        form: the layout in words.
+        copies: replicas by the path of the tensor that they must equal.
+        aliases: path of a tied tensor to the path of the first one.
+        is_sharded: whether ranks store parts of tensors, not plain tensors.
+        world_size: number of ranks, if the files record it.
+        notes: facts for the user.
+    """
+
+    tensors: Mapping[Keys, Parameter]
+    others: Mapping[Keys, object]
+    files: tuple[ReadableFile, ...]
+    form: str = ""
+    copies: Mapping[Keys, Sequence[Copy]] = {}
+    aliases: Mapping[Keys, Keys] = {}
+    is_sharded: bool = True
+    world_size: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+NO_TREE = Tree({}, {}, ())
+
+
+def leaves(value: PickleView) -> dict[Keys, object]:
+    """Return all values in nested dicts and lists by their path.
+
+    What is nested too deep to be a state dict is a leaf (it may contain itself).
+    """
+    found: dict[Keys, object] = {}
+    waiting: list[tuple[Keys, Any]] = [((), value.value)]
+    seen = 0
+    while waiting:
+        keys, one = waiting.pop()
+        if len(keys) == _DEPTH_MAX or not isinstance(one, dict | list):
+            found[keys] = one
+            continue
+        seen += len(one) + 1
+        if seen > _VALUES_MAX:
+            value.fail("has too many values for a state dict", f"more than {_VALUES_MAX:,}")
+        items = one.items() if isinstance(one, dict) else enumerate(one)
+        waiting += reversed([((*keys, str(key)), below) for key, below in items])
+    return found
+
+
+def fields(value: PickleView, *classes: str) -> PickleView:
+    """Return the pickled fields of an object of one of torch's ``classes``.
+
+    A dataclass with slots pickles a pair of states, of which the second has its fields.
+    """
+    one: Any = value.value
+    callee = one.callee if isinstance(one, Opaque) else None
+    if not isinstance(callee, Global) or callee.name not in classes:
+        value.fail(f"is not a {classes[0]}")
+    state = one.state[1] if isinstance(one.state, tuple) and len(one.state) == 2 else one.state
+    return PickleView(value.path, f"{value.where}.{callee.name}", {} if state is None else state)
+
+
+def item(value: PickleView, index: int) -> PickleView:
+    """Return one item of a list that must have it."""
+    items = value.items()
+    return items[index] if index < len(items) else value.fail("is too short", f"{len(items)} items")
+
+
+def count(value: PickleView) -> int:
+    """Return a whole number that torch could have meant as a size, an offset or a rank."""
+    number = value.number()
+    return number if 0 <= number <= MAX_SIZE else value.fail("is out of range")
+
+
+def damaged(
+    problem: str, path: Path, found: object = None, expected: object = None
+) -> DamagedCheckpointError:
+    """Return the error for files that do not fit together."""
+    hint = "Copy all files of one checkpoint again"
+    return DamagedCheckpointError(problem, path=path, found=found, expected=expected, hint=hint)
+
+
+def refuse_unknown(path: Path, unknown: tuple[Global, ...], known: tuple[str, ...]) -> None:
+    """Raise if a pickle names a global that torch does not write into these files.
+
+    zexport would not run it, but whoever put it there meant others to run it.
+    """
+    if foreign := [one for one in unknown if not str(one).startswith(known)]:
+        raise UnsafeError(
+            "pickle names code that a checkpoint does not need",
+            path=path,
+            found=", ".join(map(str, foreign[:4])),
+            hint="Do not load this file with torch.load; ask who made it",
+        )

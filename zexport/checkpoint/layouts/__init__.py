@@ -1,1 +1,0 @@
-"""How each layout cuts a model into rank files: the arithmetic, and its use on real files."""

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO checkpoints: rank files, flat groups, model parallelism, universal."""

@@ -1,0 +1,287 @@
+"""One model-parallel index with ZeRO-1, 2 or 3: from its rank files to a cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from msgspec.structs import replace
+
+from zexport.checkpoint.boxes import As, InFiles, Sources, in_file
+from zexport.checkpoint.state import (
+    MASTER,
+    MODULE,
+    Cell,
+    Copy,
+    Group,
+    ModuleEntry,
+    Parameter,
+    Recorded,
+    Role,
+)
+from zexport.checkpoint.zero.flat_groups import (
+    FlatGroup,
+    partition_numel,
+    round_robin_order,
+)
+from zexport.checkpoint.zero.module_names import (
+    check_spelling,
+    find_aliases,
+    is_placeholder,
+)
+from zexport.checkpoint.zero.ranks import Ranks
+from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
+from zexport.errors import LayoutError, UnsupportedError, ZexportError
+from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_view import view
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import Chain, Window
+
+_PEFT_PREFIX = "base_model.model."
+_WHOLE_NUMBERS = frozenset({DType.BOOL, *(one for one in DType if one.value[0] in "IU")})
+
+
+def zero_cell(
+    ranks: Ranks,
+    model: ModelStates | None = None,
+    groups: Sequence[FlatGroup] | None = None,
+) -> Cell:
+    """Return the cell of one model-parallel index.
+
+    Args:
+        model, groups: of dense weights only, if there are experts.
+    """
+    model = model or ranks.first
+    if groups is None:
+        groups = flat_groups(model, ranks.owners, is_zero3=ranks.is_zero3)
+    for group in groups:
+        check_group(group, model)
+    trained = [one for group in groups for one in group.parameters(model.module)]
+    cell = with_untrained(ranks, model, trained)
+    cell = replace(cell, flats=tuple(flat for group in groups for flat in group.flat_data()))
+    return with_groups(cell, ranks, {one.number: [*one.shapes] for one in groups})
+
+
+def flat_groups(
+    model: ModelStates, owners: Sequence[OptimizerStates | None], *, is_zero3: bool
+) -> list[FlatGroup]:
+    """Return a flat group per dictionary of ``param_shapes``."""
+    shapes = model.param_shapes
+    for one in owners:
+        if one is not None and len(one.masters) != len(shapes):
+            raise LayoutError(
+                "parameter groups of model states and optimizer states differ",
+                f"{len(one.masters)} flat groups in {one.file.path.name}",
+                f"{len(shapes)}, one per dictionary of param_shapes",
+            )
+    return [FlatGroup(number, own, owners, is_zero3) for number, own in enumerate(shapes)]
+
+
+def check_group(group: FlatGroup, model: ModelStates) -> None:
+    """Compare a group's lengths, and what ranks record of their partitions, with the shapes."""
+    if group.is_complete:
+        group.whole(MASTER)
+        if not group.is_zero3 and not model.is_round_robin:
+            group.check_fragments()
+
+
+def check_module_weight(one: Parameter, ref: TensorRef) -> None:
+    """Raise if a tensor cannot be the rounded copy of a trained parameter."""
+    if ref.shape != one.shape or (ref.numel and ref.dtype in _WHOLE_NUMBERS):
+        raise LayoutError(
+            f"module weight of {one.name!r} is not a rounded copy of its master weights",
+            f"{list(ref.shape)} of {ref.dtype.torch_name}",
+            f"{list(one.shape)} of a floating-point dtype",
+        )
+
+
+def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter]) -> Cell:
+    """Return the cell of trained parameters and everything else in the model states files.
+
+    ``trained`` have their master weights only; ``model`` has the parameters' names. ZeRO-1/2 rounds
+    the module weights after each step (DeepSpeed 0.10 to 0.19, ``stage_1_and_2.py`` and
+    ``bf16_optimizer.py``).
+    """
+    is_zero3, module = ranks.is_zero3, model.module
+    parameters = {one.name: one for one in trained}
+    for one in trained if not is_zero3 else ():
+        if (ref := module.get(one.name)) is not None:
+            check_module_weight(one, ref)
+            held = (*one.held, InFiles({MODULE: (model.file, ref)}))
+            parameters[one.name] = replace(one, held=held)
+    frozen = {one.name: one for one in listed_frozen(ranks, model)}
+    buffers = [
+        in_file(model.file, name, module[name], Role.BUFFER)
+        for name in model.buffers
+        if name in module
+    ]
+    # Weights that are frozen after the optimizer was made are in both tables.
+    late = {n for n, one in frozen.items() if n in parameters and parameters[n].shape == one.shape}
+    check_names([*trained, *(one for n, one in frozen.items() if n not in late), *buffers])
+    for name in late:
+        held = (*parameters[name].held, *frozen[name].held)
+        frozen[name] = replace(parameters[name], held=held)
+    parameters |= {**frozen, **{one.name: one for one in buffers}}
+    aliases = find_aliases(model, [*parameters], is_zero3=is_zero3)
+    rest = [name for name in module if name not in parameters and name not in aliases]
+    whole = [name for name in rest if not (is_zero3 and is_placeholder(module[name]))]
+    if not is_zero3:
+        check_spelling(model, whole)
+    for name in whole:
+        ref, one = module[name], in_file(model.file, name, module[name], Role.FROZEN)
+        if not ref.numel and ref.dtype.is_floating:
+            # No group has a parameter without elements, which a tensor-parallel rank has if there
+            # are fewer heads than ranks (DeepSpeed 0.19, utils.py, is_optimized_parameter).
+            empty = As(MASTER, one.held[0], trained[0].dtype if trained else DType.F32)
+            one = Parameter(name, ref.shape, Role.TRAINABLE, (empty,), ref.dtype)
+        parameters[name] = one
+    copies = []
+    for alias, name in aliases.items() if not (is_zero3 or model.has_experts) else ():
+        ref, one = module.get(alias), parameters[name]  # AutoEP's own ties may be stale
+        if one.role is Role.TRAINABLE and ref is not None and ref != module.get(name):
+            check_module_weight(one, ref)
+            copies.append(Copy(one, in_file(model.file, alias, ref, one.role)))
+    missing = [name for name in model.buffers if name not in module]
+    # ZeRO-1 writes no table of frozen weights. Without any, names show whether a base may have been
+    # excluded, as the Trainer does for PEFT.
+    table, names = model.frozen_shapes, model.trained
+    is_adapted = all(name.startswith(_PEFT_PREFIX) for name in names)
+    if table is None and model.zero_config.get("stage") not in (2, ZERO3):
+        unlisted = (n for n, one in parameters.items() if one.role is not Role.BUFFER)
+        table = {n: () for n in unlisted if n not in names} or (None if is_adapted else {})
+    first = ranks.first_optimizer
+    return Cell(
+        parameters=parameters,
+        aliases=aliases,
+        left_out=(*missing, *(name for name in rest if name not in {*whole})),
+        module=module_entries(model, parameters, aliases, is_zero3=is_zero3),
+        frozen=None if table is None else tuple(table),
+        copies=tuple(copies),
+        files=ranks.files,
+        model=Recorded(model.file, model.root.mapping()),
+        optimizer=None
+        if first is None
+        else Recorded(first.file, view(first.file, "optimizer states").mapping()),
+        index=ranks.index,
+    )
+
+
+def check_names(found: Iterable[Parameter]) -> None:
+    """Raise if two tensors have one name."""
+    counted = Counter(one.name for one in found)
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise LayoutError(f"two tensors have the name {twice[0]!r}", "two", "one")
+
+
+def module_entries(
+    model: ModelStates,
+    known: Mapping[str, Parameter],
+    aliases: Mapping[str, str],
+    *,
+    is_zero3: bool = False,
+    trained: Collection[str] = (),
+) -> dict[str, ModuleEntry]:
+    """Return the entries of the module's state dict by the name in the file.
+
+    ``model`` may have other names, in the order of the file. ``trained`` are by default those of
+    ``param_shapes``. ZeRO-2 and 3 list frozen parameters. With ZeRO-0 and 1, an unlisted tensor is
+    a parameter if it has a usual name, or the dtype that DeepSpeed casts parameters to; others are
+    what modules add to the state dict.
+    """
+    is_listed, cast = model.zero_config.get("stage") in (2, ZERO3), model.cast_dtype
+    listed = {*(trained or model.trained), *((model.frozen_shapes or ()) if is_listed else ())}
+
+    def is_parameter(name: str) -> bool:
+        one = known.get(name)
+        if one is None or one.role is Role.BUFFER:
+            return False
+        is_usual = name.rpartition(".")[2] in ("weight", "bias") or one.dtype is cast
+        return not prod(one.shape) or name in listed or (is_usual and not is_listed)
+
+    stored = model.root.get("module").table()
+    names = [name for name, ref in stored.items() if isinstance(ref, TensorRef)]
+    entries = {}
+    for name, (own, ref) in zip(names, model.module.items(), strict=True):
+        owner, is_elsewhere = aliases.get(own, own), is_zero3 and is_placeholder(ref)
+        is_own = is_elsewhere if is_zero3 else is_parameter(owner)
+        entries[name] = ModuleEntry(owner, ref, is_elsewhere, is_own)
+    return entries
+
+
+def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
+    """Yield frozen weights of the table: whole (ZeRO-2), or in partitions (ZeRO-3)."""
+    world_size = ranks.world_size or 0
+    models = [ranks.model[rank] for rank in range(world_size) if rank in ranks.model]
+    for name, shape in (model.frozen_shapes or {}).items():
+        ref, module = model.frozen.get(name), model.module.get(name)
+        if ref is None or not (ranks.is_zero3 or ref.shape == shape):
+            raise LayoutError(f"frozen weight {name!r} has two shapes", ref and ref.shape, shape)
+        if not ref.dtype.is_floating and module is not None and module.dtype.is_floating:
+            raise UnsupportedError(  # partition_parameters.py, ds_quant_scale: scales are not saved
+                f"frozen weight {name!r} is quantized and has no scales",
+                path=model.file.path,
+                found=ref.dtype.torch_name,
+                expected=module.dtype.torch_name,
+                hint="Save again without zero_quantized_nontrainable_weights",
+            )
+        if not ranks.is_zero3:
+            yield in_file(model.file, name, ref, Role.FROZEN)
+            continue
+        numel, found = partition_numel(prod(shape), max(world_size, 1)), []
+        for one in models:
+            own = one.frozen.get(name)
+            if own is None or (own.numel, own.dtype) != (numel, ref.dtype):
+                raise LayoutError(
+                    f"partition of frozen weight {name!r} in {one.file.path.name} has the wrong "
+                    "length or dtype",
+                    f"{own.numel} elements of {own.dtype.torch_name}" if own else "none",
+                    f"{numel} of {ref.dtype.torch_name}",
+                )
+            found.append(one.file.source(own))
+        whole = Window(Chain(tuple(found)), 0, prod(shape) * ref.dtype.itemsize)
+        is_complete = world_size > 0 and len(found) == world_size
+        held = Sources(MODULE, ref.dtype, whole if is_complete else None)
+        yield Parameter(name, shape, Role.FROZEN, (held,))
+
+
+def with_groups(
+    cell: Cell,
+    ranks: Ranks,
+    names: Mapping[int, Sequence[str]],
+    partitions: Mapping[int, int] = {},
+    of_experts: Collection[int] = (),
+) -> Cell:
+    """Return the cell with its parameter groups; none if the files' groups make no sense.
+
+    Only resharding needs groups: ``check_groups`` raises the reason.
+
+    Args:
+        names: parameters of each flat group, by its number, in the order of the flat data.
+        partitions: number of partitions of flat groups that only some ranks partition.
+        of_experts: numbers of flat groups of experts.
+    """
+    first = ranks.first_optimizer
+    if first is None:
+        return cell
+    try:
+        recorded = first.groups
+    except ZexportError:
+        return cell
+    found = []
+    for one in recorded:
+        numbers = one.flat_groups
+        own = [name for number in numbers for name in names.get(number, ())]
+        if first.stage in (1, 2) and ranks.first.is_round_robin and own:
+            # BF16_Optimizer, which records no stage, does not deal parameters out.
+            order = round_robin_order(len(own), partitions.get(numbers[0], len(ranks.owners)))
+            own = [name for _, name in sorted(zip(order, own, strict=True))]
+        found.append(
+            Group(
+                names=tuple(own),
+                settings=None if one.settings is None else Recorded(first.file, one.settings),
+                scalars=Recorded(first.file, first.kept[numbers[0]].scalars if numbers else {}),
+                of_experts=any(number in of_experts for number in numbers),
+            )
+        )
+    return replace(cell, groups=tuple(found))

@@ -1,0 +1,283 @@
+"""Where a parameter is in the ranks' partitions of a flat group.
+
+ZeRO-3 (DeepSpeed 0.10 to 0.19, ``runtime/zero/partition_parameters.py``, ``_partition_param``, and
+``stage3.py``, ``_set_fp32_optimizer_param_groups``): partition ``d`` of a parameter of ``n``
+elements has elements ``d * k`` to ``(d + 1) * k``, ``k = ceil(n / world_size)``; a rank's flat data
+is its partitions of all parameters in the order of ``param_shapes``.
+ZeRO-1/2 (``stage_1_and_2.py``, ``_get_groups_without_padding``, and ``bf16_optimizer.py``): the
+parameters of a group end to end, padded to a multiple of ``2 * world_size`` elements and cut into
+equal partitions. Master weights are saved without the padding at the end, BF16_Optimizer's and all
+optimizer states with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import repeat
+from math import prod
+
+from msgspec import Struct
+
+from zexport.checkpoint.boxes import Sources
+from zexport.checkpoint.state import MASTER, FlatData, Parameter, Role
+from zexport.checkpoint.zero.records import Fragments, OptimizerStates, Shapes
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
+from zexport.formats.inert import StorageRef, TensorRef
+from zexport.ranges.computed import Zeros
+from zexport.ranges.dtypes import DType
+from zexport.ranges.extents import ByteSource, Chain, Striped, Window
+
+MOMENTUM = "momentum_buffer"
+SAME_RANKS = (
+    "Resume with the same number of ranks, or from an export's weights with a new optimizer"
+)
+
+_ALIGNMENT = 2
+"""A partition's number of elements is a multiple of this (``nccl_start_alignment_factor``)."""
+
+_NONE = TensorRef(DType.F32, (0,), (1,), 0, StorageRef(DType.F32, "", "cpu", 0))
+"""In place of an optimizer state that a rank does not have."""
+
+
+def partition_numel(numel: int, world_size: int) -> int:
+    """Return the partition size of a ZeRO-3 parameter: ceil(numel / world_size)."""
+    return -(-numel // world_size)
+
+
+def flat_partition_numel(numel: int, world_size: int) -> int:
+    """Return the partition size of a ZeRO-1/2 group of ``numel`` elements, padding included."""
+    return -(-numel // (_ALIGNMENT * world_size)) * _ALIGNMENT
+
+
+def round_robin_order(count: int, world_size: int) -> list[int]:
+    """Return the order of ``count`` parameters in the flat data with ``round_robin_gradients``.
+
+    Source: DeepSpeed 0.10 to 0.19, ``stage_1_and_2.py`` (``_round_robin_reorder``).
+    """
+    return [index for rank in range(world_size) for index in range(rank, count, world_size)]
+
+
+def is_per_parameter(settings: Mapping[str, object] | None, slot: str) -> bool:
+    """Whether ZeRO-1/2 ranks have a state whole for each parameter in their partition.
+
+    DeepSpeed's Muon does so for the momentum of matrices (0.19.8, ``stage_1_and_2.py``,
+    ``get_flat_partition``).
+    """
+    return slot == MOMENTUM and (settings or {}).get("use_muon") is True
+
+
+@dataclass(eq=False)
+class FlatGroup:
+    """A flat group: its parameters, and the optimizer states of the ranks that partition it.
+
+    ``owners`` are in the order of their partitions; ``None`` for a missing file, without which
+    names and shapes are still known.
+    """
+
+    number: int
+    shapes: Shapes
+    owners: Sequence[OptimizerStates | None]
+    is_zero3: bool
+    _bound: dict[str, Chain] = field(default_factory=dict)
+
+    @cached_property
+    def there(self) -> list[OptimizerStates]:
+        """Optimizer states that are not missing."""
+        return [one for one in self.owners if one is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.there) and len(self.there) == len(self.owners)
+
+    @cached_property
+    def slots(self) -> Mapping[str, DType]:
+        """Master weights and all optimizer states of the first rank."""
+        if not self.there:
+            return {MASTER: DType.F32}
+        states = self.there[0].kept[self.number].tensors
+        dtypes = {name: ref.dtype for name, ref in states.items()}
+        return {MASTER: self.there[0].masters[self.number].dtype, **dtypes}
+
+    @cached_property
+    def layout(self) -> tuple[dict[str, int], int]:
+        """First element of each parameter, and the elements used: of every rank, or of all."""
+        recorded = self.there[0].paddings if self.there and not self.is_zero3 else ()
+        paddings = recorded[self.number] if self.number < len(recorded) else ()
+        if paddings and (len(paddings) != len(self.shapes) or min(paddings) < 0):
+            raise LayoutError(
+                "param_alignment_paddings does not fit param_shapes",
+                list(paddings),
+                f"{len(self.shapes)} numbers, 0 or more",
+            )
+        offsets, end, ranks = {}, 0, max(len(self.owners), 1)
+        for (name, shape), padding in zip(self.shapes.items(), paddings or repeat(0), strict=False):
+            offsets[name] = end
+            end += partition_numel(prod(shape), ranks) if self.is_zero3 else prod(shape) + padding
+        return offsets, end
+
+    def parameters(self, module: Mapping[str, TensorRef] | None = None) -> list[Parameter]:
+        """Return its parameters in order, with the dtypes that ``module`` has them in."""
+        dtypes = {name: ref.dtype for name, ref in (module or {}).items()}
+        return [
+            Parameter(name, shape, Role.TRAINABLE, (InFlat(self, name),), dtypes.get(name))
+            for name, shape in self.shapes.items()
+        ]
+
+    def flat_data(self) -> Iterator[FlatData]:
+        """Yield the master weights of all ranks; nothing if a file is missing."""
+        if self.is_complete:
+            source, dtype = self.whole(MASTER), self.slots[MASTER]
+            used = sum(map(prod, self.shapes.values()))
+            yield FlatData(source, dtype, source.nbytes // dtype.itemsize - used)
+
+    def whole(self, slot: str) -> Chain:
+        """Return the partitions of one slot in order, with checked lengths.
+
+        Raises:
+            LayoutError: master weights do not fit the shapes.
+            UnsupportedError: an optimizer state does not fit the shapes.
+        """
+        if slot in self._bound:
+            return self._bound[slot]
+        if not self.is_complete:
+            raise IncompleteCheckpointError(
+                "optimizer states files are missing",
+                found=f"{len(self.there)} of {len(self.owners)} ranks",
+                hint="Copy them from the nodes that wrote them",
+            )
+        found = [
+            one.masters[self.number]
+            if slot == MASTER
+            else one.kept[self.number].tensors.get(slot, _NONE)
+            for one in self.there
+        ]
+        try:
+            check_one_dtype(ref.dtype for ref in found)
+            self._check_lengths(slot, [ref.numel for ref in found])
+        except LayoutError as error:
+            if slot == MASTER:
+                raise
+            raise UnsupportedError(
+                f"optimizer state {slot!r} is not per weight element and cannot be resharded",
+                path=self.there[0].file.path,
+                found=f"{error.problem}: {error.found}",
+                expected=error.expected,
+                hint=SAME_RANKS,
+            ) from error
+        pairs = zip(self.there, found, strict=True)
+        self._bound[slot] = Chain(tuple(one.file.source(ref) for one, ref in pairs))
+        return self._bound[slot]
+
+    def _check_lengths(self, slot: str, numels: Sequence[int]) -> None:
+        """Compare the lengths of all ranks' partitions with the shapes."""
+        _, used = self.layout
+        full, alignment = used if self.is_zero3 else numels[0], _ALIGNMENT * len(numels)
+        padded = -(-used // alignment) * alignment
+        fits = self.is_zero3 or used <= full * len(numels) <= padded
+        for rank, numel in enumerate(numels):
+            least = full if self.is_zero3 else min(full, max(0, used - rank * full))
+            if not (fits and least <= numel <= full):
+                raise LayoutError(
+                    f"partitions of flat group {self.number} ({slot}) do not add up to its "
+                    "parameters",
+                    f"{numel} elements on rank {rank}",
+                    f"{least} to {full}, {used} in all" if fits else f"{used} on all ranks",
+                )
+
+    def fragments(self, partition: int) -> Fragments:
+        """Return the parameters of one partition of ZeRO-1/2: first element and number."""
+        full = self.there[0].masters[self.number].numel
+        begin, end = partition * full, (partition + 1) * full
+        spans = {
+            name: (max(offset, begin), min(offset + prod(self.shapes[name]), end))
+            for name, offset in self.layout[0].items()
+        }
+        return {
+            n: (first - begin, last - first) for n, (first, last) in spans.items() if first < last
+        }
+
+    def recorded_fragments(self) -> list[Fragments] | None:
+        """Return what every rank records of its partition; ``None`` if not all ranks record it."""
+        found = [own for one in self.there for own in one.fragments[self.number : self.number + 1]]
+        return found if len(found) == len(self.owners) and any(found) else None
+
+    def check_fragments(self) -> None:
+        """Raise if a rank records another partition than the shapes give.
+
+        It shows swapped rank files and parameters in another order, which lengths do not.
+        """
+        for rank, found in enumerate(self.recorded_fragments() or ()):
+            expected = self.fragments(rank)
+            if found != expected:
+                name = next(n for n in {**expected, **found} if found.get(n) != expected.get(n))
+                raise LayoutError(
+                    f"{self.there[rank].file.path.name} has the partition of another rank",
+                    f"{name!r} at {found.get(name)} in its param_slice_mappings",
+                    f"{expected.get(name)}, first element and length, by param_shapes",
+                )
+
+    def whole_states(self, slot: str) -> dict[str, list[Sources]]:
+        """Return every stored copy of a per-parameter state; none for other states."""
+        found: dict[str, list[Sources]] = {name: [] for name in self.shapes}
+        if slot != MOMENTUM or self.is_zero3 or slot not in self.slots:
+            return {}
+        own = (one for one in self.there[0].groups if self.number in one.flat_groups)
+        if not any(is_per_parameter(one.settings, slot) for one in own):
+            return {}
+        for rank, owner in enumerate(self.there):
+            ref, offset = owner.kept[self.number].tensors.get(slot, _NONE), 0
+            for name in self.fragments(rank):
+                nbytes = prod(self.shapes[name]) * ref.dtype.itemsize
+                source = Window(owner.file.source(ref), offset, nbytes)
+                found[name].append(Sources(slot, ref.dtype, source))
+                offset += nbytes
+            if offset != ref.nbytes:
+                raise DamagedCheckpointError(
+                    f"optimizer state {slot!r} does not fit the parameters of the partition",
+                    path=owner.file.path,
+                    found=f"{ref.nbytes} bytes",
+                    expected=f"{offset}",
+                    hint="Copy all rank files of one checkpoint again",
+                )
+        return found
+
+
+def check_one_dtype(dtypes: Iterable[DType]) -> None:
+    """Raise unless flat groups have one floating-point dtype."""
+    found = set(dtypes)
+    if len(found) > 1 or not all(dtype.is_floating for dtype in found):
+        raise LayoutError(
+            "flat groups do not have one floating-point dtype",
+            ", ".join(sorted(dtype.torch_name for dtype in found)),
+            "float32",
+        )
+
+
+class InFlat(Struct, frozen=True):
+    """A parameter in a flat group."""
+
+    group: FlatGroup
+    name: str
+
+    @property
+    def slots(self) -> Mapping[str, DType]:
+        return self.group.slots
+
+    def bind(self, slot: str) -> ByteSource:
+        """Return a partition of every rank (ZeRO-3), or a window of all partitions end to end."""
+        group, size = self.group, self.slots[slot].itemsize
+        if states := group.whole_states(slot):
+            return states[self.name][0].bind(slot) if states[self.name] else Zeros(0)
+        whole, numel = group.whole(slot), prod(group.shapes[self.name])
+        offset = group.layout[0][self.name] * size
+        if group.is_zero3:
+            stripe = partition_numel(numel, len(whole.parts)) * size
+            return Striped(whole.parts, offset, stripe, numel * size)
+        return Window(whole, offset, numel * size)

@@ -1,0 +1,261 @@
+"""Pipeline parallelism: stages have master weights, layer files the module (``<layer>.<name>``).
+
+Source: DeepSpeed 0.10 to 0.19, ``runtime/pipe/module.py`` (``save_state_dict``: each layer that has
+a state dict; a second use of a tied layer through a function of its own has none), and
+``runtime/pipe/topology.py`` (index ``s * tensor + t`` is tensor rank ``t`` of stage ``s``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from zexport.checkpoint.boxes import InFiles, in_file
+from zexport.checkpoint.state import (
+    MODULE,
+    Cell,
+    Copy,
+    FileKind,
+    Group,
+    Parameter,
+    Role,
+    by_role,
+    joined,
+)
+from zexport.checkpoint.zero.bf16_slices import by_slices, slice_sizes
+from zexport.checkpoint.zero.cell import check_module_weight, zero_cell
+from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
+from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
+from zexport.checkpoint.zero.resumable import resumable_cell
+from zexport.checkpoint.zero.stage0 import with_optimizers
+from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
+from zexport.errors import (
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+)
+from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_view import view
+from zexport.formats.torch_file import TorchFile
+from zexport.ranges.dtypes import Shape
+
+TIED = "tied_modules."
+"""Prefix of a tied layer's parameters; its key and the name in the layer follow."""
+
+_DIGITS_MAX = 10
+
+
+class Layer(Struct, frozen=True):
+    """Weights and buffers of a layer, by their names in it."""
+
+    number: int
+    file: TorchFile
+    tensors: Mapping[str, TensorRef]
+
+
+def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
+    """Return all stages joined, and a function that returns the cell of each index."""
+    layers: dict[int, dict[int, Layer]] = {}
+    for name in tag.of_kind(FileKind.PIPELINE_LAYER):
+        file, own = read_rank_file(name), layers.setdefault(name.mp, {})
+        if name.layer in own:
+            raise LayoutError("two files of a layer", name.path.name, "files of one checkpoint")
+        own[name.layer] = Layer(name.layer, file, view(file, "layer states").tensors())
+    if not tag.models:
+        raise no_model(tag.path)
+    tensor = tag.grid.tensor
+    check_grid(tag, tag.grid.stages * tensor, "pipeline stages")
+    numbers = {number for own in layers.values() for number in own}
+    ranks = [one for _, one in sorted(tag.ranks.items())]
+    stages = [
+        _column(ranks[rank::tensor], layers.get(rank, {}), numbers, rank if tensor > 1 else None)
+        for rank in range(tensor)
+    ]
+    cells = stages[0]
+    if tensor > 1:
+        models = [one.first for one in ranks]
+        cells = [
+            join_tensor_ranks(models[stage * tensor : (stage + 1) * tensor], shards)
+            for stage, shards in enumerate(zip(*stages, strict=True))
+        ]
+
+    def split() -> tuple[Cell, ...]:
+        named = (zero_cell(one) if any(one.first.param_shapes) else Cell({}) for one in ranks)
+        return tuple(resumable_cell(cell, one) for cell, one in zip(named, ranks, strict=True))
+
+    return merge_stages(cells), split
+
+
+def _column(
+    ranks: Sequence[Ranks], layers: Mapping[int, Layer], numbers: Set[int], mp: int | None
+) -> list[Cell]:
+    """Return the stages of one tensor rank (``mp``), with the tensors of layer files.
+
+    Args:
+        numbers: all layers that have a file.
+    """
+    buffers = {name for one in ranks for name in one.first.buffers}
+    sizes = {name: numel for one in ranks for name, numel in slice_sizes(one).items()}
+    shapes: dict[str, Shape] = {}
+    for layer in layers.values():
+        prefix = (tied_prefix(layer, sizes, buffers) if sizes else "") or f"{layer.number}."
+        shapes |= {prefix + key: ref.shape for key, ref in layer.tensors.items()}
+    named = [one if any(one.first.param_shapes) else by_slices(one, shapes) for one in ranks]
+    cells = [zero_cell(one) for one in named if one is not None]
+    if len(cells) < len(named):
+        cells = [_without_zero(ranks, layers, buffers)]
+    known = {name: one for cell in reversed(cells) for name, one in cell.parameters.items()}
+    stages = {
+        int(number): stage
+        for stage, cell in enumerate(cells)
+        for name in (*cell.parameters, *(ranks[stage].first.buffers if cells[1:] else buffers))
+        if (number := name.partition(".")[0]).isdecimal() and len(number) < _DIGITS_MAX
+    }
+    if missing := sorted({*numbers, *stages} - layers.keys()):
+        raise IncompleteCheckpointError(
+            f"{len(missing)} layer files are missing, which have buffers and frozen weights",
+            path=ranks[0].folder,
+            found=f"{len(layers)} layer files",
+            expected=rank_file_name(FileKind.PIPELINE_LAYER, mp=mp, layer=missing[0]),
+            hint=FROM_NODES,
+        )
+    sizes = {name: prod(one.shape) for name, one in known.items()}
+    stage, found = 0, [list[tuple[TorchFile, str, TensorRef]]() for _ in cells]
+    for number, layer in sorted(layers.items()):
+        stage = stages.get(number, stage)
+        prefix = tied_prefix(layer, sizes, buffers) or f"{number}."
+        own = {prefix + key: ref for key, ref in layer.tensors.items()}
+        found[stage] += ((layer.file, name, ref) for name, ref in own.items())
+        # A layer may exclude weights from its state dict, and activation checkpointing's hook may
+        # rename them (torch 2.13, checkpoint_wrapper.py): there is one of the same shape for each.
+        extra = Counter(own[name].shape for name in own.keys() - known.keys() - buffers)
+        lost = [name for name in known if name.startswith(prefix) and name not in own]
+        if extra and Counter(known[name].shape for name in lost) - extra:
+            file = layer.file.path.name
+            raise LayoutError(f"{file} lacks weights of its layer", [*own][:4], lost[:4])
+    pairs = zip(cells, found, strict=True)
+    return [_with_layers(cell, tensors, known, buffers) for cell, tensors in pairs]
+
+
+def _without_zero(
+    ranks: Sequence[Ranks], layers: Mapping[int, Layer], buffers: Collection[str]
+) -> Cell:
+    """Return all stages as one cell; their optimizers number the weights of the layer files."""
+    optimizers = [(one.first.root.get("optimizer"), one.first.file) for one in ranks]
+    weights = [
+        in_file(layer.file, f"{number}.{key}", ref, Role.TRAINABLE)
+        for number, layer in sorted(layers.items())
+        for key, ref in layer.tensors.items()
+        if f"{number}.{key}" not in buffers
+    ]
+    return replace(
+        with_optimizers(optimizers, weights, [layer.file for layer in layers.values()]),
+        left_out=tuple(buffers),
+        files=tuple(file for one in ranks for file in one.files),
+    )
+
+
+def tied_prefix(layer: Layer, sizes: Mapping[str, int], buffers: Collection[str]) -> str | None:
+    """Return the tied layer that a layer file without any known name is the first use of.
+
+    It has all of the tied layer's tensors with their sizes. One that has more may be either.
+    """
+    names = [f"{layer.number}.{key}" for key in layer.tensors]
+    if any(name in sizes or name in buffers for name in names):
+        return None
+    tied: dict[str, dict[str, int | None]] = {}
+    for name, numel in {**dict.fromkeys(buffers), **sizes}.items():
+        if name.startswith(TIED):
+            key, _, rest = name.removeprefix(TIED).partition(".")
+            tied.setdefault(key, {})[rest] = numel
+    own = {key: ref.numel for key, ref in layer.tensors.items()}
+    found = [
+        key
+        for key, stored in tied.items()
+        if all(name in own and numel in (None, own[name]) for name, numel in stored.items())
+    ]
+    if found and (len(found) > 1 or tied[found[0]].keys() != own.keys()):
+        raise UnsupportedError(
+            "may be a tied layer, or a frozen layer that looks like it",
+            path=layer.file.path,
+            found=", ".join(sorted(own)),
+            hint="Save without frozen weights in or next to tied layers",
+        )
+    return f"{TIED}{found[0]}." if found else None
+
+
+def _with_layers(
+    cell: Cell,
+    tensors: Sequence[tuple[TorchFile, str, TensorRef]],
+    known: Mapping[str, Parameter],
+    buffers: Collection[str],
+) -> Cell:
+    """Return a stage with the tensors of its layer files: module weights, buffers, frozen weights.
+
+    Args:
+        known: parameters of all stages.
+    """
+    parameters, copies = dict(cell.parameters), list(cell.copies)
+    for file, name, ref in tensors:
+        own = parameters.get(name, known.get(name))
+        if own is None or name in buffers:
+            role = Role.BUFFER if name in buffers else Role.FROZEN
+            one = in_file(file, name, ref, role)
+            if (first := parameters.setdefault(name, one)) is not one:
+                copies.append(Copy(first, one))
+        elif not any(isinstance(o, InFiles) and (file, ref) in o.places.values() for o in own.held):
+            check_module_weight(own, ref)
+            held = InFiles({MODULE: (file, ref)})
+            if name in parameters and MODULE not in own.slots:
+                parameters[name] = replace(own, held=(*own.held, held))
+            else:
+                copies.append(Copy(own, replace(own, held=(held,))))
+    tied = {name for _, name, _ in tensors if name.startswith(TIED) and name in known}
+    return replace(
+        cell,
+        parameters=by_role(parameters.values()),
+        left_out=tuple(name for name in cell.left_out if name not in parameters),
+        copies=tuple(copies),
+        matched=cell.matched | tied,
+        files=(*cell.files, *{file.path: file for file, _, _ in tensors}.values()),
+    )
+
+
+def merge_stages(cells: Sequence[Cell]) -> Cell:
+    """Return all stages as one cell; tied layers of later stages become copies."""
+    kept: dict[str, Parameter] = {}
+    copies = list[Copy]()
+    for one in (one for cell in cells for one in cell.parameters.values()):
+        first = kept.setdefault(one.name, one)
+        if first is one:
+            continue
+        is_tied = one.name.startswith(TIED) and first.dtype is one.dtype
+        if not is_tied or first.shape != one.shape:
+            raise LayoutError(f"two stages have the tensor {one.name!r}", one.shape, first.shape)
+        copies.append(Copy(first, one))
+    merged = joined(cells)
+    return replace(
+        merged,
+        parameters=by_role(kept.values()),
+        groups=merge_groups([cell.groups for cell in cells]),
+        left_out=tuple(name for name in merged.left_out if name not in kept),
+        copies=(*merged.copies, *copies),
+        index=0,
+    )
+
+
+def merge_groups(stages: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
+    """Return the groups of all stages; a tied layer's parameters only in the first stage's."""
+    if len({*map(len, stages)}) > 1:
+        return ()
+    seen: set[str] = set()
+    found = []
+    for alike in zip(*stages, strict=True):
+        names = dict.fromkeys(n for group in alike for n in group.names if n not in seen)
+        found.append(replace(alike[0], names=tuple(names)))
+        seen.update(names)
+    return tuple(found)

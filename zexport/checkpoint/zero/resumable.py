@@ -1,0 +1,218 @@
+"""Can optimizer states be written for other ranks? Checks and values that only resharding needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import astuple, replace
+
+from zexport.checkpoint.state import Cell, Copy, Parameter, RankValues, Recorded, Role
+from zexport.checkpoint.zero.flat_groups import MOMENTUM, SAME_RANKS, InFlat
+from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
+from zexport.checkpoint.zero.records import ModelStates, OptimizerStates, scalar
+from zexport.errors import IncompleteCheckpointError, UnsupportedError
+from zexport.formats.inert import ForeignStorage, Opaque, Ordered, Size, StorageRef, TensorRef
+from zexport.formats.pickle_view import PickleView
+from zexport.formats.torch_file import TorchFile
+
+MEASURED = frozenset({"RMS"})
+"""Scalars that each rank measures anew at every step, so that ranks may differ.
+
+Source: transformers 5.23, ``optimization.py`` (``Adafactor.step``).
+"""
+
+OF_LAYOUT = frozenset(
+    {
+        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "dp_world_size", "ds_config"),
+    }
+)
+"""Keys of a model states file that depend on partitioning or config."""
+
+_OF_EXPERTS = frozenset({"ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"})
+
+
+def resumable_cell(cell: Cell, ranks: Ranks) -> Cell:
+    """Return the cell of one index, with second copies of states, if it can be resharded.
+
+    Raises:
+        ZexportError: optimizer states are missing, or cannot be written for other ranks.
+    """
+    model, owners = ranks.first, [one for one in ranks.owners if one is not None]
+    if not any(model.param_shapes):
+        raise UnsupportedError(
+            "the order of weights in flat groups is not recorded, as in a pipeline without ZeRO",
+            path=model.file.path,
+            expected="param_shapes",
+            hint="Resume with ZeRO stage 1, save, and reshard that checkpoint",
+        )
+    if not owners:
+        raise no_optimizer(ranks.folder, ranks.index)
+    check_groups(owners, model)
+    return with_rank_states(cell, ranks)
+
+
+def with_rank_states(cell: Cell, ranks: Ranks) -> Cell:
+    """Return the cell with each rank's own values, and copies of states that ranks have whole.
+
+    A rank without a model states file has rank 0's values.
+    """
+    held = (own for one in cell.parameters.values() for own in one.held if isinstance(own, InFlat))
+    copies = []
+    for group in dict.fromkeys(own.group for own in held):
+        for name, stored in group.whole_states(MOMENTUM).items():
+            shape = group.shapes[name]
+            kept = [Parameter(name, shape, Role.TRAINABLE, (one,)) for one in stored]
+            copies += [Copy(kept[0], other) for other in kept[1:]]
+    found, own = differing(ranks), []
+    for rank in range(len(ranks.owners)) if any(found) else ():
+        model = ranks.model.get(rank, ranks.first)
+        tables = zip(_own_values(model), found, strict=True)
+        values = [{key: table[key] for key in keys if key in table} for table, keys in tables]
+        own.append(RankValues(*(Recorded(model.file, one) for one in values)))
+    return replace(cell, own=tuple(own), copies=(*cell.copies, *copies))
+
+
+def differing(ranks: Ranks) -> tuple[list[str], list[str]]:
+    """Return keys of client state, and buffers, that differ between ranks of a ZeRO-3 run.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
+    """
+    models = [ranks.model[rank] for rank in sorted(ranks.model)] if ranks.is_zero3 else []
+    found = []
+    for number in range(2):
+        tables = [
+            {key: _content(one.file, value) for key, value in _own_values(one)[number].items()}
+            for one in models
+        ]
+        keys = {key for own in tables for key in own}
+        found.append(sorted(n for n in keys if any(o.get(n) != tables[0].get(n) for o in tables)))
+    return found[0], found[1]
+
+
+def _own_values(one: ModelStates) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """Return the client state, and everything in the module except placeholders of parameters."""
+    client = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
+    module = one.root.get("module").table().items()
+    return client, {k: v for k, v in module if not (isinstance(v, TensorRef) and v.shape == (0,))}
+
+
+def _content(file: TorchFile, value: object) -> list[object]:
+    """Return what equal values of two files have in common, with the CRC-32 of storages."""
+    found, waiting, seen = list[object](), [value], set[int]()
+    for one in waiting:  # grows; a value may contain itself
+        if isinstance(one, StorageRef | ForeignStorage):
+            found.append((one.nbytes, file.checksum(one)))
+        elif type(one) not in _PARTS:
+            found.append(one)
+        elif id(one) not in seen:
+            seen.add(id(one))
+            parts = _PARTS[type(one)](one)
+            found.append(len(parts))
+            waiting += parts
+    return found
+
+
+_PARTS: Mapping[type, Callable[[Any], Sequence[object]]] = {
+    TensorRef: astuple,
+    Opaque: lambda one: (one.callee, one.args, one.state, one.items, one.pairs),
+    **dict.fromkeys((list, tuple, Size), tuple),
+    **dict.fromkeys((dict, Ordered), lambda one: (*one, *one.values())),
+}
+
+
+def check_groups(
+    owners: Sequence[OptimizerStates],
+    model: ModelStates,
+    sharing: Mapping[int, Sequence[OptimizerStates]] = {},
+) -> None:
+    """Raise unless all ranks' parameter groups can be merged and partitioned again.
+
+    Args:
+        owners: optimizer states of all ranks, in order.
+        sharing: ranks that partition a flat group of experts, by its number.
+    """
+    first = owners[0]
+    has_stepped = (model.steps or 0) > model.skipped_steps
+    every = [one.groups for one in owners]
+    for owner in owners:
+        check_numbered(owner.inner)
+    for at, group in enumerate(first.groups):
+        numbers, settings = group.flat_groups, group.settings or {}
+        found = [
+            (one, own[at].settings or {})
+            for one, own in zip(owners, every, strict=True)
+            if at < len(own)
+        ]
+        _check_equal(f"setting {{!r}} of parameter group {at}", found)
+        if len({number in sharing for number in numbers}) > 1:
+            raise UnsupportedError(
+                "a parameter group has experts and other weights",
+                path=first.file.path,
+                expected="separate groups, as DeepSpeed requires",
+                hint=SAME_RANKS,
+            )
+        of_ranks = [(one, one.kept[n]) for n in numbers for one in sharing.get(n, owners)]
+        is_due = has_stepped and "betas" in settings and of_ranks
+        if is_due and not any(kept.tensors for _, kept in of_ranks):
+            raise no_states(first.file.path)
+        for owner, kept in of_ranks:
+            if kept.within:
+                raise UnsupportedError(
+                    f"optimizer state {kept.within[0]!r} is inside another, such as blocks that "
+                    "begin anew on every rank, and cannot be resharded",
+                    path=owner.file.path,
+                    hint=SAME_RANKS,
+                )
+        states = [
+            (one, {**kept.scalars, **dict.fromkeys(kept.tensors, "a tensor")})
+            for one, kept in of_ranks
+        ]
+        _check_equal(f"optimizer state {{!r}} of flat groups {[*numbers]}", states)
+
+
+def _check_equal(what: str, found: Sequence[tuple[OptimizerStates, Mapping[str, object]]]) -> None:
+    """Raise if a value differs, such as one that Prodigy computes on each rank."""
+    for owner, own in found:
+        first, due = found[0]
+        for name in sorted({**due, **own}.keys() - MEASURED):
+            pair = [(first.file, due.get(name)), (owner.file, own.get(name))]
+            if _content(*pair[0]) != _content(*pair[1]):
+                shown = [scalar(*one) if isinstance(one[1], TensorRef) else one[1] for one in pair]
+                raise UnsupportedError(
+                    f"{what.format(name)} differs between ranks",
+                    path=owner.file.path,
+                    found=shown[1],
+                    expected=f"{shown[0]}, as in {first.file.path.name}",
+                    hint="If the optimizer computes it on each rank, resume with the same number "
+                    "of ranks; else copy all rank files of one checkpoint again",
+                )
+
+
+def check_numbered(inner: PickleView) -> None:
+    """Raise if an optimizer has other keys than numbered states and parameter groups.
+
+    torch's ``Optimizer.state_dict`` copies other keys of its state, and wrappers add their own.
+    """
+    own = inner.table()
+    found = [key for key in own if key not in ("state", "param_groups")]
+    if found := [*found, *PickleView(inner.path, "state", own.get("state")).table()]:
+        raise UnsupportedError(
+            f"optimizer state {found[0]!r} is not per-parameter and cannot be resharded",
+            path=inner.path,
+            hint=SAME_RANKS,
+        )
+
+
+def no_states(
+    path: Path, problem: str = "optimizer states are missing"
+) -> IncompleteCheckpointError:
+    """Return the error for a checkpoint with weights but without optimizer states."""
+    return IncompleteCheckpointError(
+        problem,
+        path=path,
+        expected="exp_avg, ... in addition to master weights",
+        hint="Reshard a checkpoint that has them, or start from an export's weights",
+    )

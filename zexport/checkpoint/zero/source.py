@@ -1,0 +1,344 @@
+"""DeepSpeed checkpoints as a source: from the files of a tag folder to a TrainingState."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from zexport.checkpoint.boxes import replicas_of
+from zexport.checkpoint.pruned import original_name
+from zexport.checkpoint.state import (
+    MODULE,
+    Cell,
+    CheckpointFile,
+    FileKind,
+    Parallelism,
+    Problems,
+    Role,
+    Structure,
+    TrainingState,
+    finding_of,
+    stored_tensors,
+)
+from zexport.checkpoint.zero.cell import zero_cell
+from zexport.checkpoint.zero.consistency import COPY_ALL, check_consistency, find_duplicates
+from zexport.checkpoint.zero.file_names import (
+    MODEL_FILES,
+    RankFile,
+    name_ranks,
+    rank_file_name,
+    rank_files,
+)
+from zexport.checkpoint.zero.ranks import (
+    FROM_NODES,
+    Ranks,
+    TagFolder,
+    check_grid,
+    no_model,
+    no_optimizer,
+    read_ranks,
+)
+from zexport.checkpoint.zero.resumable import no_states, resumable_cell
+from zexport.errors import (
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    LayoutError,
+    UnsupportedError,
+    UsageError,
+    ZexportError,
+)
+from zexport.formats.torch_file import Container, TorchFile
+from zexport.ranges.extents import paths_of
+from zexport.store.files import version
+from zexport.store.folders import is_folder
+
+# ruff: noqa: PLC0415 - most checkpoints need one of the layouts
+
+if TYPE_CHECKING:
+    from zexport.checkpoint.resolve import Location
+
+_MISSING_MAX = 100_000
+"""Limit for ranks of which missing files are listed; a damaged file may record any number."""
+
+_PRUNED = "pruned checkpoint: it has all weights, but training cannot resume from it"
+
+Cells = Callable[[], tuple[Cell, ...]]
+
+
+def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
+    """Read the metadata of a checkpoint; several locations have its parts on several nodes."""
+    for one in locations:  # before anything in them is read
+        one.boundary.check_tree(one.tag_dir)
+    tags = sorted({original_name(one.tag) for one in locations})
+    if len(tags) > 1:
+        raise UsageError(
+            "folders contain different tags",
+            path=locations[0].root,
+            found=", ".join(tags),
+            hint="Choose the tag with --tag",
+        )
+    path, problems = locations[0].tag_dir, Problems()
+    files = rank_files(*(one.tag_dir for one in locations))
+    kinds = {one.kind for one in files}
+    is_universal = is_folder(path / "zero") and FileKind.OPTIMIZER not in kinds
+    of_ranks = [one for one in files if one.kind in (FileKind.OPTIMIZER, *MODEL_FILES)]
+    if is_universal and FileKind.MODEL in kinds:
+        # Converted for all stages: only ZeRO-3 loads the other one, which has no weights.
+        of_ranks = [one for one in of_ranks if one.kind is FileKind.MODEL]
+    indices = sorted({one.mp for one in of_ranks})
+    ranks = {index: read_ranks(path, index, of_ranks, problems) for index in indices}
+    tag = TagFolder(path, files, ranks)
+    structure = Structure.UNIVERSAL if is_universal else _structure(tag)
+    written = {one.mp for one in tag.of_kind(FileKind.OPTIMIZER)}
+    for index, model in tag.models.items():
+        if index not in written and any(model.param_shapes) and not is_universal:
+            problems.add(no_optimizer(path, index))
+    problems.found += check_consistency(ranks)
+    more, first = tuple(locations[1:]), locations[0]
+    state = TrainingState(first, "", Cell({}), zero=ranks, structure=structure, parts=more)
+    try:
+        state = dataclasses.replace(state, parallelism=_parallelism(tag, structure))
+        joined, cells = _assemble(tag, structure)
+        whole = _without_shards(joined)
+        state = dataclasses.replace(
+            state,
+            whole=whole,
+            tensors=stored_tensors(whole),
+            replicas=tuple(replicas_of(whole)),
+            split=lambda: _split(tag, cells),
+        )
+        problems.found += (*whole.problems, *chain(*map(find_duplicates, ranks.values())))
+    except LayoutError as error:
+        problems.add(_damaged(error, tag))
+    except ZexportError as error:
+        problems.add(error)
+    missing = {rank for own in ranks.values() for rank in own.missing_model_ranks if rank != 0}
+    if missing and any(one.role is Role.FROZEN and one.source is None for one in state.tensors):
+        what = f"model states files of {name_ranks(missing)} are missing, which have frozen weights"
+        problems.add(IncompleteCheckpointError(what, path=path, hint=FROM_NODES))
+    if problems.found and (swapped := _swapped_out(tag)):
+        problems.found = [swapped]
+    told = [(one, finding_of(one)) for one in problems.found]
+    return dataclasses.replace(
+        _described(state, tag),
+        problems=tuple(one for one, found in told if found is None or found.kind.is_refused),
+        findings=tuple(found for _, found in told if found and not found.kind.is_refused),
+    )
+
+
+def _split(tag: TagFolder, cells: Cells) -> tuple[Cell, ...]:
+    """Return the cells of the ranks, with optimizer states that can be resharded."""
+    if any(one.is_pruned for ranks in tag.ranks.values() for one in ranks.optimizer.values()):
+        raise no_states(tag.path, "optimizer states were removed by zexport prune")
+    if swapped := _swapped_out(tag):
+        raise swapped
+    try:
+        return cells()
+    except LayoutError as error:
+        raise _damaged(error, tag) from error
+
+
+def _swapped_out(tag: TagFolder) -> UnsupportedError | None:
+    swapped = tag.path / "offloaded_tensors"  # DeepSpeed 0.19, runtime/zero/stage3.py
+    error = UnsupportedError(
+        "optimizer tensors are in NVMe swap files, which zexport does not read",
+        path=swapped,
+        hint="Resume with the optimizer offloaded to the CPU, and save again",
+    )
+    return error if is_folder(swapped) else None
+
+
+def _damaged(error: LayoutError, tag: TagFolder) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        error.problem,
+        path=tag.path,
+        found=error.found,
+        expected=error.expected,
+        hint=error.hint or COPY_ALL,
+    )
+
+
+def _structure(tag: TagFolder) -> Structure:
+    kinds, models = {one.kind for one in tag.files}, tag.models.values()
+    if FileKind.PIPELINE_LAYER in kinds:
+        return Structure.PIPELINE
+    of_experts = kinds & {FileKind.EXPERT, FileKind.EXPERT_OPTIMIZER}
+    if of_experts or any(one.has_experts for one in models):
+        return Structure.EXPERTS
+    if max(tag.ranks, default=0) > 0 or any(model.mp_world_size > 1 for model in models):
+        return Structure.TENSOR
+    return Structure.DATA
+
+
+def _parallelism(tag: TagFolder, structure: Structure) -> Parallelism:
+    if structure in (Structure.DATA, Structure.UNIVERSAL) or not tag.models:
+        return Parallelism()
+    grid, sizes, counts = tag.grid, tuple[int, ...](), list[int]()
+    if structure is Structure.EXPERTS:
+        from zexport.checkpoint.zero.experts import expert_sizes
+
+        sizes = expert_sizes(tag)
+        counts += (count for model in tag.models.values() for count in model.num_experts)
+    return Parallelism(grid.stages, grid.tensor, sizes, tuple(counts))
+
+
+def _assemble(tag: TagFolder, structure: Structure) -> tuple[Cell, Cells]:
+    """Return all parameters joined, and a function that returns the cells of the ranks."""
+    if structure is Structure.UNIVERSAL:
+        from zexport.checkpoint.zero.universal import read_universal
+
+        return read_universal(tag)
+    if structure is Structure.EXPERTS:
+        from zexport.checkpoint.zero.experts import read_experts
+
+        return read_experts(tag)
+    if not (tag.models if structure is Structure.TENSOR else tag.files):
+        raise no_model(tag.path)
+    if structure is Structure.PIPELINE or (structure is Structure.TENSOR and tag.grid.stages > 1):
+        from zexport.checkpoint.zero.pipeline import read_pipeline
+
+        return read_pipeline(tag)
+    ranks = [tag.ranks[index] for index in tag.models]
+    cells = [_cell(one) for one in ranks]
+
+    def split() -> tuple[Cell, ...]:
+        return tuple(_split_cell(*pair) for pair in zip(cells, ranks, strict=True))
+
+    if structure is Structure.DATA:
+        return cells[0] if cells else Cell({}), split
+    from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
+
+    check_grid(tag, tag.grid.tensor, "tensor ranks")
+    return join_tensor_ranks([*tag.models.values()], cells), split
+
+
+def _cell(ranks: Ranks) -> Cell:
+    if not ranks.is_zero0:
+        return zero_cell(ranks)
+    from zexport.checkpoint.zero.stage0 import zero0_cell
+
+    return zero0_cell(ranks)
+
+
+def _split_cell(cell: Cell, ranks: Ranks) -> Cell:
+    if not ranks.is_zero0:
+        return resumable_cell(cell, ranks)
+    from zexport.checkpoint.zero.stage0 import split_zero0
+
+    return split_zero0(cell, ranks.first.file)
+
+
+def _without_shards(cell: Cell) -> Cell:
+    """Return the cell without frozen weights of which only the first rank's shard was saved.
+
+    Adapters show their size (DeepSpeed 0.19, ``linear/optimized_linear.py``,
+    ``base_weight_sharding``).
+    """
+    known, shards = cell.parameters, set[str]()
+    for name, one in known.items():
+        module = name.removesuffix("lora_weight_1.weight")
+        whole, other = known.get(f"{module}weight"), known.get(f"{module}lora_weight_2.weight")
+        if module == name or whole is None or other is None:
+            continue
+        is_flat = (len(whole.shape), len(one.shape), len(other.shape)) == (1, 2, 2)
+        if is_flat and prod(whole.shape) < one.shape[1] * other.shape[0]:
+            shards.add(whole.name)
+    kept = {name: one for name, one in known.items() if name not in shards}
+    return replace(cell, parameters=kept, left_out=(*cell.left_out, *sorted(shards)))
+
+
+def _described(state: TrainingState, tag: TagFolder) -> TrainingState:
+    """Return the state with what the metadata says of it as a whole."""
+    ranks, structure = [*tag.ranks.values()], state.structure
+    first = ranks[0] if ranks else Ranks(tag.path, 0, {}, {}, False, None)
+    model, optimizer, stage = first.first if first.model else None, first.first_optimizer, None
+    if optimizer is not None:
+        stage = 1 if optimizer.stage is None else optimizer.stage  # BF16_Optimizer records none
+    elif model and (first.is_zero0 or structure is Structure.PIPELINE):
+        stage = None if any(model.param_shapes) else 0
+    kind = " (BF16_Optimizer)" if optimizer is not None and optimizer.stage is None else ""
+    layout = "" if stage is None else ", ".join((f"ZeRO-{stage}{kind}", *state.parallelism.words()))
+    config = model.config.get("optimizer") if model else None
+    name = config.get("type") if isinstance(config, dict) else None
+    module, buffers = (model.module, {*model.buffers}) if model else ({}, {*()})
+    dtypes = [ref.dtype for name, ref in module.items() if name not in buffers]
+    if structure is Structure.PIPELINE:
+        dtypes = [one.dtype_of(MODULE) for one in state.parameters.values() if one.has(MODULE)]
+    counted = Counter(one for one in dtypes if one.is_floating and state.parameters)
+    every = (*(file for one in ranks for file in one.files), *state.whole.files)
+    opened = {file.path: file for file in every}
+    pruned = [one for own in ranks for one in own.optimizer.values() if one.is_pruned]
+    missing = {rank for one in ranks for rank in one.missing_ranks}
+    warnings = []
+    if model is not None and 0 < (model.steps or 0) <= model.skipped_steps:
+        warnings.append("all optimizer steps were skipped, so these are the initial weights")
+    if any(file.container is Container.LEGACY for file in every):
+        warnings.append("legacy torch files have no checksums; flipped bits cannot be detected")
+    return dataclasses.replace(
+        state,
+        layout="universal checkpoint" if structure is Structure.UNIVERSAL else layout,
+        stage=stage,
+        world_size=first.world_size,
+        ds_version=next((one.version for one in (model, optimizer) if one and one.version), None),
+        global_steps=model.steps if model else None,
+        skipped_steps=model.skipped_steps if model else 0,
+        optimizer=name if isinstance(name, str) else None,
+        lr_step=model.lr_step if model else None,
+        module_dtype=max(counted, key=counted.__getitem__, default=None),
+        cast_dtype=model.cast_dtype if model else None,
+        frozen_left_out=model is not None and model.frozen_shapes is None and stage in (2, 3),
+        missing_ranks=() if structure is Structure.UNIVERSAL else tuple(sorted(missing)),
+        missing_model_ranks=tuple(sorted({r for one in ranks for r in one.missing_model_ranks})),
+        missing_files=_missing_files(state, tag),
+        files=tuple(_files(state, tag, opened)),
+        torch_files=tuple(opened.values()),
+        pruned_files=frozenset(one.file.path for one in pruned),
+        warnings=(*warnings, *state.whole.warnings),
+        notes=(*[_PRUNED for _ in pruned[:1]], *state.whole.notes),
+    )
+
+
+def _missing_files(state: TrainingState, tag: TagFolder) -> tuple[str, ...]:
+    """Return names of missing rank files that an export needs.
+
+    ZeRO-3's model states files except the first are needed only for frozen weights.
+    """
+    ranks, there = tag.ranks.values(), {one.path.name for one in tag.files}
+    world = range(max((one.world_size or 1 for one in ranks), default=0))
+    per_rank = any(one.is_zero3 for one in ranks)
+    is_partitioned = any(one.role is Role.FROZEN and one.source is None for one in state.tensors)
+    has_masters = any(one.optimizer or one.missing_ranks for one in ranks)
+    masters = world if has_masters and state.structure is not Structure.UNIVERSAL else ()
+    prefix = next((one.prefix for one in tag.files if one.prefix), "")
+    count, due = state.parallelism.stages * state.parallelism.tensor_ranks, list[str]()
+    for index in range(count if count * len(world) <= _MISSING_MAX else 0):
+        due += (rank_file_name(FileKind.OPTIMIZER, o, index, prefix=prefix) for o in masters)
+        models = world if per_rank and is_partitioned else world[:1]
+        due += (rank_file_name(MODEL_FILES[per_rank], rank, index) for rank in models)
+    return tuple(name for name in due if name not in there)
+
+
+def _files(
+    state: TrainingState, tag: TagFolder, opened: Mapping[Path, TorchFile]
+) -> Iterator[CheckpointFile]:
+    """Yield the rank files, and the parameter files of a universal checkpoint."""
+    listed = {one.path for one in tag.files}
+    others = (RankFile(path, FileKind.PARAMETER) for path in opened if path not in listed)
+    read = paths_of(one.source for one in state.tensors if one.source is not None)
+    for one in (*tag.files, *others):
+        is_first = one.rank == 0 and one.kind in MODEL_FILES
+        yield CheckpointFile(
+            path=one.path,
+            kind=one.kind,
+            rank=one.rank,
+            nbytes=version(one.path).nbytes,
+            needed=one.path in read or one.kind is FileKind.OPTIMIZER or is_first,
+            unknown_globals=opened[one.path].unknown_globals if one.path in opened else (),
+        )

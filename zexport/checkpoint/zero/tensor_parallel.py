@@ -1,0 +1,309 @@
+"""Tensor parallelism: join the slices of all tensor ranks, and split again.
+
+How a tensor is split is recorded in ``universal_checkpoint_info``: by AutoTP as boxes
+(``affine_map``) and lists of name patterns, by Megatron-DeepSpeed as lists only. Source: DeepSpeed
+0.19.8, ``module_inject/layers.py`` (``collect_autotp_universal_checkpoint_info``),
+``checkpoint/ds_to_universal.py`` (``merge_tp_slices``), ``checkpoint/affine.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from zexport.checkpoint.boxes import Padded, Piece, cut_boxes, join_boxes
+from zexport.checkpoint.state import Cell, Copy, Parameter, Role, joined
+from zexport.checkpoint.zero.patterns import Patterns
+from zexport.checkpoint.zero.records import ModelStates
+from zexport.errors import LayoutError, UnsupportedError
+from zexport.formats.pickle_view import PickleView
+from zexport.ranges.dtypes import Shape
+from zexport.ranges.mosaic import row_major
+
+_INFO = "universal_checkpoint_info"
+_MAPS = "affine_map"
+_REFUSED = "autotp_unsupported_parameter_patterns"
+_WHOLE, _AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
+_HALVES = "parameter_with_2_sub_params_cat_dim_0"
+_FUSED, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
+_ROWS = "parameter_with_row_parallelism_patterns"  # split along dimension 1, all others along 0
+_VOCABULARY = "vocabulary_parameter_patterns"
+_WIDTHS_SINCE = 0.4
+_PARTS_MAX = 1024
+
+
+class Box(Struct, frozen=True):
+    """A box that a rank's slice shares with the whole: its first index in either, and its size."""
+
+    rank: int
+    start: Shape
+    origin: Shape
+    shape: Shape
+
+
+class TensorRanks(Struct, frozen=True):
+    """The tensor ranks of one pipeline stage: ``join`` their slices, ``split`` a tensor again.
+
+    ``shards`` has the shapes of every tensor's slices, by rank; ``tables`` the record's patterns.
+    """
+
+    record: PickleView
+    shards: Mapping[str, Sequence[Shape]]
+    tables: Mapping[str, Patterns]
+
+    def _recorded(self, table: str, name: str) -> PickleView | None:
+        return self.tables[table].get(name)
+
+    def join(self, parts: Sequence[Parameter]) -> tuple[Parameter, list[Copy]]:
+        """Return the tensor whose slices the ranks have, and boxes that several ranks have.
+
+        Slices without elements have any role: no optimizer has them.
+        """
+        name = parts[0].name
+        roles = {one.role for one in parts if prod(one.shape)} or {parts[0].role}
+        if len(roles) > 1:
+            found = ", ".join(one.role.value for one in parts)
+            raise LayoutError(f"tensor ranks have different roles of {name!r}", found, "one role")
+        (role,) = roles
+        shape, boxes = self._replicated(name) if role is Role.BUFFER else self._find(name)
+        pieces = [Piece(parts[box.rank], box.start, box.origin, box.shape) for box in boxes]
+        return join_boxes(name, shape, role, pieces)
+
+    def split(self, whole: Parameter, rank: int) -> Parameter:
+        """Return one rank's slice: the inverse of ``join``. Vocabulary padding becomes zeros."""
+        name, (shape, boxes) = whole.name, self._find(whole.name)
+        if whole.shape != shape:
+            if whole.shape != (kept := self._without_padding(name, shape)):
+                raise LayoutError(f"{name!r} has another shape than its record", whole.shape, kept)
+            whole = Parameter(name, shape, whole.role, (Padded(whole, prod(shape)),))
+        own = [Piece(whole, box.start, box.origin, box.shape) for box in boxes if box.rank == rank]
+        return cut_boxes(whole, self.shards[name][rank], own)
+
+    def trim(self, whole: Parameter) -> Parameter:
+        """Return a joined tensor without padding rows of the vocabulary."""
+        shape = self._without_padding(whole.name, whole.shape)
+        zero = (0,) * len(shape)
+        return cut_boxes(whole, shape, [Piece(whole, zero, zero, shape)])
+
+    def _without_padding(self, name: str, shape: Shape) -> Shape:
+        size = self.record.get("original_vocab_size").number_or(None)
+        if (
+            size is None
+            or not shape
+            or not 0 < size < shape[0]
+            or not self._recorded(_VOCABULARY, name)
+        ):
+            return shape
+        return (size, *shape[1:])
+
+    def universal_keys(self, name: str) -> dict[object, object]:
+        """Return the keys of a universal checkpoint by which DeepSpeed splits a parameter again."""
+        if self._recorded(_FUSED, name) is not None and not self.record.has(_REFUSED):
+            raise UnsupportedError(
+                f"{name!r} has fused parts, which a universal checkpoint records in a DeepSpeed "
+                "object that zexport does not write",
+                path=self.record.path,
+                hint="Reshard to rank files with --world-size, or convert with ds_to_universal",
+            )
+        keys: dict[object, object] = {"cat_dim": 1 if self._recorded(_ROWS, name) else 0}
+        if self._recorded(_HALVES, name):
+            keys["param_n_sub_params"] = 2
+        if self._recorded(_VOCABULARY, name):
+            keys["vocab_tensor"] = True
+        return keys
+
+    def _find(self, name: str) -> tuple[Shape, list[Box]]:
+        """Return the whole shape of a tensor, and the boxes of its slices."""
+        if (reason := self._recorded(_REFUSED, name)) is not None:
+            raise self._unsupported(name, reason.text_or(None) or "DeepSpeed gives no reason")
+        if (entry := self._recorded(_MAPS, name)) is not None:
+            return self._by_map(name, entry)
+        # Averaged tensors are equal on all ranks or cannot be joined exactly: they are compared.
+        if self._recorded(_WHOLE, name) or self._recorded(_AVERAGED, name):
+            return self._replicated(name)
+        shards, fused = self.shards[name], self._recorded(_FUSED, name)
+        dim = 1 if self._recorded(_ROWS, name) else 0
+        if self._recorded(_HALVES, name):
+            dim = 0
+        elif fused is not None:
+            dim = fused.need("partition_dim").number()
+        elif dim == 0 and len(shards[0]) == 1 and not self._follows_a_weight(name):
+            raise self._unsupported(name, "no record says whether ranks have it whole or split")
+        rests = {(len(shard), *shard[:dim], *shard[dim + 1 :]) for shard in shards}
+        if not 0 <= dim < len(shards[0]) or len(rests) > 1:
+            expected = f"equal except for dimension {dim}"
+            raise LayoutError(f"slices of {name!r} do not fit together", shards, expected)
+        own = [shard[dim] for shard in shards]
+        widths = self._part_widths(name, dim, own)
+        if any(len(row) != len(own) or min(row) < 0 for row in widths) or own != [
+            sum(of_rank) for of_rank in zip(*widths, strict=True)
+        ]:
+            raise LayoutError(f"widths of fused parts of {name!r} do not fit", widths, own)
+        shape = _resized(shards[0], dim, sum(own))
+        zero = (0,) * len(shape)
+        begin, origins, boxes = 0, [0] * len(own), list[Box]()
+        for row in widths:
+            for rank, width in enumerate(row):
+                start, origin = _resized(zero, dim, begin), _resized(zero, dim, origins[rank])
+                boxes.append(Box(rank, start, origin, _resized(shape, dim, width)))
+                begin += width
+                origins[rank] += width
+        return shape, boxes
+
+    def _replicated(self, name: str) -> tuple[Shape, list[Box]]:
+        shape, *others = self.shards[name]
+        if any(other != shape for other in others):
+            raise self._unsupported(name, "ranks have different shapes of it instead of replicas")
+        zero = (0,) * len(shape)
+        return shape, [Box(rank, zero, zero, shape) for rank in range(1 + len(others))]
+
+    def _follows_a_weight(self, name: str) -> bool:
+        """Whether a 1-D tensor in no list is the bias of a weight that is split the same way.
+
+        DeepSpeed splits it. Early records do not list norms, which all ranks have whole.
+        """
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if any(len(shard) < 2 for shard in self.shards.get(weight, ((),))):
+            return False
+        return self._find(weight)[0][0] == sum(shard[0] for shard in self.shards[name])
+
+    def _by_map(self, name: str, entry: PickleView) -> tuple[Shape, list[Box]]:
+        whole, ranks = entry.need("logical_shape").shape(), entry.need("ranks")
+        shards, boxes = self.shards[name], list[Box]()
+        if ranks.mapping().keys() != {*range(len(shards))}:
+            ranks.fail(
+                "is for other tensor ranks", f"{len(ranks.mapping())} of {len(shards)} ranks"
+            )
+        for rank, shard in enumerate(shards):
+            own, numel = ranks.get(rank), 0
+            for piece in own.need("pieces").items():
+                box = box_of(rank, piece, whole, shard)
+                if box is None or piece.get("scale").value not in (None, 1):
+                    raise self._unsupported(name, "a piece of it is scaled, or no box")
+                boxes.append(box)
+                numel += prod(box.shape)
+            if own.need("shard_shape").shape() != shard or numel != prod(shard):
+                own.fail(f"does not describe the slice of shape {list(shard)}")
+        return whole, boxes
+
+    def _part_widths(self, name: str, dim: int, own: list[int]) -> list[list[int]]:
+        """Return the width of every part on every rank; ``own`` has the widths of the slices.
+
+        Older records have the widths of whole parts, or the number of equal ones.
+        """
+        fused, parts = self._recorded(_FUSED, name), list[int]()
+        count: int | None = 2
+        if not self._recorded(_HALVES, name):
+            if fused is None:
+                return [own]
+            if (recorded := self._recorded(_WIDTHS, name)) is not None:
+                return [[width.number() for width in row.items()] for row in recorded.items()]
+            version = self.record.get("universal_checkpoint_version").value
+            if isinstance(version, int | float) and version >= _WIDTHS_SINCE:
+                raise self._unsupported(name, "the widths of its fused parts are not recorded")
+            sizes = fused.need("shape").items()
+            size = sizes[dim] if dim < len(sizes) else fused.fail(f"has no dimension {dim}")
+            parts = [one.number() for one in size.items_or_self()]
+            count = None if isinstance(size.value, list | tuple) else parts[0]
+        if count is not None:
+            parts = [sum(own) // count] * count if 0 < count <= _PARTS_MAX else []
+        if sum(parts) != sum(own) or any(part % len(own) for part in parts):
+            raise self._unsupported(name, "its fused parts are not divisible by the tensor ranks")
+        return [[part // len(own)] * len(own) for part in parts]
+
+    def _unsupported(self, name: str, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"tensor-parallel {name!r} cannot be joined exactly: {reason}",
+            path=self.record.path,
+            hint="Gather the weights from the running engine, or save without tensor parallelism",
+        )
+
+
+def tensor_ranks(
+    models: Sequence[ModelStates], shards: Mapping[str, Sequence[Shape]]
+) -> TensorRanks:
+    """Parse the records of all tensor ranks; later ranks may have none."""
+    record, *others = (model.root.get(_INFO) for model in models)
+    path = record.path
+    if not record.value:
+        raise UnsupportedError(
+            f"the tensor-parallel split is not recorded (no {_INFO})",
+            path=path,
+            hint="Resume with DeepSpeed 0.19 or later, save again, and export that checkpoint",
+        )
+    for other in others:
+        if other.value and other.plain_values() != record.plain_values():
+            other.fail(f"differs from {path.name}", "another tensor-parallel split")
+    maps = record.get(_MAPS)
+    if maps.value is not None and (version := maps.get("version").value) != 1:
+        raise UnsupportedError("unknown version of affine_map", path=path, found=version)
+    items = {
+        _MAPS: () if maps.value is None else maps.get("params").entries(),
+        _REFUSED: record.get(_REFUSED).entries(),
+        _WIDTHS: record.get(_WIDTHS).entries(),
+        _FUSED: [
+            (pattern.text(), entry)
+            for entry in record.get(_FUSED).items()
+            for pattern in entry.need("patterns").items()
+        ],
+    }
+    for key in (_WHOLE, _AVERAGED, _HALVES, _ROWS, _VOCABULARY):
+        items[key] = ((item.text(), item) for item in record.get(key).items())
+    tables = {key: Patterns.read(own, path) for key, own in items.items()}
+    return TensorRanks(record, shards, tables)
+
+
+def join_tensor_ranks(models: Sequence[ModelStates], cells: Sequence[Cell]) -> Cell:
+    """Return the cell of all tensor ranks of one stage."""
+    merged = joined(cells)  # rank 0 records shared_params, later ranks show shared storages
+    by_rank = [
+        {name: one for name, one in cell.parameters.items() if name not in merged.aliases}
+        for cell in cells
+    ]
+    for rank, own in enumerate(by_rank):
+        if apart := sorted(by_rank[0].keys() ^ own.keys()):
+            raise LayoutError(
+                f"tensor rank {rank} has other tensors than rank 0",
+                f"{len(apart)} names on only one, such as {apart[0]!r}",
+                f"the same {len(by_rank[0])} names",
+            )
+    shards = {name: [own[name].shape for own in by_rank] for name in by_rank[0]}
+    ranks = tensor_ranks(models, shards)
+    parameters, copies = dict[str, Parameter](), list[Copy]()
+    for name in shards:
+        parameters[name], more = ranks.join([own[name] for own in by_rank])
+        copies += more
+    return replace(merged, parameters=parameters, copies=(*copies, *merged.copies))
+
+
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def box_of(rank: int, piece: PickleView, whole: Shape, shard: Shape) -> Box | None:
+    """Return a piece of an affine map as a box of the whole and of a slice; ``None`` if it is none.
+
+    Pieces have offset and strides in elements. One without elements (a rank has some if there are
+    fewer heads than ranks) begins at 0: its recorded offset need not be in the tensor.
+    """
+    shape, starts = piece.need("shape").shape(), list[Shape]()
+    for key, tensor in (("source", whole), ("dest", shard)):
+        view = piece.need(key).items()
+        if len(view) != 2:
+            piece.fail("is not an offset and strides")
+        offset, strides, dense = view[0].number(), view[1].shape(), row_major(tensor)
+        if not len(shape) == len(tensor) == len(strides):
+            return None
+        start = [offset // (step or 1) % (n or 1) for step, n in zip(dense, tensor, strict=True)]
+        if not prod(shape):
+            start = [0] * len(shape)
+        elif offset != sum(i * step for i, step in zip(start, dense, strict=True)) or any(
+            i + n > size or (n > 1 and stride != step)
+            for i, n, size, stride, step in zip(start, shape, tensor, strides, dense, strict=True)
+        ):
+            return None
+        starts.append(tuple(start))
+    return Box(rank, starts[0], starts[1], shape)

@@ -1,0 +1,370 @@
+"""Universal checkpoints: a folder per trained parameter, with a file per slot; model states files.
+
+What else the converter writes is not exact: frozen weights and buffers as fp32, tied weights from
+16-bit values. Those are read from the copied model states files; a pipeline's are in layer files,
+which ``zexport reshard`` keeps and DeepSpeed's converter does not.
+
+Source: DeepSpeed 0.10 to 0.19, ``checkpoint/ds_to_universal.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+
+from msgspec.structs import replace
+
+from zexport.checkpoint.boxes import InFiles, Sources, in_file
+from zexport.checkpoint.state import (
+    MASTER,
+    MODULE,
+    Cell,
+    FileKind,
+    Group,
+    Held,
+    Parameter,
+    Recorded,
+    Role,
+    by_role,
+    joined,
+)
+from zexport.checkpoint.zero.cell import with_untrained
+from zexport.checkpoint.zero.expert_layers import AutoEpLayer, autoep_weights, cut_experts
+from zexport.checkpoint.zero.experts import expert_files
+from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
+from zexport.checkpoint.zero.flat_groups import check_one_dtype, partition_numel
+from zexport.checkpoint.zero.pipeline import Layer, tied_prefix
+from zexport.checkpoint.zero.ranks import FROM_NODES, TagFolder
+from zexport.checkpoint.zero.records import ModelStates, kept_of, scalar
+from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks, tensor_ranks
+from zexport.errors import IncompleteCheckpointError, LayoutError, UnsafeError, UnsupportedError
+from zexport.formats.inert import TensorRef
+from zexport.formats.pickle_view import PickleView, view
+from zexport.formats.torch_file import TorchFile, read_torch_file
+from zexport.printable import some
+from zexport.ranges.computed import Zeros
+from zexport.ranges.dtypes import DType, Shape
+from zexport.ranges.extents import Window
+from zexport.store.folders import child_folders, children
+
+FOLDER, OPTIMIZER_STATE, STEP = "zero", "optimizer_state", "step"
+_SOURCE = "Reshard the checkpoint that it was converted from"
+
+
+def read_universal(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
+    """Return all tensors, and a function for the cells that the converted ranks would have."""
+    if not tag.ranks or any(0 not in one.model for one in tag.ranks.values()):
+        raise IncompleteCheckpointError(
+            "the model states file of rank 0 is missing, which has names and shapes",
+            path=tag.path,
+            hint="Copy *_model_states.pt from where the checkpoint was converted, or convert again",
+        )
+    source = _Universal(tag)
+    return source.whole, lambda: tuple(source.split())
+
+
+class _Universal:
+    """A universal checkpoint: parameter folders, and the model states of all converted ranks."""
+
+    def __init__(self, tag: TagFolder) -> None:
+        self.tag = tag
+        self.folder = tag.path / FOLDER
+        self.layer_files = tag.of_kind(FileKind.PIPELINE_LAYER)
+        self.opened: list[TorchFile] = []
+        self.models = [*tag.models.values()]
+        for model in self.models:
+            self._check_not_shuffled(model)
+        self.parts = [self._part(*pair) for pair in zip(self.tag.models, self.models, strict=True)]
+
+    @cached_property
+    def optimizer(self) -> TorchFile:
+        """The file with the parameter groups."""
+        return read_torch_file(self.folder / f"{OPTIMIZER_STATE}.pt")
+
+    @property
+    def root(self) -> PickleView:
+        return view(self.optimizer, "optimizer state")
+
+    def _check_not_shuffled(self, model: ModelStates) -> None:
+        """Raise if the converter mixed up values: with round robin it cuts by another order.
+
+        Only zexport writes names into parameter groups. This also refuses BF16_Optimizer, which
+        does not shuffle but records no difference.
+        """
+        stage = model.zero_config.get("stage")
+        if not (model.is_round_robin and stage in (1, 2) and model.dp_world_size != 1):
+            return
+        groups = self.root.get("param_groups").items()
+        params = [one for group in groups for one in group.need("params").items()]
+        if not params or not all(isinstance(one.value, str) for one in params):
+            raise UnsupportedError(
+                "converted from a run with round_robin_gradients; the converter mixes up values",
+                path=model.file.path,
+                hint="Export the checkpoint that it was converted from",
+            )
+
+    def _part(self, index: int, model: ModelStates) -> Cell:
+        """Return what the model states of one index have; trained parameters have no values."""
+        ranks = self.tag.ranks[index]
+        world_size = model.dp_world_size or len(ranks.model)
+        if ranks.is_zero3 and len(ranks.model) < world_size and model.frozen_shapes:
+            raise IncompleteCheckpointError(
+                "model states files are missing, which have partitions of frozen weights",
+                path=self.tag.path,
+                found=f"{len(ranks.model)} of {world_size} model states files",
+                hint=FROM_NODES,
+            )
+        held = (Sources(MASTER, DType.F32, Zeros(0)),)
+        trained = [Parameter(*one, Role.TRAINABLE, held) for one in model.trained.items()]
+        cell = with_untrained(replace(ranks, world_size=world_size), model, trained)
+        if not model.has_experts:
+            return cell
+        # AutoEP keeps a replaced module under its old name and never updates its weights.
+        listed, known = model.frozen_shapes or {}, cell.parameters
+        stale = [n for n, one in known.items() if one.role is Role.FROZEN and n not in listed]
+        return replace(
+            cell,
+            parameters={name: one for name, one in known.items() if name not in stale},
+            frozen=None if cell.frozen is None else tuple(listed),
+            left_out=(*cell.left_out, *stale),
+        )
+
+    @cached_property
+    def whole(self) -> Cell:
+        """All tensors."""
+        slots, shards = self.slots, dict[str, list[Shape]]()
+        for name, shape in (item for model in self.models for item in model.trained.items()):
+            shards.setdefault(name, []).append(shape)
+        weights = {
+            name: self._weight(name, slots.get(name, ()), own) for name, own in shards.items()
+        }
+        stepped = [one for name, one in weights.items() if "exp_avg" in slots[name]]
+        check_one_dtype(one.dtype for one in stepped if prod(one.shape))
+        rest = self._joined(self.parts, weights)
+        layers = self._joined([*self._layers(weights)], weights)
+        lost = [name for name in rest.left_out if name not in layers.parameters]
+        warnings = [f"the converter lost the values of {', '.join(lost)}"] if lost else []
+        if not (self.layer_files or any(model.module for model in self.models)):
+            warnings.append(
+                "frozen weights, if there were any, are missing: a pipeline has them in layer "
+                "files, which the converter does not copy"
+            )
+        found = [*weights.values(), *rest.parameters.values(), *layers.parameters.values()]
+        return replace(
+            rest,
+            parameters=by_role(found),
+            aliases={alias: name for alias, name in rest.aliases.items() if alias not in weights},
+            left_out=(),
+            frozen=tuple(n for n, one in rest.parameters.items() if one.role is Role.FROZEN),
+            copies=(*rest.copies, *layers.copies),
+            files=tuple(self.opened),
+            warnings=(*rest.warnings, *warnings),
+        )
+
+    def _joined(self, cells: Sequence[Cell], weights: Collection[str]) -> Cell:
+        """Return what tensor ranks have beside trained weights; other ranks have nothing else."""
+        rest = []
+        for cell in cells:
+            own = {name: one for name, one in cell.parameters.items() if name not in weights}
+            rest.append(replace(cell, parameters=own, copies=()))
+        if len(rest) > 1 and any(cell.parameters for cell in rest):
+            return join_tensor_ranks(self.models[: len(rest)], rest)
+        return rest[0] if len(rest) == 1 else joined(rest or [Cell({})])
+
+    @cached_property
+    def slots(self) -> dict[str, list[str]]:
+        """The slots in each parameter folder.
+
+        Raises:
+            LayoutError: folders and model states are of different conversions. The converter
+                writes ``exp_avg`` only for names in ``param_shapes``.
+        """
+        found, known, trained = dict[str, list[str]](), set[str](), set[str]()
+        for folder, is_link in child_folders(self.folder):
+            if is_link:
+                raise UnsafeError("is a link instead of a parameter's folder", path=folder)
+            found[folder.name] = [one.stem for one in children(folder) if one.suffix == ".pt"]
+        for model, part in zip(self.models, self.parts, strict=True):
+            known |= {*part.parameters, *part.aliases, *part.left_out}
+            known |= model.root.get("module").table().keys()  # from --inject_missing_state
+            trained |= model.trained.keys()
+        due = {name: trained if "exp_avg" in slots else known for name, slots in found.items()}
+        if extra := sorted(name for name, names in due.items() if name not in names):
+            raise LayoutError(
+                "folders are of another conversion",
+                some(extra),
+                "parameters of the model states files",
+            )
+        return found
+
+    def _weight(self, name: str, slots: Collection[str], shards: Sequence[Shape]) -> Parameter:
+        """Return a trained parameter with its master weights and, if a file has them, module's."""
+        if MASTER not in slots:
+            raise LayoutError(f"folder {FOLDER} lacks weights", "none", f"{name}/{MASTER}.pt")
+        file = read_torch_file(self.folder / name / f"{MASTER}.pt")
+        root, shape, differing = view(file, "the file"), shards[0], 0
+        models = [(m.file, m.module[name]) for m in self.models if name in m.module]
+        if not isinstance(file.value, TensorRef):
+            shape = root.need("param").tensor().shape
+            # Experts, tensor ranks and vocabulary padding change one dimension.
+            has_parts = len(shards) > 1 or root.has("ep_num_experts") or root.has("vocab_tensor")
+            differing = 1 if has_parts else 0
+            is_16_bit = any(ref.numel and ref.dtype in (DType.BF16, DType.F16) for _, ref in models)
+            if is_16_bit and "exp_avg" not in slots and root.mapping().keys() == {"param"}:
+                raise UnsupportedError(
+                    f"no master weights of {name!r}: the converter used 16-bit values",
+                    path=root.path,
+                    hint="Export the checkpoint that it was converted from",
+                )
+        for shard in shards:
+            pairs = zip(shard, shape, strict=False)
+            if len(shard) != len(shape) or sum(a != b for a, b in pairs) > differing:
+                root.fail("has another shape than in the model states files", f"{list(shape)}")
+        copies = [InFiles({MODULE: one}) for one in models if one[1].shape == shape]
+        held: list[Held] = [self._slot(file, MASTER, shape), *copies[:1]]
+        return Parameter(name, shape, Role.TRAINABLE, tuple(held))
+
+    def _slot(self, file: TorchFile, slot: str, shape: Shape) -> Sources:
+        """Return the tensor of a file: in its shape, or flat and maybe padded.
+
+        DeepSpeed 0.15 to 0.19.2 strip too little padding (``extract_zero_shards_stage3``).
+        """
+        root, whole = view(file, "the file"), prod(shape)
+        is_flat, world_size = isinstance(file.value, TensorRef), self.models[0].dp_world_size or 1
+        ref = root.tensor() if is_flat else root.need("param").tensor()
+        padded = (world_size - 1) * partition_numel(whole, world_size)
+        if ref.numel not in (whole, max(whole, padded)) if is_flat else ref.shape != shape:
+            root.fail(f"has another shape than {list(shape)}", f"{list(ref.shape)}")
+        self.opened.append(file)
+        return Sources(slot, ref.dtype, Window(file.source(ref), 0, whole * ref.dtype.itemsize))
+
+    def _layers(self, trained: Collection[str]) -> Iterator[Cell]:
+        """Yield what the layer files of each tensor rank have beside trained parameters."""
+        files: dict[int, list[Layer]] = {}
+        for name in self.layer_files:
+            file = read_rank_file(name)
+            self.opened.append(file)
+            tensors = view(file, "layer states").tensors()
+            files.setdefault(name.mp, []).append(Layer(name.layer, file, tensors))
+        buffers = {name for model in self.models for name in model.buffers}
+        for rank, layers in sorted(files.items()):
+            own = self.models[rank :: len(files)]
+            sizes = {name: prod(shape) for model in own for name, shape in model.trained.items()}
+            found = dict[str, Parameter]()
+            for layer in layers:
+                names = {f"{layer.number}.{key}": ref for key, ref in layer.tensors.items()}
+                is_known = any(name in trained or name in buffers for name in names)
+                if not is_known and tied_prefix(layer, sizes, buffers) is not None:
+                    continue
+                for full, ref in names.items():
+                    role = Role.BUFFER if full in buffers else Role.FROZEN
+                    found[full] = in_file(layer.file, full, ref, role)
+            yield Cell(found)
+
+    def split(self) -> Iterator[Cell]:
+        """Yield the cells of the model-parallel and expert-parallel ranks that were converted.
+
+        Raises:
+            ZexportError: optimizer states do not fit, or it is unknown how the ranks split them.
+        """
+        count, grid = len(self.models), self.models[0].grid
+        if count > 1 and (grid is None or grid.stages * grid.tensor != count):
+            raise UnsupportedError(
+                "joined from several model-parallel ranks, whose layout is not recorded",
+                path=self.tag.path,
+                found=f"{count} model-parallel ranks",
+                hint=_SOURCE,
+            )
+        tensor = 1 if grid is None or count == 1 else grid.tensor
+        if tensor < count and not self.layer_files:
+            raise IncompleteCheckpointError(
+                "layer files of the pipeline are missing, which the converter does not copy",
+                path=self.tag.path,
+                expected=rank_file_name(FileKind.PIPELINE_LAYER),
+                hint=_SOURCE,
+            )
+        states = {name: self._with_states(one) for name, one in self.whole.parameters.items()}
+        values: dict[str, object] = {"optimizer_state_dict": dict(self.root.mapping())}
+        for at, (model, part) in enumerate(zip(self.models, self.parts, strict=True)):
+            first, layers = at - at % tensor, autoep_weights(model)
+            ranks = self.models[first : first + tensor]
+            shapes = [{n: r.shape for n, r in m.module.items()} | m.trained for m in ranks]
+            shards = {name: [own.get(name, ()) for own in shapes] for name in states}
+            splits = tensor_ranks(ranks, shards) if tensor > 1 else None
+            sizes = {len(layer.held) for layer in layers.values()} or {1}
+            if len(sizes) > 1:
+                raise LayoutError("several expert-parallel sizes", sorted(sizes), "one")
+            groups = self._groups(model, layers)
+            values |= {"ds_config": model.config, "ds_version": model.version}
+            for rank in range(max(sizes)):
+                own = dict[str, Parameter]()
+                for name, shape in model.trained.items():
+                    whole, layer = states[name], layers.get(name)
+                    own[name] = whole
+                    if splits is not None:
+                        own[name] = splits.split(whole, at - first)
+                    elif layer is not None:
+                        own[name] = cut_experts(whole, layer.held[rank])
+                    has_experts = layer is None or whole.shape[:1] == (layer.num_experts,)
+                    if own[name].shape != shape or not has_experts:
+                        raise LayoutError(
+                            f"{name!r} has two shapes", list(shape), list(whole.shape)
+                        )
+                rest = [one for name, one in part.parameters.items() if name not in own]
+                cell = replace(
+                    part,
+                    parameters=by_role([*own.values(), *rest]),
+                    groups=groups,
+                    copies=(),
+                    files=(*self.opened, self.optimizer),
+                    optimizer=Recorded(self.optimizer, dict(values)),
+                    expert_rank=rank,
+                    expert_ranks=max(sizes),
+                )
+                files = tuple(expert_files(cell, model)) if layers else ()
+                yield replace(cell, expert_files=files)
+
+    def _with_states(self, one: Parameter) -> Parameter:
+        """Return a trained parameter with its optimizer states instead of module weights."""
+        folder, slots = self.folder / one.name, sorted(self.slots.get(one.name, ()))
+        states = [
+            self._slot(read_torch_file(folder / f"{slot}.pt"), slot, one.shape)
+            for slot in slots
+            if slot not in (MASTER, STEP)
+        ]
+        return replace(one, held=(one.held[0], *states))
+
+    def _groups(self, model: ModelStates, layers: Mapping[str, AutoEpLayer]) -> tuple[Group, ...]:
+        """Return the parameter groups, which have names, or numbers of dictionaries.
+
+        ZeRO-1/2 have a file with the step per parameter, ZeRO-3 the step of the first flat group.
+        """
+        found, shapes = list[Group](), model.param_shapes
+        for group in self.root.need("param_groups").items():
+            own = set[str]()
+            for item in group.need("params").items():
+                if isinstance(item.value, str):
+                    own.add(item.value)
+                elif 0 <= item.number() < len(shapes):
+                    own |= shapes[item.number()].keys()
+            names = [name for name in model.trained if name in own]
+            settings = {key: value for key, value in group.table().items() if key != "params"}
+            experts = [layers[name] for name in names if name in layers]
+            if experts:  # a run keeps its own size unless it is given one
+                settings["name"] = f"ep_size_{len(experts[0].held)}"
+            stepped = [self.folder / n / f"{STEP}.pt" for n in names if STEP in self.slots[n]]
+            files = [read_torch_file(path) for path in stepped]
+            self.opened += files
+            if len(steps := {scalar(file, file.value) for file in files}) > 1:
+                raise LayoutError("step differs within its group", sorted(map(str, steps)), "one")
+            shared = kept_of(self.root.get("optimizer_state_dict"), 0).scalars
+            scalars = Recorded(self.optimizer, {k: v for k, v in shared.items() if k == STEP})
+            if files:
+                scalars = Recorded(files[0], {STEP: files[0].value})
+            settled = Recorded(self.optimizer, settings)
+            found.append(Group(tuple(names), settled, scalars, bool(experts)))
+        if sorted(name for one in found for name in one.names) != sorted(model.trained):
+            numbers = sum(len(one.names) for one in found), len(model.trained)
+            raise LayoutError(f"groups in {OPTIMIZER_STATE}.pt differ from param_shapes", *numbers)
+        return tuple(found)
