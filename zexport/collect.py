@@ -33,7 +33,7 @@ from zexport.adapters.stated import (
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before
-from zexport.checkpoint.zero.resumable import differing
+from zexport.checkpoint.zero.consistency import differing
 from zexport.collected import Collected
 from zexport.errors import raise_all
 from zexport.facts.model import OF_BASE, Fact

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from zexport.beside.prunable import OF_A_RESUME, Place
+from zexport.beside.pruned_note import NOTE, Note
 from zexport.checkpoint.open import open_checkpoint
-from zexport.checkpoint.pruned import NOTE, Note
 from zexport.checkpoint.state import TrainingState, source_of
 from zexport.errors import CheckpointError, UnsupportedError
 from zexport.options import ReshardOptions

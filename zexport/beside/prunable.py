@@ -12,7 +12,6 @@ from msgspec import Struct
 from zexport.beside.best import best_names
 from zexport.beside.newest import Age, newest
 from zexport.beside.sightings import TRAINER_STATE, Sighting, look, sighting
-from zexport.checkpoint.pruned import original_name, pruned_name
 from zexport.checkpoint.resolve import (
     LATEST,
     Framework,
@@ -20,6 +19,8 @@ from zexport.checkpoint.resolve import (
     list_run_checkpoints,
     list_tags,
     locate,
+    original_name,
+    pruned_name,
     read_latest,
 )
 from zexport.checkpoint.state import TrainingState
@@ -215,8 +216,8 @@ def _saved(seen: Sighting, opened: TrainingState) -> _Saved:
     state, name = seen.folder / TRAINER_STATE, original_name(seen.name)
     of_trainer = read_json_object(state).get("global_step") if is_file(state) else None
     step = of_trainer if isinstance(of_trainer, int) else opened.global_steps or 0
-    recorded = opened.whole.model
-    root = PickleView(seen.tag_dir, "model states", recorded.values if recorded else {})
+    saved = opened.whole.states
+    root = saved.root if saved else PickleView(seen.tag_dir, "model states", {})
     if (epoch := root.get("epoch").number_or(None)) is not None:
         name = re.sub(rf"epoch={epoch}(?!\d)", "epoch=#", name)
     steps = {of_trainer, opened.global_steps, root.get("global_step").number_or(None)}

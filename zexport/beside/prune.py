@@ -30,8 +30,9 @@ from zexport.beside.prunable import (
     check_stands_for,
     place_of,
 )
+from zexport.beside.pruned_note import Note, Sizes, read_note
 from zexport.checkpoint.open import Checkpoint, open_checkpoint
-from zexport.checkpoint.pruned import Note, Sizes, original_name, read_note
+from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import raise_problems
 from zexport.errors import OutputError, VerificationError
 from zexport.filenames import MANIFEST_NAME

@@ -15,15 +15,17 @@ from pathlib import Path
 from blake3 import blake3
 from msgspec import Struct
 
+from zexport.beside.pruned_note import NOTES
 from zexport.checkpoint.open import open_checkpoint
-from zexport.checkpoint.pruned import NOTES, PREFIX, original_name
 from zexport.checkpoint.resolve import (
+    PRUNED,
     checkpoints_of_one_run,
     is_checkpoint_name,
     is_tag_dir,
     list_run_checkpoints,
     list_tags,
     locate,
+    original_name,
     recorded_step,
     run_folder,
 )
@@ -189,7 +191,7 @@ def _sightings(run: Path, boundary: Boundary) -> Iterator[Sighting]:
     tags = list_tags(run)
     checkpoints = checkpoints_of_one_run(run) if tags else list_run_checkpoints(run)
     for name in filter(str.isprintable, (*checkpoints, *tags)):
-        if name.startswith(PREFIX):
+        if name.startswith(PRUNED):
             continue
         try:
             yield sighting(run, name, boundary)
@@ -204,7 +206,7 @@ def out_of_reach(run: Path, seen: Container[str]) -> Iterator[tuple[str, Checkpo
     except OSError:
         return  # that is told by who looks for sightings
     for path in folders:
-        if path.name in seen or path.name.startswith(PREFIX):
+        if path.name in seen or path.name.startswith(PRUNED):
             continue
         try:
             if not path.name.isprintable() and (is_tag_dir(path) or list_tags(path)):

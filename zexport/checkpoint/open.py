@@ -17,6 +17,7 @@ from zexport.checkpoint.resolve import (
     locate,
     locate_all,
     location_of,
+    original_name,
 )
 from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.trainer_state import run_warnings
@@ -74,6 +75,14 @@ def open_checkpoint(
 
 def open_locations(locations: Sequence[Location]) -> TrainingState:
     """Read one checkpoint from its tag folder, or from one per node."""
+    tags = sorted({original_name(one.tag) for one in locations})
+    if len(tags) > 1:
+        raise UsageError(
+            "folders contain different tags",
+            path=locations[0].root,
+            found=", ".join(tags),
+            hint="Choose the tag with --tag",
+        )
     source = next(one for one in SOURCES if one.holds(locations[0].tag_dir))
     state = source.read(locations)
     return dataclasses.replace(state, warnings=(*run_warnings(state), *state.warnings))

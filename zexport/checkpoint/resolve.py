@@ -15,7 +15,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from zexport.checkpoint.pruned import original_name, pruned_name
 from zexport.checkpoint.state import TrainingState
 from zexport.checkpoint.zero.file_names import MODEL_FILES, parse_name, rank_files
 from zexport.checkpoint.zero.records import model_states
@@ -53,6 +52,9 @@ from zexport.store.publish import check_finished, is_unfinished
 
 NEWEST = "newest"
 """``--tag newest``: the newest complete checkpoint."""
+
+PRUNED = "pruned-"
+"""Begins a pruned checkpoint's name, so that no training resumes from it as ``checkpoint-N``."""
 
 LATEST = ("latest", "latest_universal")
 """Files that name a tag; DeepSpeed's ``ds_to_universal.py`` writes the second."""
@@ -214,6 +216,16 @@ def framework_of(root: Path, tag: str) -> Framework:
     if root.suffix == ".ckpt" and tag == "checkpoint":
         return Framework.LIGHTNING
     return Framework.OPENRLHF if root.name in ("_actor", "_critic") else Framework.DEEPSPEED
+
+
+def original_name(name: str) -> str:
+    """Return the name that a folder had before it was pruned."""
+    return name.removeprefix(PRUNED)
+
+
+def pruned_name(path: Path) -> Path:
+    """Return the path that a folder has once it is pruned."""
+    return path.parent / (PRUNED + original_name(path.name))
 
 
 def run_folder(path: Path) -> Path:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from zexport.errors import IncompleteCheckpointError, ZexportError, raise_all
 from zexport.findings import Finding, FindingKind
-from zexport.formats.inert import Global, TensorRef
+from zexport.formats.inert import Global
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import brief
 from zexport.ranges.dtypes import DType, Shape
@@ -30,6 +30,7 @@ from zexport.ranges.replicas import CastReplica, Replica
 if TYPE_CHECKING:
     from zexport.checkpoint.resolve import Location
     from zexport.checkpoint.zero.ranks import Ranks
+    from zexport.checkpoint.zero.records import ModelStates
 
 MASTER = "fp32"
 """Slot of the fp32 master weights (rarely 16-bit), under the name of universal checkpoints."""
@@ -124,23 +125,6 @@ class Copy(Struct, frozen=True):
     other: Parameter
 
 
-class ModuleEntry(Struct, frozen=True):
-    """An entry of the module's state dict; ``ref`` is empty if ``is_placeholder``.
-
-    ``owner`` names its parameter (tied names have the same); ZeRO-3 partitions it if
-    ``is_parameter``.
-    """
-
-    owner: str
-    ref: TensorRef
-    is_placeholder: bool
-    is_parameter: bool
-
-    @property
-    def dtype(self) -> DType:
-        return self.ref.dtype
-
-
 class RankValues(Struct, frozen=True):
     """Client state and buffers that one rank of a ZeRO-3 run saved differently from others."""
 
@@ -172,9 +156,8 @@ class Cell(Struct, frozen=True):
         copies: second copies that must be equal.
         matched: parameters whose master weights were matched by order and values, not by name.
         files: files with tensors; universal checkpoints add files as slots are bound.
-        model: all values of rank 0's model states file (``optimizer``: likewise).
+        states: rank 0's model states; ``optimizer``: all values of its optimizer states file.
         own: by rank, values that differ between ranks; empty if none do.
-        expert_files: expert files to write where the source has none (AutoEP under ZeRO-3).
         problems: contradictions that a user may accept with ``--allow``.
     """
 
@@ -182,19 +165,17 @@ class Cell(Struct, frozen=True):
     groups: tuple[Group, ...] = ()
     aliases: Mapping[str, str] = {}
     left_out: tuple[str, ...] = ()
-    module: Mapping[str, ModuleEntry] = {}
     frozen: tuple[str, ...] | None = ()
     copies: tuple[Copy, ...] = ()
     matched: frozenset[str] = frozenset()
     flats: tuple[FlatData, ...] = ()
     files: Sequence[TorchFile] = ()
-    model: Recorded | None = None
+    states: ModelStates | None = None
     optimizer: Recorded | None = None
     index: int = 0
     expert_rank: int = 0
     expert_ranks: int = 1
     own: tuple[RankValues, ...] = ()
-    expert_files: tuple[tuple[str, Mapping[object, object]], ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[ZexportError, ...] = ()
@@ -230,7 +211,6 @@ def joined(cells: Sequence[Cell]) -> Cell:
         groups=(),
         aliases=aliases,
         left_out=tuple(name for name in left_out if name not in aliases),
-        module={name: entry for cell in cells for name, entry in cell.module.items()},
         copies=tuple(copy for cell in cells for copy in cell.copies),
         matched=frozenset().union(*(cell.matched for cell in cells)),
         flats=tuple(flat for cell in cells for flat in cell.flats),

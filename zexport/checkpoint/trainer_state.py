@@ -13,8 +13,7 @@ from pathlib import Path
 
 from zexport.checkpoint.resolve import Location
 from zexport.checkpoint.state import TrainingState
-from zexport.errors import CheckpointError, ZexportError
-from zexport.formats.torch_file import read_torch_file
+from zexport.errors import ZexportError
 from zexport.store.contents import read_json_object
 from zexport.store.folders import children, is_file
 from zexport.store.json import JsonObject, tables_in
@@ -47,19 +46,6 @@ def run_warnings(state: TrainingState) -> Iterator[str]:
                 f"that of {location.root} ({ours[step]}), so they may be of different runs. "
                 "Pass the folders of one run"
             )
-
-
-def last_epoch(path: Path) -> int | None:
-    """Return the step count of a scheduler file; ``None`` if it has none.
-
-    Source: torch 2.13, ``optim/lr_scheduler.py`` (``LRScheduler.state_dict``).
-    """
-    try:
-        value = read_torch_file(path).value
-    except CheckpointError:
-        return None
-    epoch = value.get("last_epoch") if isinstance(value, dict) else None
-    return epoch if type(epoch) is int else None
 
 
 def checkpoint_before(location: Location) -> Path | None:

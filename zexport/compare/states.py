@@ -25,6 +25,8 @@ from zexport.compare.tensor import Outcome
 from zexport.compare.verdict import Cause, Verdict
 from zexport.plan.plan import SourceFile
 from zexport.printable import some
+from zexport.resharding.model_files import module_entries
+from zexport.resharding.resumable import resumable
 from zexport.resharding.values import binding, records_of, slots_of, source_of
 from zexport.run.progress import Progress
 from zexport.weights.base_model import weights_file
@@ -58,6 +60,7 @@ def diff_states(
         a_alone, b_alone = map(_weights_alone, opened)
         found = diff_tensors(paths, (a_alone, b_alone), jobs=jobs, progress=progress, later=later)
         return replace(found, compared=_without_states(found, opened))
+    opened = (resumable(opened[0]), resumable(opened[1]))
     a, b = map(_sides, opened)
     weights, states = (
         diff_tensors(paths, (one, other), jobs=jobs, progress=progress, later=later)
@@ -125,7 +128,7 @@ def _named(cell: Cell) -> Iterator[tuple[str, str, StoredTensor]]:
             tensor = StoredTensor(one.name, one.shape, dtype, one.role, source)
             yield one.name, "" if slot == MASTER else slot, tensor
     file = records_of(cell)[0].file
-    for entry in cell.module.values():
+    for entry in module_entries(cell).values():
         name, ref = entry.owner, entry.ref
         if name in trained:
             continue

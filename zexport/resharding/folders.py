@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from zexport.checkpoint.resolve import LATEST, Framework, Location
-from zexport.checkpoint.trainer_state import best_of, last_epoch
+from zexport.checkpoint.trainer_state import best_of
+from zexport.errors import CheckpointError
 from zexport.filenames import MANIFEST_NAME
+from zexport.formats.torch_file import read_torch_file
 from zexport.plan.plan import SideFile
 from zexport.printable import shown, some
 from zexport.store.contents import read_json_object
@@ -162,12 +165,20 @@ def _scheduler_counts(kept: Mapping[str, Path], ranks: Ranks, step: int | None) 
     if ranks.after is not None:
         there = f"{step * ranks.after:,} on {ranks.after:,} ranks"
     for name in sorted(kept):
-        if _SCHEDULER.fullmatch(name) and last_epoch(kept[name]) == step * ranks.before:
+        if _SCHEDULER.fullmatch(name) and _last_epoch(kept[name]) == step * ranks.before:
             yield (
                 f"{name} counts ranks x updates ({step * ranks.before:,} = {ranks.before:,} x "
                 f"{step:,}) and is copied as it is: a schedule made for all ranks' steps stands at "
                 f"{there}"
             )
+
+
+def _last_epoch(path: Path) -> object:
+    """Return the count in a scheduler's state dict (torch 2.13, ``optim/lr_scheduler.py``)."""
+    with suppress(CheckpointError):
+        value = read_torch_file(path).value
+        return value.get("last_epoch") if isinstance(value, dict) else None
+    return None
 
 
 def _for_train(

@@ -19,6 +19,7 @@ from zexport.checkpoint.zero.universal import STEP
 from zexport.errors import UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.printable import some
+from zexport.resharding.model_files import module_entries
 from zexport.resharding.settings import (
     SUB_GROUP_SIZE,
     TAKES_EITHER_FORM,
@@ -119,7 +120,7 @@ def _lost(cell: Cell, settings: UniversalSettings) -> Iterator[str]:
 def _of_module(cell: Cell) -> Iterator[str]:
     """Yield a warning about weights outside the optimizer, which DeepSpeed does not load."""
     trained = {one.name for one in cell.trained()}
-    rest = {one.owner: one for one in cell.module.values() if one.owner not in trained}
+    rest = {one.owner: one for one in module_entries(cell).values() if one.owner not in trained}
     kinds = {
         "frozen weight": [name for name, one in rest.items() if one.is_parameter],
         "buffer": [name for name, one in rest.items() if not one.is_parameter],

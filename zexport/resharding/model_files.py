@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
 
-from zexport.checkpoint.state import MODULE, Cell, ModuleEntry, Parameter
+from msgspec import Struct
+
+from zexport.checkpoint.state import MODULE, Cell, Parameter, Role
+from zexport.checkpoint.zero.consistency import OF_LAYOUT
 from zexport.checkpoint.zero.flat_groups import partition_numel
+from zexport.checkpoint.zero.module_names import is_placeholder
 from zexport.checkpoint.zero.records import ZERO3
-from zexport.checkpoint.zero.resumable import OF_LAYOUT
 from zexport.errors import FrozenLeftOutError
 from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
@@ -17,6 +20,54 @@ from zexport.ranges.dtypes import DType, Shape
 from zexport.resharding.optimizer_files import Place, flat_leaf
 from zexport.resharding.settings import Settings, TargetSettings
 from zexport.resharding.values import records_of, with_leaves, written
+
+
+class ModuleEntry(Struct, frozen=True):
+    """An entry of the module's state dict; ``ref`` is empty if ``is_placeholder``.
+
+    ``owner`` names its parameter (tied names have the same); ZeRO-3 partitions it if
+    ``is_parameter``.
+    """
+
+    owner: str
+    ref: TensorRef
+    is_placeholder: bool
+    is_parameter: bool
+
+    @property
+    def dtype(self) -> DType:
+        return self.ref.dtype
+
+
+def module_entries(cell: Cell) -> dict[str, ModuleEntry]:
+    """Return the entries of the module's state dict by the name in the file.
+
+    ZeRO-2 and 3 list frozen parameters. With ZeRO-0 and 1, an unlisted tensor is a parameter if it
+    has a usual name, or the dtype that DeepSpeed casts parameters to; others are what modules add
+    to the state dict.
+    """
+    if (model := cell.states) is None:
+        return {}
+    stage = model.zero_config.get("stage")
+    is_listed, cast = stage in (2, ZERO3), model.cast_dtype
+    listed = {*model.trained, *(name for group in cell.groups for name in group.names)}
+    listed |= {*((model.frozen_shapes or ()) if is_listed else ())}
+
+    def is_parameter(name: str) -> bool:
+        one = cell.parameters.get(name)
+        if one is None or one.role is Role.BUFFER:
+            return False
+        is_usual = name.rpartition(".")[2] in ("weight", "bias") or one.dtype is cast
+        return not prod(one.shape) or name in listed or (is_usual and not is_listed)
+
+    stored = model.root.get("module").table()
+    names = [name for name, ref in stored.items() if isinstance(ref, TensorRef)]
+    entries = {}
+    for name, (own, ref) in zip(names, model.module.items(), strict=True):
+        owner, is_elsewhere = cell.aliases.get(own, own), stage == ZERO3 and is_placeholder(ref)
+        is_own = is_elsewhere if stage == ZERO3 else is_parameter(owner)
+        entries[name] = ModuleEntry(owner, ref, is_elsewhere, is_own)
+    return entries
 
 
 class ModelFiles:
@@ -94,8 +145,9 @@ class ModelFiles:
         file, module = self._said.file, self._said.values.get("module")
         if not isinstance(module, dict):
             return module
+        entries = module_entries(self._cell)
         made = Ordered(
-            (name, self._entry(name, self._cell.module[name]))
+            (name, self._entry(name, entries[name]))
             if isinstance(one, TensorRef)
             else (name, with_leaves(one, file))
             for name, one in module.items()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from zexport.checkpoint.state import Cell, FileKind, TrainingState
+from zexport.checkpoint.zero.expert_layers import AUTOEP_WEIGHTS, autoep_layers, cut_experts
 from zexport.checkpoint.zero.experts import sharing_ranks
 from zexport.checkpoint.zero.file_names import rank_file_name
-from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.errors import UsageError
+from zexport.formats.inert import TensorLeaf
 from zexport.plan.plan import FilePlan, plan_torch_file
+from zexport.ranges.dtypes import DType
 from zexport.resharding.model_files import ModelFiles
 from zexport.resharding.optimizer_files import Place, flatten, optimizer_value
 from zexport.resharding.settings import TargetSettings
@@ -31,9 +34,10 @@ def native_files(
     experts = () if is_zero3 else (FileKind.EXPERT,)  # ZeRO-3 has experts in the rank files
     for file in carried_files(state, FileKind.PIPELINE_LAYER, *experts):
         yield plan_torch_file(f"{tag}/{file.path.name}", with_leaves(file.value, file))
+    has_expert_files = any(one.kind is FileKind.EXPERT for one in state.files)
     for cell in state.cells:
-        for name, content in () if is_zero3 else cell.expert_files:
-            yield plan_torch_file(f"{tag}/{name}", dict(content))
+        if not (is_zero3 or has_expert_files):
+            yield from _expert_files(cell, state.zero[cell.index].first, tag)
         groups = flatten(cell, settings)
         models = ModelFiles(cell, [flat.parameters for flat in groups], settings, dropped)
         places = _places(cell, settings)
@@ -44,6 +48,20 @@ def native_files(
             name = rank_file_name(FileKind.OPTIMIZER, place.rank, cell.index, prefix=prefix)
             value = optimizer_value(cell, groups, settings, place, dropped)
             yield plan_torch_file(f"{tag}/{name}", value)
+
+
+def _expert_files(cell: Cell, model: ModelStates, tag: str) -> Iterator[FilePlan]:
+    """Yield the files that ZeRO-1/2 loads AutoEP's experts from, and ZeRO-3 does not write."""
+    dtype = model.cast_dtype or DType.F32
+    for layer in autoep_layers(model):
+        weights = [cell.parameters[f"{layer.experts}.{weight}"] for weight in AUTOEP_WEIGHTS]
+        for place, expert in enumerate(layer.held[cell.expert_rank]):
+            content: dict[object, object] = {}
+            for one in weights:
+                part = cut_experts(one, [place]).source()
+                content[f"{one.name}.{expert}"] = TensorLeaf(one.shape[1:], dtype, part, one.dtype)
+            name = rank_file_name(FileKind.EXPERT, 0, cell.index, layer=layer.number, expert=expert)
+            yield plan_torch_file(f"{tag}/{name}", content)
 
 
 def _places(cell: Cell, settings: TargetSettings) -> list[Place]:

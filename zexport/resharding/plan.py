@@ -12,7 +12,6 @@ from zexport.checkpoint.boxes import state_replicas
 from zexport.checkpoint.resolve import Framework
 from zexport.checkpoint.state import Role, TrainingState, raise_problems
 from zexport.checkpoint.zero.records import ZERO3
-from zexport.checkpoint.zero.resumable import MEASURED
 from zexport.decide import CheckpointRecord, recorded_warnings
 from zexport.errors import (
     UnsafeError,
@@ -29,8 +28,9 @@ from zexport.ranges.replicas import CastReplica, Replica
 from zexport.resharding.changes import batch_of, describe_config_changes, told_of_batch
 from zexport.resharding.folders import Beside, Ranks, beside
 from zexport.resharding.loaders import HOW_TO_LOAD, check_loadable, lost_in_loading
-from zexport.resharding.model_files import keeps_own
+from zexport.resharding.model_files import keeps_own, module_entries
 from zexport.resharding.native_files import native_files
+from zexport.resharding.resumable import MEASURED, resumable
 from zexport.resharding.settings import (
     Settings,
     TargetSettings,
@@ -104,6 +104,7 @@ def plan_reshard(
     else:
         settings, told, given = decided.settings, (), decided.ds_config
     findings = raise_problems(checkpoint, options.allow)
+    checkpoint = resumable(checkpoint)
     if not checkpoint.cells:
         raise UnsupportedError(
             "only DeepSpeed checkpoints can be resharded",
@@ -327,7 +328,7 @@ def _told(checkpoint: TrainingState, settings: Settings, dropped: tuple[str, ...
         unlisted = [
             name
             for cell in checkpoint.cells
-            for name, one in cell.module.items()
+            for name, one in module_entries(cell).items()
             if not one.is_parameter and one.owner in known and known[one.owner].role is Role.FROZEN
         ]
         if unlisted:  # ZeRO-0 and 1 do not record which tensors are parameters

@@ -19,11 +19,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from zexport.checkpoint.state import Cell, FileKind, Group, Parameter, Recorded, TrainingState
-from zexport.checkpoint.zero.expert_layers import autoep_weights, join_experts
-from zexport.checkpoint.zero.experts import universal_facts
+from zexport.checkpoint.zero.expert_layers import autoep_weights, join_experts, native_name
 from zexport.checkpoint.zero.file_names import rank_file_name
 from zexport.checkpoint.zero.pipeline import merge_groups
-from zexport.checkpoint.zero.records import ZERO3
+from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.checkpoint.zero.tensor_parallel import tensor_ranks
 from zexport.checkpoint.zero.universal import FOLDER, OPTIMIZER_STATE, STEP
 from zexport.errors import UnsafeError, UnsupportedError
@@ -75,7 +74,7 @@ def whole_of(state: TrainingState) -> Whole:
     tensor = state.parallelism.tensor_ranks
     tensor = grid.tensor if grid is not None and len(models) > 1 else tensor
     trained = {one.name for cell in state.cells for one in cell.trained()}
-    keys, count = universal_facts(models, trained), tensor * state.cells[0].expert_ranks
+    keys, count = _keys_of_experts(models, trained), tensor * state.cells[0].expert_ranks
     for first in range(0, len(state.cells), count):
         cells = state.cells[first : first + count]
         stages.append(merge_groups([cell.groups for cell in cells]))
@@ -222,3 +221,22 @@ def _model_files(
     ):
         model = ModelFiles(replace(cell, frozen=frozen), groups, TargetSettings(1, stage), dropped)
         yield rank_file_name(kind, 0, cell.index), model.value(Place(0, range(1), 1)) | kept
+
+
+def _keys_of_experts(
+    models: Sequence[ModelStates], trained: Collection[str]
+) -> dict[str, Mapping[object, object]]:
+    """Return what a universal checkpoint records of experts' parameters, by name."""
+    known = {name: one for model in models for name, one in autoep_weights(model).items()}
+    if refused := sorted({name for name in trained if native_name(name)} | known.keys() - trained):
+        raise UnsupportedError(
+            "a universal checkpoint cannot have experts of DeepSpeed-MoE, which every rank "
+            "numbers from 0, or experts with frozen weights",
+            path=models[0].file.path,
+            found=repr(refused[0]),
+            hint="Reshard to rank files with --world-size",
+        )
+    return {
+        name: {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": one.num_experts}
+        for name, one in known.items()
+    }

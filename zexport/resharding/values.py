@@ -17,6 +17,7 @@ from zexport.checkpoint.state import (
 )
 from zexport.checkpoint.zero.consistency import COPY_ALL
 from zexport.checkpoint.zero.file_names import parse_name
+from zexport.checkpoint.zero.records import ModelStates
 from zexport.errors import DamagedCheckpointError, LayoutError, UnsafeError
 from zexport.formats.inert import (
     FragmentAddress,
@@ -28,6 +29,7 @@ from zexport.formats.inert import (
     TensorRef,
 )
 from zexport.formats.known_globals import FRAGMENT
+from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.formats.torch_writer import lay_out
 from zexport.ranges.dtypes import DType
@@ -219,10 +221,42 @@ def binding(state: TrainingState) -> Iterator[None]:
 
 def records_of(cell: Cell) -> tuple[Recorded, Recorded]:
     """Return all that rank 0's model states and optimizer states record."""
-    if cell.model is None or cell.optimizer is None:
+    optimizer = cell.optimizer
+    if cell.states is not None and optimizer is None and cell.groups:
+        optimizer = _recorded_optimizer(cell.states, cell.groups[0].scalars.file)
+    if cell.states is None or optimizer is None:
         # Splitting a state raises if ranks have neither: a bug, never the input's fault.
         raise AssertionError(f"cell {cell.label} has no records")
-    return cell.model, cell.optimizer
+    return Recorded(cell.states.file, cell.states.root.mapping()), optimizer
+
+
+def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
+    """Return what ZeRO's optimizer states file would have besides states, of a run without ZeRO.
+
+    The rest of a loss scaler is in the config (``runtime/constants.py``).
+    """
+    optimizer = view(file, "states").get("optimizer")
+    root, fp16 = optimizer.table(), PickleView(file.path, "fp16", model.config.get("fp16")).table()
+    scale, is_dynamic = root.get("cur_scale"), root.get("dynamic_loss_scale") is True
+    state: dict[str, object] = {"cur_scale": scale if isinstance(scale, int | float) else 1.0}
+    if is_dynamic:
+        kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        state = {key: optimizer.need(key).value for key in kept} | {
+            "min_scale": fp16.get("min_loss_scale", 1),
+            "delayed_shift": fp16.get("hysteresis", 2),
+            "cur_hysteresis": fp16.get("hysteresis", 2),
+            "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+            "raise_error_at_min_scale": True,
+            "dtype": Global("torch", "float16"),
+        }
+    name = "DynamicLossScaler" if is_dynamic else "LossScaler"
+    callee = Global(_LOSS_SCALERS, name)
+    states = {key: value for key, value in root.items() if key == "clip_grad"} | {
+        "loss_scaler": Opaque(callee, (), state | {"dynamic": is_dynamic}, made=Made.BY_NEW),
+        "dynamic_loss_scale": is_dynamic,
+    }
+    config = {"ds_config": model.config, "ds_version": model.version}
+    return Recorded(file, {"optimizer_state_dict": states, **config})
 
 
 def carried_files(state: TrainingState, *kinds: FileKind) -> Iterator[TorchFile]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from zexport.checkpoint.pruned import original_name
+from zexport.checkpoint.resolve import original_name
 from zexport.checkpoint.state import Recorded, Structure, TrainingState
 from zexport.checkpoint.zero.records import PRUNED, OptimizerStates
 from zexport.errors import UnsupportedError

@@ -15,7 +15,6 @@ from zexport.checkpoint.state import (
     Cell,
     Copy,
     Group,
-    ModuleEntry,
     Parameter,
     Recorded,
     Role,
@@ -155,11 +154,10 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
         parameters=parameters,
         aliases=aliases,
         left_out=(*missing, *(name for name in rest if name not in {*whole})),
-        module=module_entries(model, parameters, aliases, is_zero3=is_zero3),
         frozen=None if table is None else tuple(table),
         copies=tuple(copies),
         files=ranks.files,
-        model=Recorded(model.file, model.root.mapping()),
+        states=model,
         optimizer=None
         if first is None
         else Recorded(first.file, view(first.file, "optimizer states").mapping()),
@@ -172,41 +170,6 @@ def check_names(found: Iterable[Parameter]) -> None:
     counted = Counter(one.name for one in found)
     if twice := [name for name, count in counted.items() if count > 1]:
         raise LayoutError(f"two tensors have the name {twice[0]!r}", "two", "one")
-
-
-def module_entries(
-    model: ModelStates,
-    known: Mapping[str, Parameter],
-    aliases: Mapping[str, str],
-    *,
-    is_zero3: bool = False,
-    trained: Collection[str] = (),
-) -> dict[str, ModuleEntry]:
-    """Return the entries of the module's state dict by the name in the file.
-
-    ``model`` may have other names, in the order of the file. ``trained`` are by default those of
-    ``param_shapes``. ZeRO-2 and 3 list frozen parameters. With ZeRO-0 and 1, an unlisted tensor is
-    a parameter if it has a usual name, or the dtype that DeepSpeed casts parameters to; others are
-    what modules add to the state dict.
-    """
-    is_listed, cast = model.zero_config.get("stage") in (2, ZERO3), model.cast_dtype
-    listed = {*(trained or model.trained), *((model.frozen_shapes or ()) if is_listed else ())}
-
-    def is_parameter(name: str) -> bool:
-        one = known.get(name)
-        if one is None or one.role is Role.BUFFER:
-            return False
-        is_usual = name.rpartition(".")[2] in ("weight", "bias") or one.dtype is cast
-        return not prod(one.shape) or name in listed or (is_usual and not is_listed)
-
-    stored = model.root.get("module").table()
-    names = [name for name, ref in stored.items() if isinstance(ref, TensorRef)]
-    entries = {}
-    for name, (own, ref) in zip(names, model.module.items(), strict=True):
-        owner, is_elsewhere = aliases.get(own, own), is_zero3 and is_placeholder(ref)
-        is_own = is_elsewhere if is_zero3 else is_parameter(owner)
-        entries[name] = ModuleEntry(owner, ref, is_elsewhere, is_own)
-    return entries
 
 
 def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:

@@ -6,34 +6,27 @@ Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py``, ``runtime/zero/stage_1_an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from zexport.checkpoint.state import Cell, FileKind, Parameter, Recorded, by_role
+from zexport.checkpoint.state import Cell, FileKind, Parameter, by_role
 from zexport.checkpoint.zero.cell import check_group, flat_groups, with_groups, zero_cell
 from zexport.checkpoint.zero.expert_layers import (
-    AUTOEP_WEIGHTS,
     ExpertLayers,
     autoep_layers,
-    autoep_weights,
-    cut_experts,
     equal_shares,
     find_layers,
     join_experts,
     native_name,
     without_experts,
 )
-from zexport.checkpoint.zero.file_names import rank_file_name
 from zexport.checkpoint.zero.flat_groups import FlatGroup
 from zexport.checkpoint.zero.pipeline import merge_stages
-from zexport.checkpoint.zero.ranks import Ranks, TagFolder, check_grid, no_model, no_optimizer
+from zexport.checkpoint.zero.ranks import Ranks, TagFolder, check_grid, no_model
 from zexport.checkpoint.zero.records import ModelStates, SharedGroup
-from zexport.checkpoint.zero.resumable import check_groups, with_rank_states
 from zexport.checkpoint.zero.stage0_experts import split_zero0_experts, zero0_experts_cell
 from zexport.errors import LayoutError, UnsupportedError
-from zexport.formats.inert import TensorLeaf
-from zexport.ranges.dtypes import DType
 
 
 def read_experts(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]:
@@ -122,29 +115,23 @@ def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]
             found=f"{sizes}",
             hint="Resume the run with as many ranks as wrote it",
         )
-    if not owners:
-        raise no_optimizer(ranks.folder, ranks.index)
     if layers.has_frozen(model.trained):
         dense = replace(dense, frozen=None)
     names = {number: [*shapes] for number, shapes in enumerate(model.param_shapes)}
     partitions = {number: len(shards[0].owners) for number, shards in groups.items()}
     for expert_rank in range(sizes[0]):
         shards = {number: own[expert_rank] for number, own in groups.items()}
-        check_groups(owners, model, {number: shard.there for number, shard in shards.items()})
         first = next((shard.owners[0] for shard in shards.values()), None)
         root = ranks.model.get(owners.index(first) if first else 0, model)
         trained = [one for shard in shards.values() for one in shard.parameters()]
         cell = replace(
             dense,
             parameters=by_role([*dense.parameters.values(), *trained]),
-            model=Recorded(root.file, root.root.mapping()),
+            states=root,
             expert_rank=expert_rank,
             expert_ranks=sizes[0],
         )
-        cell = with_groups(cell, ranks, names, partitions, groups)
-        if ranks.is_zero3:
-            cell = replace(cell, expert_files=tuple(expert_files(cell, model)))
-        yield with_rank_states(cell, ranks)
+        yield with_groups(cell, ranks, names, partitions, groups)
 
 
 def _flat_groups(ranks: Ranks, layers: ExpertLayers) -> tuple[Cell, dict[int, list[FlatGroup]]]:
@@ -205,36 +192,3 @@ def _aliases(model: ModelStates, layers: ExpertLayers, known: Collection[str]) -
         for number in range(layers.native.get(one.prefix, 0))
         if other.of(number) in known
     }
-
-
-def universal_facts(
-    models: Sequence[ModelStates], trained: Collection[str]
-) -> dict[str, Mapping[object, object]]:
-    """Return what a universal checkpoint records of experts' parameters, by name."""
-    known = {name: one for model in models for name, one in autoep_weights(model).items()}
-    if refused := sorted({name for name in trained if native_name(name)} | known.keys() - trained):
-        raise UnsupportedError(
-            "a universal checkpoint cannot have experts of DeepSpeed-MoE, which every rank "
-            "numbers from 0, or experts with frozen weights",
-            path=models[0].file.path,
-            found=repr(refused[0]),
-            hint="Reshard to rank files with --world-size",
-        )
-    return {
-        name: {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": one.num_experts}
-        for name, one in known.items()
-    }
-
-
-def expert_files(cell: Cell, model: ModelStates) -> Iterator[tuple[str, dict[object, object]]]:
-    """Yield the files that ZeRO-1/2 loads AutoEP's experts from, and ZeRO-3 does not write."""
-    dtype = model.cast_dtype or DType.F32
-    for layer in autoep_layers(model):
-        weights = [cell.parameters[f"{layer.experts}.{weight}"] for weight in AUTOEP_WEIGHTS]
-        for place, expert in enumerate(layer.held[cell.expert_rank]):
-            content: dict[object, object] = {}
-            for one in weights:
-                part = cut_experts(one, [place]).source()
-                content[f"{one.name}.{expert}"] = TensorLeaf(one.shape[1:], dtype, part, one.dtype)
-            name = rank_file_name(FileKind.EXPERT, 0, cell.index, layer=layer.number, expert=expert)
-            yield name, content

@@ -30,7 +30,6 @@ from zexport.checkpoint.zero.bf16_slices import by_slices, slice_sizes
 from zexport.checkpoint.zero.cell import check_module_weight, zero_cell
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder, check_grid, no_model
-from zexport.checkpoint.zero.resumable import resumable_cell
 from zexport.checkpoint.zero.stage0 import with_optimizers
 from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 from zexport.errors import (
@@ -84,8 +83,11 @@ def read_pipeline(tag: TagFolder) -> tuple[Cell, Callable[[], tuple[Cell, ...]]]
         ]
 
     def split() -> tuple[Cell, ...]:
-        named = (zero_cell(one) if any(one.first.param_shapes) else Cell({}) for one in ranks)
-        return tuple(resumable_cell(cell, one) for cell, one in zip(named, ranks, strict=True))
+        # Without param_shapes the order of weights in flat groups is unknown.
+        return tuple(
+            zero_cell(one) if any(one.first.param_shapes) else Cell({}, index=one.index)
+            for one in ranks
+        )
 
     return merge_stages(cells), split
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from zexport.checkpoint.boxes import replicas_of
-from zexport.checkpoint.pruned import original_name
 from zexport.checkpoint.state import (
     MODULE,
     Cell,
@@ -45,13 +44,11 @@ from zexport.checkpoint.zero.ranks import (
     no_optimizer,
     read_ranks,
 )
-from zexport.checkpoint.zero.resumable import no_states, resumable_cell
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
     LayoutError,
     UnsupportedError,
-    UsageError,
     ZexportError,
 )
 from zexport.formats.torch_file import Container, TorchFile
@@ -76,14 +73,6 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     """Read the metadata of a checkpoint; several locations have its parts on several nodes."""
     for one in locations:  # before anything in them is read
         one.boundary.check_tree(one.tag_dir)
-    tags = sorted({original_name(one.tag) for one in locations})
-    if len(tags) > 1:
-        raise UsageError(
-            "folders contain different tags",
-            path=locations[0].root,
-            found=", ".join(tags),
-            hint="Choose the tag with --tag",
-        )
     path, problems = locations[0].tag_dir, Problems()
     files = rank_files(*(one.tag_dir for one in locations))
     kinds = {one.kind for one in files}
@@ -134,9 +123,7 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
 
 
 def _split(tag: TagFolder, cells: Cells) -> tuple[Cell, ...]:
-    """Return the cells of the ranks, with optimizer states that can be resharded."""
-    if any(one.is_pruned for ranks in tag.ranks.values() for one in ranks.optimizer.values()):
-        raise no_states(tag.path, "optimizer states were removed by zexport prune")
+    """Return the cells of the ranks."""
     if swapped := _swapped_out(tag):
         raise swapped
     try:
@@ -205,18 +192,13 @@ def _assemble(tag: TagFolder, structure: Structure) -> tuple[Cell, Cells]:
         from zexport.checkpoint.zero.pipeline import read_pipeline
 
         return read_pipeline(tag)
-    ranks = [tag.ranks[index] for index in tag.models]
-    cells = [_cell(one) for one in ranks]
-
-    def split() -> tuple[Cell, ...]:
-        return tuple(_split_cell(*pair) for pair in zip(cells, ranks, strict=True))
-
+    cells = [_cell(tag.ranks[index]) for index in tag.models]
     if structure is Structure.DATA:
-        return cells[0] if cells else Cell({}), split
+        return cells[0] if cells else Cell({}), lambda: tuple(cells)
     from zexport.checkpoint.zero.tensor_parallel import join_tensor_ranks
 
     check_grid(tag, tag.grid.tensor, "tensor ranks")
-    return join_tensor_ranks([*tag.models.values()], cells), split
+    return join_tensor_ranks([*tag.models.values()], cells), lambda: tuple(cells)
 
 
 def _cell(ranks: Ranks) -> Cell:
@@ -225,14 +207,6 @@ def _cell(ranks: Ranks) -> Cell:
     from zexport.checkpoint.zero.stage0 import zero0_cell
 
     return zero0_cell(ranks)
-
-
-def _split_cell(cell: Cell, ranks: Ranks) -> Cell:
-    if not ranks.is_zero0:
-        return resumable_cell(cell, ranks)
-    from zexport.checkpoint.zero.stage0 import split_zero0
-
-    return split_zero0(cell, ranks.first.file)
 
 
 def _without_shards(cell: Cell) -> Cell:

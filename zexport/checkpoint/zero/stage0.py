@@ -33,16 +33,14 @@ from zexport.checkpoint.state import (
     by_role,
 )
 from zexport.checkpoint.zero.bf16_slices import NAMED, by_slices
-from zexport.checkpoint.zero.cell import module_entries, zero_cell
+from zexport.checkpoint.zero.cell import zero_cell
 from zexport.checkpoint.zero.module_names import same_views
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks
 from zexport.checkpoint.zero.records import (
     Kept,
     ModelStates,
     kept_of,
-    scalar,
 )
-from zexport.checkpoint.zero.resumable import check_numbered
 from zexport.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
@@ -50,7 +48,7 @@ from zexport.errors import (
     ZexportError,
 )
 from zexport.findings import FindingKind
-from zexport.formats.inert import Global, Made, Opaque, TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import TorchFile
 from zexport.printable import some
@@ -63,7 +61,6 @@ from zexport.ranges.replicas import fingerprint
 UNFUSED, FUSED = "fp32_groups", "fp32_groups_flat"
 ROUNDED = (DType.BF16, DType.F16)
 _ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
-_NEW_OPTIMIZER = "Start from an export's weights, with a new optimizer"
 
 Place = tuple[int, int]
 """A parameter group and a position in it."""
@@ -396,94 +393,19 @@ def zero0_cell(ranks: Ranks) -> Cell:
     aliases = same_views(model.module, dict.fromkeys([*model.buffers, *model.module]))
     weights = stored_weights(model, aliases)
     cell = with_optimizers([(optimizer_of(model.file), model.file)], weights, [model.file])
-    trained = {name for group in cell.groups for name in group.names}
     return replace(
         cell,
         aliases=aliases,
         left_out=tuple(name for name in model.buffers if name not in model.module),
-        module=module_entries(model, cell.parameters, aliases, trained=trained),
         frozen=tuple(n for n, one in cell.parameters.items() if one.role is Role.FROZEN),
         files=ranks.files,
-        model=Recorded(model.file, model.root.mapping()),
-        optimizer=recorded_optimizer(model, model.file),
+        states=model,
         index=ranks.index,
     )
 
 
 def optimizer_of(file: TorchFile) -> PickleView:
     return view(file, "states").get("optimizer")
-
-
-def recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
-    """Return what an optimizer states file of ZeRO would have, except groups and states.
-
-    The rest of a loss scaler is in the config (``runtime/constants.py``).
-    """
-    optimizer = optimizer_of(file)
-    root, fp16 = optimizer.table(), PickleView(file.path, "fp16", model.config.get("fp16")).table()
-    scale, is_dynamic = root.get("cur_scale"), root.get("dynamic_loss_scale") is True
-    state: dict[str, object] = {"cur_scale": scale if isinstance(scale, int | float) else 1.0}
-    if is_dynamic:
-        kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-        state = {key: optimizer.need(key).value for key in kept} | {
-            "min_scale": fp16.get("min_loss_scale", 1),
-            "delayed_shift": fp16.get("hysteresis", 2),
-            "cur_hysteresis": fp16.get("hysteresis", 2),
-            "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
-            "raise_error_at_min_scale": True,
-            "dtype": Global("torch", "float16"),
-        }
-    name = "DynamicLossScaler" if is_dynamic else "LossScaler"
-    callee = Global("deepspeed.runtime.fp16.loss_scaler", name)
-    states = {key: value for key, value in root.items() if key == "clip_grad"} | {
-        "loss_scaler": Opaque(callee, (), state | {"dynamic": is_dynamic}, made=Made.BY_NEW),
-        "dynamic_loss_scale": is_dynamic,
-    }
-    config = {"ds_config": model.config, "ds_version": model.version}
-    return Recorded(file, {"optimizer_state_dict": states, **config})
-
-
-def split_zero0(cell: Cell, file: TorchFile) -> Cell:
-    """Return the cell of an optimizer's file if its states can be partitioned for other ranks."""
-    groups = numbered_groups(optimizer_of(file), file)
-    entries = [one for group in groups for one in group.entries]
-    is_rounded = any(
-        one.dtype in ROUNDED and one.role is not Role.BUFFER for one in cell.parameters.values()
-    )
-    if not groups or (is_rounded and all(one.master is None for one in entries)):
-        raise IncompleteCheckpointError(
-            "there are no optimizer states of each parameter, or no fp32 master weights",
-            path=file.path,
-            hint=_NEW_OPTIMIZER,
-        )
-    check_numbered(groups[0].inner)
-    due = sum(prod(one.shape or (1,)) for one in entries)
-    named = sum(prod(one.shape) for one in cell.trained())
-    if named != due or cell.problems:
-        raise UnsupportedError(
-            f"numbered optimizer states match no weight: {due - named} of {due} elements",
-            path=file.path,
-            hint="Resume the run with ZeRO stage 1, save, and reshard that checkpoint",
-        )
-    for group in groups:
-        kept = [one.kept for one in group.entries]
-        scalars = [
-            {k: scalar(file, v) if isinstance(v, TensorRef) else v for k, v in own.items()}
-            for own in (one.scalars for one in kept)
-        ]
-        odd = [name for one in kept for name in one.within]
-        odd += [
-            k for e in group.entries for k, ref in e.kept.tensors.items() if ref.shape != e.shape
-        ]
-        odd += [k for one in scalars for k in scalars[0] | one if one.get(k) != scalars[0].get(k)]
-        if odd:
-            raise UnsupportedError(
-                f"optimizer state {odd[0]!r} is not per weight element, or differs within a "
-                "parameter group, and cannot be resharded",
-                path=file.path,
-                hint=_NEW_OPTIMIZER,
-            )
-    return cell
 
 
 def tied_by_values(

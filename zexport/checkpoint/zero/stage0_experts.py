@@ -21,11 +21,9 @@ from zexport.checkpoint.state import (
     Copy,
     FileKind,
     Parameter,
-    Recorded,
     Role,
     by_role,
 )
-from zexport.checkpoint.zero.cell import module_entries
 from zexport.checkpoint.zero.expert_layers import (
     ExpertLayers,
     cut_experts,
@@ -41,8 +39,6 @@ from zexport.checkpoint.zero.stage0 import (
     ROUNDED,
     numbered_groups,
     optimizer_of,
-    recorded_optimizer,
-    split_zero0,
     stored_weights,
     tied_by_values,
     with_optimizers,
@@ -96,11 +92,10 @@ def zero0_experts_cell(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Ce
         groups=cells[0].groups,
         aliases=aliases,
         left_out=tuple(name for name in model.buffers if name not in model.module),
-        module=module_entries(model, parameters, aliases),
         matched=frozenset(tied).union(*(cell.matched for cell in cells)),
         copies=tuple(copies),
         files=(*ranks.files, *files.values()),
-        model=Recorded(model.file, model.root.mapping()),
+        states=model,
         index=ranks.index,
         warnings=tuple(dict.fromkeys(warnings)),
         problems=tuple(problem for cell in cells for problem in cell.problems),
@@ -113,7 +108,7 @@ def split_zero0_experts(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> I
     Dense weights and their states are the first rank's; those of the others are copies.
     """
     whole, files = zero0_experts_cell(tag, ranks, layers), _optimizer_files(tag, ranks)
-    model, dense = without_experts(ranks.first, layers), dict[str, Parameter]()
+    model, dense = ranks.first, dict[str, Parameter]()
     for rank, share in enumerate(_cells(ranks, layers, files)):
         local = {name: name for name in share.parameters}
         for native in filter(None, map(native_name, share.parameters)):
@@ -133,11 +128,9 @@ def split_zero0_experts(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> I
             groups=groups,
             frozen=None if layers.has_frozen(trained) else tuple(frozen),
             problems=share.problems,
-            optimizer=recorded_optimizer(model, files[rank]),
             expert_rank=rank,
             expert_ranks=len(files),
         )
-        split_zero0(cell, files[rank])
         own = {n: found[n] for group in groups if not group.of_experts for n in group.names}
         copies = tuple(Copy(dense[name], one) for name, one in own.items() if rank)
         dense = dense or own

@@ -31,7 +31,6 @@ from zexport.checkpoint.state import (
 )
 from zexport.checkpoint.zero.cell import with_untrained
 from zexport.checkpoint.zero.expert_layers import AutoEpLayer, autoep_weights, cut_experts
-from zexport.checkpoint.zero.experts import expert_files
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.flat_groups import check_one_dtype, partition_numel
 from zexport.checkpoint.zero.pipeline import Layer, tied_prefix
@@ -312,7 +311,7 @@ class _Universal:
                             f"{name!r} has two shapes", list(shape), list(whole.shape)
                         )
                 rest = [one for name, one in part.parameters.items() if name not in own]
-                cell = replace(
+                yield replace(
                     part,
                     parameters=by_role([*own.values(), *rest]),
                     groups=groups,
@@ -322,8 +321,6 @@ class _Universal:
                     expert_rank=rank,
                     expert_ranks=max(sizes),
                 )
-                files = tuple(expert_files(cell, model)) if layers else ()
-                yield replace(cell, expert_files=files)
 
     def _with_states(self, one: Parameter) -> Parameter:
         """Return a trained parameter with its optimizer states instead of module weights."""

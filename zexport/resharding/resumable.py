@@ -1,21 +1,35 @@
-"""Can optimizer states be written for other ranks? Checks and values that only resharding needs."""
+"""Can optimizer states be written for other ranks? If not, why not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
-from zexport.checkpoint.state import Cell, Copy, Parameter, RankValues, Recorded, Role
-from zexport.checkpoint.zero.flat_groups import MOMENTUM, SAME_RANKS, InFlat
+from zexport.checkpoint.state import (
+    Cell,
+    Copy,
+    Parameter,
+    RankValues,
+    Recorded,
+    Role,
+    Structure,
+    TrainingState,
+)
+from zexport.checkpoint.zero.consistency import content_of, differing, own_values
+from zexport.checkpoint.zero.flat_groups import MOMENTUM, SAME_RANKS, FlatGroup, InFlat
 from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
-from zexport.checkpoint.zero.records import ModelStates, OptimizerStates, scalar
+from zexport.checkpoint.zero.records import OptimizerStates, scalar
+from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.inert import ForeignStorage, Opaque, Ordered, Size, StorageRef, TensorRef
+from zexport.formats.inert import TensorRef
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import TorchFile
+
+_NEW_OPTIMIZER = "Start from an export's weights, with a new optimizer"
 
 MEASURED = frozenset({"RMS"})
 """Scalars that each rank measures anew at every step, so that ranks may differ.
@@ -23,45 +37,43 @@ MEASURED = frozenset({"RMS"})
 Source: transformers 5.23, ``optimization.py`` (``Adafactor.step``).
 """
 
-OF_LAYOUT = frozenset(
-    {
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "dp_world_size", "ds_config"),
-    }
-)
-"""Keys of a model states file that depend on partitioning or config."""
 
-_OF_EXPERTS = frozenset({"ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"})
-
-
-def resumable_cell(cell: Cell, ranks: Ranks) -> Cell:
-    """Return the cell of one index, with second copies of states, if it can be resharded.
+def resumable(state: TrainingState) -> TrainingState:
+    """Return the state with cells that can be partitioned again.
 
     Raises:
         ZexportError: optimizer states are missing, or cannot be written for other ranks.
     """
-    model, owners = ranks.first, [one for one in ranks.owners if one is not None]
-    if not any(model.param_shapes):
-        raise UnsupportedError(
-            "the order of weights in flat groups is not recorded, as in a pipeline without ZeRO",
-            path=model.file.path,
-            expected="param_shapes",
-            hint="Resume with ZeRO stage 1, save, and reshard that checkpoint",
-        )
-    if not owners:
-        raise no_optimizer(ranks.folder, ranks.index)
-    check_groups(owners, model)
-    return with_rank_states(cell, ranks)
+    if state.structure is Structure.UNIVERSAL:
+        return state
+    if state.pruned_files:
+        path = state.location.tag_dir
+        raise _no_states(path, "optimizer states were removed by zexport prune")
+    cells = tuple(_resumable(cell, state.zero[cell.index]) for cell in state.cells)
+    return dataclasses.replace(state, split=lambda: cells)
 
 
-def with_rank_states(cell: Cell, ranks: Ranks) -> Cell:
-    """Return the cell with each rank's own values, and copies of states that ranks have whole.
+def _resumable(cell: Cell, ranks: Ranks) -> Cell:
+    """Return a cell with each rank's own values, and copies of states that ranks have whole.
 
     A rank without a model states file has rank 0's values.
     """
+    if ranks.is_zero0:
+        file = cell.groups[0].scalars.file if cell.groups else ranks.first.file
+        _check_numbered_states(cell, file)
+        return cell
+    if not any(ranks.first.param_shapes):
+        raise UnsupportedError(
+            "the order of weights in flat groups is not recorded, as in a pipeline without ZeRO",
+            path=ranks.first.file.path,
+            expected="param_shapes",
+            hint="Resume with ZeRO stage 1, save, and reshard that checkpoint",
+        )
     held = (own for one in cell.parameters.values() for own in one.held if isinstance(own, InFlat))
+    flats = {own.group.number: own.group for own in held}
+    _check_groups(ranks, flats)
     copies = []
-    for group in dict.fromkeys(own.group for own in held):
+    for group in flats.values():
         for name, stored in group.whole_states(MOMENTUM).items():
             shape = group.shapes[name]
             kept = [Parameter(name, shape, Role.TRAINABLE, (one,)) for one in stored]
@@ -69,76 +81,26 @@ def with_rank_states(cell: Cell, ranks: Ranks) -> Cell:
     found, own = differing(ranks), []
     for rank in range(len(ranks.owners)) if any(found) else ():
         model = ranks.model.get(rank, ranks.first)
-        tables = zip(_own_values(model), found, strict=True)
+        tables = zip(own_values(model), found, strict=True)
         values = [{key: table[key] for key in keys if key in table} for table, keys in tables]
         own.append(RankValues(*(Recorded(model.file, one) for one in values)))
     return replace(cell, own=tuple(own), copies=(*cell.copies, *copies))
 
 
-def differing(ranks: Ranks) -> tuple[list[str], list[str]]:
-    """Return keys of client state, and buffers, that differ between ranks of a ZeRO-3 run.
-
-    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
-    """
-    models = [ranks.model[rank] for rank in sorted(ranks.model)] if ranks.is_zero3 else []
-    found = []
-    for number in range(2):
-        tables = [
-            {key: _content(one.file, value) for key, value in _own_values(one)[number].items()}
-            for one in models
-        ]
-        keys = {key for own in tables for key in own}
-        found.append(sorted(n for n in keys if any(o.get(n) != tables[0].get(n) for o in tables)))
-    return found[0], found[1]
-
-
-def _own_values(one: ModelStates) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return the client state, and everything in the module except placeholders of parameters."""
-    client = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
-    module = one.root.get("module").table().items()
-    return client, {k: v for k, v in module if not (isinstance(v, TensorRef) and v.shape == (0,))}
-
-
-def _content(file: TorchFile, value: object) -> list[object]:
-    """Return what equal values of two files have in common, with the CRC-32 of storages."""
-    found, waiting, seen = list[object](), [value], set[int]()
-    for one in waiting:  # grows; a value may contain itself
-        if isinstance(one, StorageRef | ForeignStorage):
-            found.append((one.nbytes, file.checksum(one)))
-        elif type(one) not in _PARTS:
-            found.append(one)
-        elif id(one) not in seen:
-            seen.add(id(one))
-            parts = _PARTS[type(one)](one)
-            found.append(len(parts))
-            waiting += parts
-    return found
-
-
-_PARTS: Mapping[type, Callable[[Any], Sequence[object]]] = {
-    TensorRef: astuple,
-    Opaque: lambda one: (one.callee, one.args, one.state, one.items, one.pairs),
-    **dict.fromkeys((list, tuple, Size), tuple),
-    **dict.fromkeys((dict, Ordered), lambda one: (*one, *one.values())),
-}
-
-
-def check_groups(
-    owners: Sequence[OptimizerStates],
-    model: ModelStates,
-    sharing: Mapping[int, Sequence[OptimizerStates]] = {},
-) -> None:
+def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
     """Raise unless all ranks' parameter groups can be merged and partitioned again.
 
     Args:
-        owners: optimizer states of all ranks, in order.
-        sharing: ranks that partition a flat group of experts, by its number.
+        flats: a cell's flat groups by number; those of experts belong to some ranks only.
     """
+    model, owners = ranks.first, [one for one in ranks.owners if one is not None]
+    if not owners:
+        raise no_optimizer(ranks.folder, ranks.index)
     first = owners[0]
     has_stepped = (model.steps or 0) > model.skipped_steps
     every = [one.groups for one in owners]
     for owner in owners:
-        check_numbered(owner.inner)
+        _check_numbered(owner.inner)
     for at, group in enumerate(first.groups):
         numbers, settings = group.flat_groups, group.settings or {}
         found = [
@@ -147,17 +109,18 @@ def check_groups(
             if at < len(own)
         ]
         _check_equal(f"setting {{!r}} of parameter group {at}", found)
-        if len({number in sharing for number in numbers}) > 1:
+        sharing = {n: flats[n].there if n in flats else owners for n in numbers}
+        if len({*map(len, sharing.values())}) > 1:
             raise UnsupportedError(
                 "a parameter group has experts and other weights",
                 path=first.file.path,
                 expected="separate groups, as DeepSpeed requires",
                 hint=SAME_RANKS,
             )
-        of_ranks = [(one, one.kept[n]) for n in numbers for one in sharing.get(n, owners)]
+        of_ranks = [(one, one.kept[n]) for n, own in sharing.items() for one in own]
         is_due = has_stepped and "betas" in settings and of_ranks
         if is_due and not any(kept.tensors for _, kept in of_ranks):
-            raise no_states(first.file.path)
+            raise _no_states(first.file.path)
         for owner, kept in of_ranks:
             if kept.within:
                 raise UnsupportedError(
@@ -179,7 +142,7 @@ def _check_equal(what: str, found: Sequence[tuple[OptimizerStates, Mapping[str, 
         first, due = found[0]
         for name in sorted({**due, **own}.keys() - MEASURED):
             pair = [(first.file, due.get(name)), (owner.file, own.get(name))]
-            if _content(*pair[0]) != _content(*pair[1]):
+            if content_of(*pair[0]) != content_of(*pair[1]):
                 shown = [scalar(*one) if isinstance(one[1], TensorRef) else one[1] for one in pair]
                 raise UnsupportedError(
                     f"{what.format(name)} differs between ranks",
@@ -191,7 +154,7 @@ def _check_equal(what: str, found: Sequence[tuple[OptimizerStates, Mapping[str, 
                 )
 
 
-def check_numbered(inner: PickleView) -> None:
+def _check_numbered(inner: PickleView) -> None:
     """Raise if an optimizer has other keys than numbered states and parameter groups.
 
     torch's ``Optimizer.state_dict`` copies other keys of its state, and wrappers add their own.
@@ -206,7 +169,7 @@ def check_numbered(inner: PickleView) -> None:
         )
 
 
-def no_states(
+def _no_states(
     path: Path, problem: str = "optimizer states are missing"
 ) -> IncompleteCheckpointError:
     """Return the error for a checkpoint with weights but without optimizer states."""
@@ -216,3 +179,45 @@ def no_states(
         expected="exp_avg, ... in addition to master weights",
         hint="Reshard a checkpoint that has them, or start from an export's weights",
     )
+
+
+def _check_numbered_states(cell: Cell, file: TorchFile) -> None:
+    """Raise unless the states of an optimizer without ZeRO can be partitioned."""
+    groups = numbered_groups(optimizer_of(file), file)
+    entries = [one for group in groups for one in group.entries]
+    is_rounded = any(
+        one.dtype in ROUNDED and one.role is not Role.BUFFER for one in cell.parameters.values()
+    )
+    if not groups or (is_rounded and all(one.master is None for one in entries)):
+        raise IncompleteCheckpointError(
+            "there are no optimizer states of each parameter, or no fp32 master weights",
+            path=file.path,
+            hint=_NEW_OPTIMIZER,
+        )
+    _check_numbered(groups[0].inner)
+    due = sum(prod(one.shape or (1,)) for one in entries)
+    named = sum(prod(one.shape) for one in cell.trained())
+    if named != due or cell.problems:
+        raise UnsupportedError(
+            f"numbered optimizer states match no weight: {due - named} of {due} elements",
+            path=file.path,
+            hint="Resume the run with ZeRO stage 1, save, and reshard that checkpoint",
+        )
+    for group in groups:
+        kept = [one.kept for one in group.entries]
+        scalars = [
+            {k: scalar(file, v) if isinstance(v, TensorRef) else v for k, v in own.items()}
+            for own in (one.scalars for one in kept)
+        ]
+        odd = [name for one in kept for name in one.within]
+        odd += [
+            k for e in group.entries for k, ref in e.kept.tensors.items() if ref.shape != e.shape
+        ]
+        odd += [k for one in scalars for k in scalars[0] | one if one.get(k) != scalars[0].get(k)]
+        if odd:
+            raise UnsupportedError(
+                f"optimizer state {odd[0]!r} is not per weight element, or differs within a "
+                "parameter group, and cannot be resharded",
+                path=file.path,
+                hint=_NEW_OPTIMIZER,
+            )

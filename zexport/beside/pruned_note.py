@@ -1,4 +1,4 @@
-"""Names of pruned checkpoints, and the note of what was removed."""
+"""The note next to the rank files of a pruned checkpoint: what was removed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from zexport.store.contents import fresh_name, read_regular
 from zexport.store.files import reading
 from zexport.store.folders import is_file
 from zexport.store.json import SCHEMA, Natural
-
-PREFIX = "pruned-"
-"""Begins the folder's name, so that no training resumes from it as ``checkpoint-N``."""
 
 NOTE = "zexport_pruned.json"
 NOTES = (NOTE, fresh_name(NOTE))
@@ -54,16 +51,6 @@ class Note(Struct, frozen=True):
     removed: tuple[str, ...]
     left_out: tuple[str, ...]
     schema: int = SCHEMA
-
-
-def original_name(name: str) -> str:
-    """Return the name that a folder had before it was pruned."""
-    return name.removeprefix(PREFIX)
-
-
-def pruned_name(path: Path) -> Path:
-    """Return the path that a folder has once it is pruned."""
-    return path.parent / (PREFIX + original_name(path.name))
 
 
 def read_note(tag_dir: Path) -> Note | None:
