@@ -8,7 +8,8 @@ harmless to terminals and logs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -245,3 +246,15 @@ class LayoutError(Exception):
         self.found = found
         self.expected = expected
         self.hint = hint
+
+
+@contextmanager
+def layout_of(folder: Path) -> Iterator[None]:
+    """Raise a ``LayoutError`` as damage of a checkpoint's folder."""
+    try:
+        yield
+    except LayoutError as error:
+        hint = error.hint or "Copy all files of one checkpoint again"
+        raise DamagedCheckpointError(
+            error.problem, path=folder, found=error.found, expected=error.expected, hint=hint
+        ) from error

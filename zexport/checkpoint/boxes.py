@@ -86,19 +86,6 @@ class Sources(Struct, frozen=True):
         return self.source
 
 
-class Stacked(Struct, frozen=True):
-    """Parts of one shape, stacked along a new first dimension."""
-
-    parts: tuple[InFiles, ...]
-
-    @property
-    def slots(self) -> Mapping[str, DType]:
-        return self.parts[0].slots
-
-    def bind(self, slot: str) -> ByteSource:
-        return chained([part.bind(slot) for part in self.parts])
-
-
 class Padded(Struct, frozen=True):
     """A parameter with zeros appended, such as the padding rows of a vocabulary."""
 
@@ -187,7 +174,12 @@ def join_boxes(
     only = next(iter(kept.values())) if len(kept) == 1 else None
     if only is not None and only.part.shape == shape:
         return Parameter(name, shape, role, only.part.held), copies
-    slots = _common_slots(name, [piece.part for piece in kept.values()])
+    of_parts = [piece.part.slots for piece in kept.values()]
+    slots = {slot: dtype for slot, dtype in of_parts[0].items() if all(slot in o for o in of_parts)}
+    for slot, dtype in slots.items():
+        if other := next((one[slot] for one in of_parts if one[slot] is not dtype), None):
+            found, expected = f"{other.torch_name} ({slot})", dtype.torch_name
+            raise LayoutError(f"parts of {name!r} have different dtypes", found, expected)
     return Parameter(name, shape, role, (Boxes(shape, tuple(kept.values()), slots),)), copies
 
 
@@ -214,19 +206,6 @@ def _cut(piece: Piece) -> Parameter:
     """Return one box as a tensor."""
     zero = (0,) * len(piece.shape)
     return cut_boxes(piece.part, piece.shape, [Piece(piece.part, piece.origin, zero, piece.shape)])
-
-
-def _common_slots(name: str, parts: Sequence[Parameter]) -> dict[str, DType]:
-    of_parts = [one.slots for one in parts]
-    slots = {slot: dtype for slot, dtype in of_parts[0].items() if all(slot in o for o in of_parts)}
-    for slot, dtype in slots.items():
-        if other := next((one[slot] for one in of_parts if one[slot] is not dtype), None):
-            raise LayoutError(
-                f"parts of {name!r} have different dtypes",
-                f"{other.torch_name} ({slot})",
-                dtype.torch_name,
-            )
-    return slots
 
 
 def replicas_of(cell: Cell) -> Iterator[Replica | CastReplica]:
@@ -256,12 +235,10 @@ def _casts(trained: Parameter, one: Parameter, matched: frozenset[str]) -> Itera
         for part in {id(piece.part): piece.part for piece in master.pieces}.values():
             yield from _casts(part, part, matched)
         return
-    if isinstance(module, Stacked):
-        shape, zeros = (1, *one.shape[1:]), (0,) * (len(one.shape) - 1)
-        for number, expert in enumerate(module.parts):
-            row = _cut(Piece(trained, (0, *zeros), (number, *zeros), shape))
-            of_expert = Parameter(f"{one.name}.{number}", shape, one.role, (expert,))
-            yield from _casts(row, of_expert, matched)
+    if isinstance(module, Boxes) and module is not master:
+        for piece in module.pieces:
+            box = _cut(Piece(trained, piece.start, piece.start, piece.shape))
+            yield from _casts(box, piece.part, matched)
         return
     if module is None or module is master:
         return

@@ -74,7 +74,10 @@ class Parameter(Struct, frozen=True):
 
     @property
     def slots(self) -> dict[str, DType]:
-        return {slot: dtype for one in reversed(self.held) for slot, dtype in one.slots.items()}
+        found: dict[str, DType] = {}
+        for one in self.held:
+            found |= {slot: dtype for slot, dtype in one.slots.items() if slot not in found}
+        return found
 
     @property
     def value_slot(self) -> str:
@@ -219,16 +222,6 @@ def joined(cells: Sequence[Cell]) -> Cell:
         notes=tuple(dict.fromkeys(note for cell in cells for note in cell.notes)),
         problems=tuple(problem for cell in cells for problem in cell.problems),
     )
-
-
-@dataclass
-class Problems:
-    """Errors found so far; reading continues where possible so that all are reported at once."""
-
-    found: list[ZexportError] = field(default_factory=list)
-
-    def add(self, problem: ZexportError) -> None:
-        self.found.append(problem)
 
 
 @dataclass(frozen=True, slots=True)

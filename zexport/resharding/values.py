@@ -242,6 +242,7 @@ def _recorded_optimizer(model: ModelStates, file: TorchFile) -> Recorded:
     if is_dynamic:
         kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         state = {key: optimizer.need(key).value for key in kept} | {
+            "dynamic": True,
             "min_scale": fp16.get("min_loss_scale", 1),
             "delayed_shift": fp16.get("hysteresis", 2),
             "cur_hysteresis": fp16.get("hysteresis", 2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from msgspec.structs import replace
@@ -117,7 +117,9 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
     ]
     # Weights that are frozen after the optimizer was made are in both tables.
     late = {n for n, one in frozen.items() if n in parameters and parameters[n].shape == one.shape}
-    check_names([*trained, *(one for n, one in frozen.items() if n not in late), *buffers])
+    named = [*trained, *(one for n, one in frozen.items() if n not in late), *buffers]
+    if twice := [n for n, count in Counter(one.name for one in named).items() if count > 1]:
+        raise LayoutError(f"two tensors have the name {twice[0]!r}", "two", "one")
     for name in late:
         held = (*parameters[name].held, *frozen[name].held)
         frozen[name] = replace(parameters[name], held=held)
@@ -165,13 +167,6 @@ def with_untrained(ranks: Ranks, model: ModelStates, trained: Sequence[Parameter
     )
 
 
-def check_names(found: Iterable[Parameter]) -> None:
-    """Raise if two tensors have one name."""
-    counted = Counter(one.name for one in found)
-    if twice := [name for name, count in counted.items() if count > 1]:
-        raise LayoutError(f"two tensors have the name {twice[0]!r}", "two", "one")
-
-
 def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
     """Yield frozen weights of the table: whole (ZeRO-2), or in partitions (ZeRO-3)."""
     world_size = ranks.world_size or 0
@@ -212,8 +207,7 @@ def with_groups(
     cell: Cell,
     ranks: Ranks,
     names: Mapping[int, Sequence[str]],
-    partitions: Mapping[int, int] = {},
-    of_experts: Collection[int] = (),
+    experts: Mapping[int, Sequence[FlatGroup]] = {},
 ) -> Cell:
     """Return the cell with its parameter groups; none if the files' groups make no sense.
 
@@ -221,8 +215,7 @@ def with_groups(
 
     Args:
         names: parameters of each flat group, by its number, in the order of the flat data.
-        partitions: number of partitions of flat groups that only some ranks partition.
-        of_experts: numbers of flat groups of experts.
+        experts: flat groups of experts, which only some ranks partition, by number.
     """
     first = ranks.first_optimizer
     if first is None:
@@ -237,14 +230,15 @@ def with_groups(
         own = [name for number in numbers for name in names.get(number, ())]
         if first.stage in (1, 2) and ranks.first.is_round_robin and own:
             # BF16_Optimizer, which records no stage, does not deal parameters out.
-            order = round_robin_order(len(own), partitions.get(numbers[0], len(ranks.owners)))
+            owners = experts[numbers[0]][0].owners if numbers[0] in experts else ranks.owners
+            order = round_robin_order(len(own), len(owners))
             own = [name for _, name in sorted(zip(order, own, strict=True))]
         found.append(
             Group(
                 names=tuple(own),
                 settings=None if one.settings is None else Recorded(first.file, one.settings),
                 scalars=Recorded(first.file, first.kept[numbers[0]].scalars if numbers else {}),
-                of_experts=any(number in of_experts for number in numbers),
+                of_experts=any(number in experts for number in numbers),
             )
         )
     return replace(cell, groups=tuple(found))

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.boxes import InFiles, Piece, Stacked, cut_boxes, in_file, join_boxes
+from zexport.checkpoint.boxes import InFiles, Piece, cut_boxes, in_file, join_boxes, rows
 from zexport.checkpoint.state import MODULE, FileKind, Parameter, Role
 from zexport.checkpoint.zero.file_names import rank_file_name, read_rank_file
 from zexport.checkpoint.zero.ranks import FROM_NODES, Ranks, TagFolder
@@ -115,18 +115,20 @@ def find_layers(tag: TagFolder, ranks: Ranks) -> ExpertLayers:
         kinds = {(ref.shape, ref.dtype) for _, ref in places}
         if len(places) != layer.num_experts or len(kinds) != 1:
             raise LayoutError(f"expert files do not have {name!r} of all experts", kinds, "one")
-        held = Stacked(tuple(InFiles({MODULE: place}) for place in places))
-        stored[name] = Parameter(name, (len(places), *places[0][1].shape), Role.FROZEN, (held,))
+        pieces, shape = list[Piece](), places[0][1].shape
+        for number, place in enumerate(places):
+            held = (InFiles({MODULE: place}),)
+            part = Parameter(f"{name}.{number}", (1, *shape), Role.FROZEN, held)
+            pieces.append(rows(part, number))
+        stored[name], _ = join_boxes(name, (len(pieces), *shape), Role.FROZEN, pieces)
     stacked = {layer.number for layer in autoep.values()}
     for own in (own for number, own in files.items() if number not in stacked):
-        first = {of_first(name): (ref.shape, ref.dtype) for name, ref in own[0].tensors.items()}
-        native |= {name.prefix: len(own) for name in map(native_name, first) if name}
-        for one in own:
-            alike = {of_first(name): (ref.shape, ref.dtype) for name, ref in one.tensors.items()}
-            if alike != first or one.tensors.keys() & stored.keys():
-                raise LayoutError(
-                    f"{one.file.path.name} has other weights", [*one.tensors], [*first]
-                )
+        kinds_of = [{of_first(n): (r.shape, r.dtype) for n, r in o.tensors.items()} for o in own]
+        native |= {name.prefix: len(own) for name in map(native_name, kinds_of[0]) if name}
+        for one, alike in zip(own, kinds_of, strict=True):
+            if alike != kinds_of[0] or one.tensors.keys() & stored.keys():
+                what = f"{one.file.path.name} has other weights"
+                raise LayoutError(what, [*one.tensors], [*kinds_of[0]])
             for name, ref in one.tensors.items():
                 # buffer_names has rank 0's experts only, and all experts are built alike.
                 role = Role.BUFFER if of_first(name) in model.buffers else Role.FROZEN

@@ -203,19 +203,15 @@ class FlatGroup:
             n: (first - begin, last - first) for n, (first, last) in spans.items() if first < last
         }
 
-    def recorded_fragments(self) -> list[Fragments] | None:
-        """Return what every rank records of its partition; ``None`` if not all ranks record it."""
-        found = [own for one in self.there for own in one.fragments[self.number : self.number + 1]]
-        return found if len(found) == len(self.owners) and any(found) else None
-
     def check_fragments(self) -> None:
         """Raise if a rank records another partition than the shapes give.
 
         It shows swapped rank files and parameters in another order, which lengths do not.
         """
-        for rank, found in enumerate(self.recorded_fragments() or ()):
+        every = [own for one in self.there for own in one.fragments[self.number : self.number + 1]]
+        for rank, found in enumerate(every if len(every) == len(self.owners) else ()):
             expected = self.fragments(rank)
-            if found != expected:
+            if any(every) and found != expected:
                 name = next(n for n in {**expected, **found} if found.get(n) != expected.get(n))
                 raise LayoutError(
                     f"{self.there[rank].file.path.name} has the partition of another rank",

@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from zexport.checkpoint.state import FileKind, Problems
+from zexport.checkpoint.state import FileKind
 from zexport.checkpoint.zero.file_names import (
     MODEL_FILES,
     RankFile,
@@ -132,7 +132,9 @@ def check_grid(tag: TagFolder, count: int, what: str) -> None:
         )
 
 
-def read_ranks(folder: Path, index: int, files: Sequence[RankFile], problems: Problems) -> Ranks:
+def read_ranks(
+    folder: Path, index: int, files: Sequence[RankFile], problems: list[ZexportError]
+) -> Ranks:
     """Read all rank files of one model-parallel index; unreadable ones become problems."""
     of_models = [one for one in files if one.kind in MODEL_FILES and one.mp == index]
     of_optimizers = [one for one in files if one.kind is FileKind.OPTIMIZER and one.mp == index]
@@ -146,7 +148,7 @@ def read_ranks(folder: Path, index: int, files: Sequence[RankFile], problems: Pr
     missing_models = sorted(set(range((world_size or 1) if is_zero3 else 1)) - models)
     if missing and of_optimizers:
         first = of_optimizers[0]
-        problems.add(
+        problems.append(
             IncompleteCheckpointError(
                 f"optimizer states files of {name_ranks(missing)} are missing",
                 path=folder,
@@ -156,10 +158,10 @@ def read_ranks(folder: Path, index: int, files: Sequence[RankFile], problems: Pr
             )
         )
     if 0 in missing_models:
-        problems.add(no_model(folder, index, is_zero3=is_zero3 if optimizer else None))
+        problems.append(no_model(folder, index, is_zero3=is_zero3 if optimizer else None))
     within = set(range(world_size)) if world_size is not None else named | models
     if extra := (named | models if is_zero3 else named) - within:
-        problems.add(
+        problems.append(
             DamagedCheckpointError(
                 f"extra files of {name_ranks(extra)}",
                 path=folder,
@@ -182,7 +184,7 @@ def read_ranks(folder: Path, index: int, files: Sequence[RankFile], problems: Pr
 
 
 def _read_all(
-    files: Iterable[RankFile], record: Callable[[TorchFile], _States], problems: Problems
+    files: Iterable[RankFile], record: Callable[[TorchFile], _States], problems: list[ZexportError]
 ) -> dict[int, _States]:
     """Read files by rank; ranks with equal pickles share everything except the file."""
     states: dict[int, _States] = {}
@@ -202,7 +204,7 @@ def _read_all(
             states[name.rank] = record(file) if twin is None else replace(twin, file=file)
             twins.setdefault(id(file.value), states[name.rank])
         except ZexportError as error:
-            problems.add(error)
+            problems.append(error)
     return states
 
 

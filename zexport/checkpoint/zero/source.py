@@ -19,7 +19,6 @@ from zexport.checkpoint.state import (
     CheckpointFile,
     FileKind,
     Parallelism,
-    Problems,
     Role,
     Structure,
     TrainingState,
@@ -27,7 +26,7 @@ from zexport.checkpoint.state import (
     stored_tensors,
 )
 from zexport.checkpoint.zero.cell import zero_cell
-from zexport.checkpoint.zero.consistency import COPY_ALL, check_consistency, find_duplicates
+from zexport.checkpoint.zero.consistency import check_consistency, find_duplicates
 from zexport.checkpoint.zero.file_names import (
     MODEL_FILES,
     RankFile,
@@ -45,11 +44,10 @@ from zexport.checkpoint.zero.ranks import (
     read_ranks,
 )
 from zexport.errors import (
-    DamagedCheckpointError,
     IncompleteCheckpointError,
-    LayoutError,
     UnsupportedError,
     ZexportError,
+    layout_of,
 )
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.ranges.extents import paths_of
@@ -73,7 +71,7 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     """Read the metadata of a checkpoint; several locations have its parts on several nodes."""
     for one in locations:  # before anything in them is read
         one.boundary.check_tree(one.tag_dir)
-    path, problems = locations[0].tag_dir, Problems()
+    path, problems = locations[0].tag_dir, list[ZexportError]()
     files = rank_files(*(one.tag_dir for one in locations))
     kinds = {one.kind for one in files}
     is_universal = is_folder(path / "zero") and FileKind.OPTIMIZER not in kinds
@@ -88,33 +86,32 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
     written = {one.mp for one in tag.of_kind(FileKind.OPTIMIZER)}
     for index, model in tag.models.items():
         if index not in written and any(model.param_shapes) and not is_universal:
-            problems.add(no_optimizer(path, index))
-    problems.found += check_consistency(ranks)
+            problems.append(no_optimizer(path, index))
+    problems += check_consistency(ranks)
     more, first = tuple(locations[1:]), locations[0]
     state = TrainingState(first, "", Cell({}), zero=ranks, structure=structure, parts=more)
     try:
-        state = dataclasses.replace(state, parallelism=_parallelism(tag, structure))
-        joined, cells = _assemble(tag, structure)
-        whole = _without_shards(joined)
-        state = dataclasses.replace(
-            state,
-            whole=whole,
-            tensors=stored_tensors(whole),
-            replicas=tuple(replicas_of(whole)),
-            split=lambda: _split(tag, cells),
-        )
-        problems.found += (*whole.problems, *chain(*map(find_duplicates, ranks.values())))
-    except LayoutError as error:
-        problems.add(_damaged(error, tag))
+        with layout_of(path):
+            state = dataclasses.replace(state, parallelism=_parallelism(tag, structure))
+            joined, cells = _assemble(tag, structure)
+            whole = _without_shards(joined)
+            state = dataclasses.replace(
+                state,
+                whole=whole,
+                tensors=stored_tensors(whole),
+                replicas=tuple(replicas_of(whole)),
+                split=lambda: _split(tag, cells),
+            )
+            problems += (*whole.problems, *chain(*map(find_duplicates, ranks.values())))
     except ZexportError as error:
-        problems.add(error)
+        problems.append(error)
     missing = {rank for own in ranks.values() for rank in own.missing_model_ranks if rank != 0}
     if missing and any(one.role is Role.FROZEN and one.source is None for one in state.tensors):
         what = f"model states files of {name_ranks(missing)} are missing, which have frozen weights"
-        problems.add(IncompleteCheckpointError(what, path=path, hint=FROM_NODES))
-    if problems.found and (swapped := _swapped_out(tag)):
-        problems.found = [swapped]
-    told = [(one, finding_of(one)) for one in problems.found]
+        problems.append(IncompleteCheckpointError(what, path=path, hint=FROM_NODES))
+    if problems and (swapped := _swapped_out(tag)):
+        problems = [swapped]
+    told = [(one, finding_of(one)) for one in problems]
     return dataclasses.replace(
         _described(state, tag),
         problems=tuple(one for one, found in told if found is None or found.kind.is_refused),
@@ -123,13 +120,10 @@ def read_checkpoint(locations: Sequence[Location]) -> TrainingState:
 
 
 def _split(tag: TagFolder, cells: Cells) -> tuple[Cell, ...]:
-    """Return the cells of the ranks."""
     if swapped := _swapped_out(tag):
         raise swapped
-    try:
+    with layout_of(tag.path):
         return cells()
-    except LayoutError as error:
-        raise _damaged(error, tag) from error
 
 
 def _swapped_out(tag: TagFolder) -> UnsupportedError | None:
@@ -140,16 +134,6 @@ def _swapped_out(tag: TagFolder) -> UnsupportedError | None:
         hint="Resume with the optimizer offloaded to the CPU, and save again",
     )
     return error if is_folder(swapped) else None
-
-
-def _damaged(error: LayoutError, tag: TagFolder) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        error.problem,
-        path=tag.path,
-        found=error.found,
-        expected=error.expected,
-        hint=error.hint or COPY_ALL,
-    )
 
 
 def _structure(tag: TagFolder) -> Structure:
