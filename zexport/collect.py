@@ -33,7 +33,6 @@ from zexport.adapters.stated import (
 from zexport.adapters.updates import BaseModel
 from zexport.checkpoint.state import TrainingState, raise_problems
 from zexport.checkpoint.trainer_state import checkpoint_before
-from zexport.checkpoint.zero.consistency import differing
 from zexport.collected import Collected
 from zexport.errors import raise_all
 from zexport.facts.model import OF_BASE, Fact
@@ -136,10 +135,15 @@ def _unknown_code(checkpoint: TrainingState) -> Iterator[str]:
 
 
 def _differing_buffers(checkpoint: TrainingState) -> Iterator[str]:
-    ranks = checkpoint.zero.values()
-    names = dict.fromkeys(name for own in ranks for name in differing(own)[1])
-    if buffers := [name for name in names if not name.endswith("_extra_state")]:
-        yield f"buffers differ between ranks: the export has those of rank 0 ({some(buffers, 8)})"
+    """Yield a note on buffers that ranks of a ZeRO-3 run saved differently."""
+    names: list[str] = []
+    for ranks in (one for one in checkpoint.zero.values() if one.is_zero3 and one.model):
+        for name in ranks.first.buffers:
+            saved = [(m.file, m.module[name]) for m in ranks.model.values() if name in m.module]
+            contents = {(ref.shape, ref.dtype, f.checksum(ref.storage)) for f, ref in saved}
+            names += [name] if len(contents) > 1 and name not in names else []
+    if names:
+        yield f"buffers differ between ranks: the export has those of rank 0 ({some(names, 8)})"
 
 
 def _stated_by_files(found: Collected) -> Collected:

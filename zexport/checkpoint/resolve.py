@@ -16,9 +16,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from zexport.checkpoint.state import TrainingState
-from zexport.checkpoint.zero.file_names import MODEL_FILES, parse_name, rank_files
-from zexport.checkpoint.zero.records import model_states
-from zexport.checkpoint.zero.source import read_checkpoint
+from zexport.checkpoint.zero.source import holds_checkpoint, read_checkpoint, recorded_step_of
 from zexport.errors import (
     AmbiguousTagError,
     CheckpointError,
@@ -28,10 +26,8 @@ from zexport.errors import (
     OtherTagError,
     UnsafeError,
     UsageError,
-    ZexportError,
 )
 from zexport.filenames import SOURCE_SIDECAR
-from zexport.formats.torch_file import read_torch_file
 from zexport.printable import some
 from zexport.store.address import Address, last_names
 from zexport.store.boundary import Boundary
@@ -40,12 +36,10 @@ from zexport.store.files import reading
 from zexport.store.folders import (
     absolute,
     child_folders,
-    children,
     exists,
     is_file,
     is_folder,
     is_link,
-    matching,
     real,
 )
 from zexport.store.publish import check_finished, is_unfinished
@@ -138,21 +132,7 @@ class Source(Struct, frozen=True):
     read: Callable[[Sequence[Location]], TrainingState]
 
 
-def _holds_rank_files(folder: Path) -> bool:
-    return any(map(parse_name, children(folder))) or bool(matching(folder / "zero", "*/fp32.pt"))
-
-
-def _step_of_model_file(folder: Path, boundary: Boundary) -> int | None:
-    files = [one.path for one in rank_files(folder) if one.kind in MODEL_FILES]
-    if not files or not boundary.holds(files[0]):
-        return None
-    try:
-        return model_states(read_torch_file(files[0])).steps
-    except ZexportError:  # raised again when this checkpoint is opened
-        return None
-
-
-SOURCES = (Source(_holds_rank_files, _step_of_model_file, read_checkpoint),)
+SOURCES = (Source(holds_checkpoint, recorded_step_of, read_checkpoint),)
 
 
 def locate(path: Path, tag: str | None = None, *, follow_symlinks: bool = False) -> Location:
@@ -343,14 +323,11 @@ def list_candidates(folder: Path, boundary: Boundary) -> tuple[Candidate, ...]:
     numbered = sorted(names, key=lambda name: _DIGITS.search(name) is None)  # without number: last
     read = numbered[-READ_MAX:] if len(names) > 1 else []
     steps = {name: recorded_step(places[name], boundary) for name in read}
-    before: dict[str, int] = {}
-    keys: dict[str, tuple[int, bool, int]] = {}
-    for number, name in enumerate(names):
-        step = steps.get(name)
-        known = before.get(name_pattern(name), -1) if step is None else step
-        before[name_pattern(name)] = known
-        keys[name] = (known, step is None, number)
-    names.sort(key=keys.__getitem__)
+    known, before = dict[str, int](), dict[str, int]()
+    for name in names:
+        step, pattern = steps.get(name), name_pattern(name)
+        known[name] = before[pattern] = before.get(pattern, -1) if step is None else step
+    names.sort(key=lambda name: (known[name], steps.get(name) is None))
     return tuple(Candidate(name, places[name], steps.get(name)) for name in names)
 
 

@@ -9,7 +9,6 @@ from math import prod
 from msgspec import Struct
 
 from zexport.checkpoint.state import MODULE, Cell, Parameter, Role
-from zexport.checkpoint.zero.consistency import OF_LAYOUT
 from zexport.checkpoint.zero.flat_groups import partition_numel
 from zexport.checkpoint.zero.module_names import is_placeholder
 from zexport.checkpoint.zero.records import ZERO3
@@ -18,6 +17,7 @@ from zexport.formats.inert import Ordered, Size, TensorLeaf, TensorRef
 from zexport.ranges.computed import Stripe, Stripes, Zeros
 from zexport.ranges.dtypes import DType, Shape
 from zexport.resharding.optimizer_files import Place, flat_leaf
+from zexport.resharding.resumable import OF_LAYOUT
 from zexport.resharding.settings import Settings, TargetSettings
 from zexport.resharding.values import records_of, with_leaves, written
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from zexport.checkpoint.state import (
     Cell,
@@ -19,13 +20,12 @@ from zexport.checkpoint.state import (
     Structure,
     TrainingState,
 )
-from zexport.checkpoint.zero.consistency import content_of, differing, own_values
 from zexport.checkpoint.zero.flat_groups import MOMENTUM, SAME_RANKS, FlatGroup, InFlat
 from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
-from zexport.checkpoint.zero.records import OptimizerStates, scalar
+from zexport.checkpoint.zero.records import Kept, ModelStates, OptimizerStates, scalar
 from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
 from zexport.errors import IncompleteCheckpointError, UnsupportedError
-from zexport.formats.inert import TensorRef
+from zexport.formats.inert import ForeignStorage, Opaque, Ordered, Size, StorageRef, TensorRef
 from zexport.formats.pickle_view import PickleView
 from zexport.formats.torch_file import TorchFile
 
@@ -36,6 +36,17 @@ MEASURED = frozenset({"RMS"})
 
 Source: transformers 5.23, ``optimization.py`` (``Adafactor.step``).
 """
+
+
+OF_LAYOUT = frozenset(
+    {
+        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "dp_world_size", "ds_config"),
+    }
+)
+"""Keys of a model states file that depend on partitioning or config."""
+
+_OF_EXPERTS = frozenset({"ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"})
 
 
 def resumable(state: TrainingState) -> TrainingState:
@@ -78,13 +89,61 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
             shape = group.shapes[name]
             kept = [Parameter(name, shape, Role.TRAINABLE, (one,)) for one in stored]
             copies += [Copy(kept[0], other) for other in kept[1:]]
-    found, own = differing(ranks), []
+    found, own = _differing(ranks), []
     for rank in range(len(ranks.owners)) if any(found) else ():
         model = ranks.model.get(rank, ranks.first)
-        tables = zip(own_values(model), found, strict=True)
+        tables = zip(_own_values(model), found, strict=True)
         values = [{key: table[key] for key in keys if key in table} for table, keys in tables]
         own.append(RankValues(*(Recorded(model.file, one) for one in values)))
     return replace(cell, own=tuple(own), copies=(*cell.copies, *copies))
+
+
+def _differing(ranks: Ranks) -> tuple[list[str], list[str]]:
+    """Return keys of client state, and buffers, that differ between ranks of a ZeRO-3 run.
+
+    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
+    """
+    models = [ranks.model[rank] for rank in sorted(ranks.model)] if ranks.is_zero3 else []
+    found = []
+    for number in range(2):
+        tables = [
+            {key: _content(one.file, value) for key, value in _own_values(one)[number].items()}
+            for one in models
+        ]
+        keys = {key for own in tables for key in own}
+        found.append(sorted(n for n in keys if any(o.get(n) != tables[0].get(n) for o in tables)))
+    return found[0], found[1]
+
+
+def _own_values(one: ModelStates) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """Return the client state, and everything in the module except placeholders of parameters."""
+    client = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
+    module = one.root.get("module").table().items()
+    return client, {k: v for k, v in module if not (isinstance(v, TensorRef) and v.shape == (0,))}
+
+
+def _content(file: TorchFile, value: object) -> list[object]:
+    """Return what equal values of two files have in common, with the CRC-32 of storages."""
+    found, waiting, seen = list[object](), [value], set[int]()
+    for one in waiting:  # grows; a value may contain itself
+        if isinstance(one, StorageRef | ForeignStorage):
+            found.append((one.nbytes, file.checksum(one)))
+        elif type(one) not in _PARTS:
+            found.append(one)
+        elif id(one) not in seen:
+            seen.add(id(one))
+            parts = _PARTS[type(one)](one)
+            found.append(len(parts))
+            waiting += parts
+    return found
+
+
+_PARTS: Mapping[type, Callable[[Any], Sequence[object]]] = {
+    TensorRef: astuple,
+    Opaque: lambda one: (one.callee, one.args, one.state, one.items, one.pairs),
+    **dict.fromkeys((list, tuple, Size), tuple),
+    **dict.fromkeys((dict, Ordered), lambda one: (*one, *one.values())),
+}
 
 
 def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
@@ -122,9 +181,9 @@ def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
         if is_due and not any(kept.tensors for _, kept in of_ranks):
             raise _no_states(first.file.path)
         for owner, kept in of_ranks:
-            if kept.within:
+            if within := _tensors_within(kept):
                 raise UnsupportedError(
-                    f"optimizer state {kept.within[0]!r} is inside another, such as blocks that "
+                    f"optimizer state {within[0]!r} is inside another, such as blocks that "
                     "begin anew on every rank, and cannot be resharded",
                     path=owner.file.path,
                     hint=SAME_RANKS,
@@ -136,13 +195,24 @@ def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
         _check_equal(f"optimizer state {{!r}} of flat groups {[*numbers]}", states)
 
 
+def _tensors_within(kept: Kept) -> list[str]:
+    """Return names of tensors inside other values (8-bit optimizers, lists), joined by dots."""
+    within, seen = [*kept.scalars.items()], set[int]()
+    for above, one in within:  # grows; a list may contain itself
+        if isinstance(one, dict | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            parts = one.items() if isinstance(one, dict) else enumerate(one)
+            within += [(f"{above}.{key}", part) for key, part in parts]
+    return [name for name, one in within[len(kept.scalars) :] if isinstance(one, TensorRef)]
+
+
 def _check_equal(what: str, found: Sequence[tuple[OptimizerStates, Mapping[str, object]]]) -> None:
     """Raise if a value differs, such as one that Prodigy computes on each rank."""
     for owner, own in found:
         first, due = found[0]
         for name in sorted({**due, **own}.keys() - MEASURED):
             pair = [(first.file, due.get(name)), (owner.file, own.get(name))]
-            if content_of(*pair[0]) != content_of(*pair[1]):
+            if _content(*pair[0]) != _content(*pair[1]):
                 shown = [scalar(*one) if isinstance(one[1], TensorRef) else one[1] for one in pair]
                 raise UnsupportedError(
                     f"{what.format(name)} differs between ranks",
@@ -209,7 +279,7 @@ def _check_numbered_states(cell: Cell, file: TorchFile) -> None:
             {k: scalar(file, v) if isinstance(v, TensorRef) else v for k, v in own.items()}
             for own in (one.scalars for one in kept)
         ]
-        odd = [name for one in kept for name in one.within]
+        odd = [name for one in kept for name in _tensors_within(one)]
         odd += [
             k for e in group.entries for k, ref in e.kept.tensors.items() if ref.shape != e.shape
         ]

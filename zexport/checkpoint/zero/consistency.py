@@ -1,18 +1,14 @@
-"""Do rank files come from one checkpoint? Which values may differ between ranks, and do?"""
+"""Do rank files come from one checkpoint? Values that all of them record must be equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
-
-from msgspec.structs import astuple
+from collections.abc import Hashable, Iterator, Mapping
 
 from zexport.checkpoint.zero.file_names import original_name
 from zexport.checkpoint.zero.ranks import Ranks
 from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
 from zexport.errors import DamagedCheckpointError, ZexportError
 from zexport.findings import FindingKind
-from zexport.formats.inert import ForeignStorage, Opaque, Ordered, Size, StorageRef, TensorRef
 from zexport.formats.pickle_view import PickleView, view
 from zexport.formats.torch_file import Container, TorchFile
 from zexport.printable import some
@@ -170,62 +166,3 @@ def _evidence(one: OptimizerStates) -> tuple[int, ...]:
         if len({*words}) >= _DISTINCT_MIN:
             return tuple(words)
     return ()
-
-
-OF_LAYOUT = frozenset(
-    {
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "dp_world_size", "ds_config"),
-    }
-)
-"""Keys of a model states file that depend on partitioning or config."""
-
-_OF_EXPERTS = frozenset({"ds_autoep_layers", "autoep_layers", "universal_checkpoint_info"})
-
-
-def differing(ranks: Ranks) -> tuple[list[str], list[str]]:
-    """Return keys of client state, and buffers, that differ between ranks of a ZeRO-3 run.
-
-    Source: DeepSpeed 0.10 to 0.19, ``runtime/engine.py`` (``_save_checkpoint``).
-    """
-    models = [ranks.model[rank] for rank in sorted(ranks.model)] if ranks.is_zero3 else []
-    found = []
-    for number in range(2):
-        tables = [
-            {key: content_of(one.file, value) for key, value in own_values(one)[number].items()}
-            for one in models
-        ]
-        keys = {key for own in tables for key in own}
-        found.append(sorted(n for n in keys if any(o.get(n) != tables[0].get(n) for o in tables)))
-    return found[0], found[1]
-
-
-def own_values(one: ModelStates) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """Return the client state, and everything in the module except placeholders of parameters."""
-    client = {k: v for k, v in one.root.table().items() if k not in OF_LAYOUT | _OF_EXPERTS}
-    module = one.root.get("module").table().items()
-    return client, {k: v for k, v in module if not (isinstance(v, TensorRef) and v.shape == (0,))}
-
-
-def content_of(file: TorchFile, value: object) -> list[object]:
-    """Return what equal values of two files have in common, with the CRC-32 of storages."""
-    found, waiting, seen = list[object](), [value], set[int]()
-    for one in waiting:  # grows; a value may contain itself
-        if isinstance(one, StorageRef | ForeignStorage):
-            found.append((one.nbytes, file.checksum(one)))
-        elif type(one) not in _PARTS:
-            found.append(one)
-        elif id(one) not in seen:
-            seen.add(id(one))
-            parts = _PARTS[type(one)](one)
-            found.append(len(parts))
-            waiting += parts
-    return found
-
-
-_PARTS: Mapping[type, Callable[[Any], Sequence[object]]] = {
-    TensorRef: astuple,
-    Opaque: lambda one: (one.callee, one.args, one.state, one.items, one.pairs),
-    **dict.fromkeys((list, tuple, Size), tuple),
-    **dict.fromkeys((dict, Ordered), lambda one: (*one, *one.values())),
-}

@@ -183,12 +183,10 @@ class Kept(Struct, frozen=True):
     Attributes:
         tensors: states with a dimension, usually with one element per weight element.
         scalars: the rest, such as ``step``.
-        within: names of tensors inside the rest (8-bit optimizers, lists), joined by dots.
     """
 
     tensors: Mapping[str, TensorRef]
     scalars: Mapping[str, object]
-    within: tuple[str, ...] = ()
 
 
 class SharedGroup(Struct, frozen=True):
@@ -329,15 +327,7 @@ def kept_of(inner: PickleView, number: int) -> Kept:
         for name, one in items.items()
         if isinstance(one, TensorRef) and one.shape and not (name == "step" and one.numel == 1)
     }
-    scalars = {name: one for name, one in items.items() if name not in tensors}
-    within, seen = [*scalars.items()], set[int]()
-    for above, one in within:  # grows; a list may contain itself
-        if isinstance(one, dict | list | tuple) and id(one) not in seen:
-            seen.add(id(one))
-            parts = one.items() if isinstance(one, dict) else enumerate(one)
-            within += [(f"{above}.{key}", part) for key, part in parts]
-    names = [name for name, one in within[len(scalars) :] if isinstance(one, TensorRef)]
-    return Kept(tensors, scalars, tuple(names))
+    return Kept(tensors, {name: one for name, one in items.items() if name not in tensors})
 
 
 def scalar(file: TorchFile, value: object) -> float | None:

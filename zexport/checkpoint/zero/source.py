@@ -31,6 +31,7 @@ from zexport.checkpoint.zero.file_names import (
     MODEL_FILES,
     RankFile,
     name_ranks,
+    parse_name,
     rank_file_name,
     rank_files,
 )
@@ -43,21 +44,23 @@ from zexport.checkpoint.zero.ranks import (
     no_optimizer,
     read_ranks,
 )
+from zexport.checkpoint.zero.records import model_states
 from zexport.errors import (
     IncompleteCheckpointError,
     UnsupportedError,
     ZexportError,
     layout_of,
 )
-from zexport.formats.torch_file import Container, TorchFile
+from zexport.formats.torch_file import Container, TorchFile, read_torch_file
 from zexport.ranges.extents import paths_of
 from zexport.store.files import version
-from zexport.store.folders import is_folder
+from zexport.store.folders import children, is_folder, matching
 
 # ruff: noqa: PLC0415 - most checkpoints need one of the layouts
 
 if TYPE_CHECKING:
     from zexport.checkpoint.resolve import Location
+    from zexport.store.boundary import Boundary
 
 _MISSING_MAX = 100_000
 """Limit for ranks of which missing files are listed; a damaged file may record any number."""
@@ -65,6 +68,22 @@ _MISSING_MAX = 100_000
 _PRUNED = "pruned checkpoint: it has all weights, but training cannot resume from it"
 
 Cells = Callable[[], tuple[Cell, ...]]
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has rank files, or those of a universal checkpoint."""
+    return any(map(parse_name, children(folder))) or bool(matching(folder / "zero", "*/fp32.pt"))
+
+
+def recorded_step_of(folder: Path, boundary: Boundary) -> int | None:
+    """Return the global step in a model states file; ``None`` if it cannot be read."""
+    files = [one.path for one in rank_files(folder) if one.kind in MODEL_FILES]
+    if not files or not boundary.holds(files[0]):
+        return None
+    try:
+        return model_states(read_torch_file(files[0])).steps
+    except ZexportError:  # raised again when this checkpoint is opened
+        return None
 
 
 def read_checkpoint(locations: Sequence[Location]) -> TrainingState:

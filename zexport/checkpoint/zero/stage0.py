@@ -290,7 +290,7 @@ def with_optimizers(
         hint="Copy all files of one checkpoint again",
         finding=FindingKind.CAST_MISMATCH,
     )
-    why = "their fp32 master weights are ambiguous" if has_masters else "there are no others"
+    why = "fp32 master weights are ambiguous" if has_masters else "there are no fp32 master weights"
     warning = f"ZeRO-0: weights are rounded as in the module, because {why}: {', '.join(rounded)}"
     return Cell(
         parameters=by_role(parameters.values()),
