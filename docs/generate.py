@@ -25,7 +25,7 @@ from zexport import compat
 from zexport.beside.command_line import option_of
 from zexport.cli.main import cli
 from zexport.facts.adapters import AdapterFact
-from zexport.facts.model import Fact
+from zexport.facts.model import OF_DIFF, Fact
 from zexport.facts.rows import Severity
 from zexport.facts.training import TrainingFact
 from zexport.findings import FindingKind
@@ -243,7 +243,7 @@ def facts_table() -> str:
             else row.severity.value
         )
         + f" | {row.name} |\n"
-        for row in (fact.value for fact in (*TrainingFact, *Fact, *AdapterFact))
+        for row in (f.value for f in (*TrainingFact, *Fact, *AdapterFact) if f not in OF_DIFF)
     )
 
 

@@ -46,7 +46,7 @@ from zexport.model.hub_cache import model_folder
 from zexport.model.names import Learner
 from zexport.model.names_client import NamesClient
 from zexport.model.sidecars import find_sidecars, spoilt_files
-from zexport.model.small_files import repeated_statements
+from zexport.model.small_files import choice_notes, repeated_statements
 from zexport.model.stated import file_facts, model_facts, named_bases
 from zexport.model.token_numbers import TokenNumber, token_numbers
 from zexport.options import AdapterMode, ExportOptions, NameLayout
@@ -162,7 +162,11 @@ def _stated_by_files(found: Collected) -> Collected:
         sidecars = structs.replace(sidecars, config=None)
     adapters = {f"{one.folder}{ADAPTER_CONFIG}": one.config.path for one in found.adapters}
     stated = (*file_facts(sidecars, named), *repeated_statements(adapters))
-    return structs.replace(found, statements=(*found.statements, *stated))
+    return structs.replace(
+        found,
+        statements=(*found.statements, *stated),
+        notes=(*found.notes, *choice_notes(found.copied, sidecars.folders)),
+    )
 
 
 def _stated_by_configs(found: Collected) -> Collected:

@@ -123,6 +123,31 @@ def test_the_vocabulary_of_a_tokenizer_without_the_library_counts(tmp_path: Path
     assert not _told(tmp_path, {"vocab_size": 13})
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"added_tokens_decoder": {"21": {"content": "<a>"}}}},
+        {"added_tokens": {"<a>": 21}},
+    ],
+)
+def test_tokens_beside_the_tokenizer_need_rows_too(
+    files: dict[str, object], tmp_path: Path
+) -> None:
+    _tokenizer(tmp_path, words=10, added=2)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert "21 in " in _told(tmp_path, {"vocab_size": 21})
+    assert not _told(tmp_path, {"vocab_size": 22})
+
+
+@pytest.mark.parametrize("content", [5, [], {"added_tokens_decoder": {"x": 1, "2": [], "3": "a"}}])
+def test_files_of_another_form_name_no_tokens(content: object, tmp_path: Path) -> None:
+    _tokenizer(tmp_path, words=10, added=2)
+    for name in ("tokenizer_config", "added_tokens", "generation_config"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert not _told(tmp_path, {"vocab_size": 12})
+
+
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
 @pytest.mark.parametrize("ids", [11, [3, 11]])
 def test_tokens_that_configs_name_are_told(key: str, ids: object, tmp_path: Path) -> None:

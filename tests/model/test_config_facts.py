@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import Run, save, small_model
-from zexport import ExportOptions, consolidate
 from zexport.facts.statements import Judgement, judge
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
@@ -130,32 +127,3 @@ def test_a_class_that_has_what_a_config_says_there_is_none_of_is_told_of() -> No
 )
 def test_what_the_class_takes_by_itself_is_no_difference(stated: dict[str, Any]) -> None:
     assert not unstated({}, stated) + unstated(stated, {})
-
-
-NAMES = {"0": "no", "1": "yes"}
-
-
-@pytest.mark.parametrize(
-    "own", [{"0": "yes", "1": "no"}, {"0": "no", "1": "ay"}, {"0": "LABEL_0", "1": "LABEL_1"}]
-)
-def test_other_names_of_classes_than_the_bases_are_told(own: object) -> None:
-    (warning,) = judged({"id2label": own}, {"id2label": NAMES}).warnings
-    assert "yes in the base's" in warning
-
-
-@pytest.mark.parametrize(
-    "base", [NAMES, {"0": "LABEL_0", "1": "LABEL_1"}, {"0": "a", "1": "b", "2": "c"}, None]
-)
-def test_names_of_a_bases_other_classes_are_not_told(base: object) -> None:
-    assert not judged({"id2label": NAMES}, {"id2label": base}).warnings
-
-
-def test_export_warns_of_other_class_names_than_the_bases(tmp_path: Path) -> None:
-    root = save(small_model(), Run(), tmp_path / "run" / "root")
-    base = tmp_path / "base"
-    base.mkdir()
-    content = {"model_type": "of_nobody", "id2label": NAMES}
-    (base / "config.json").write_text(json.dumps(content | {"id2label": {"0": "a", "1": "b"}}))
-    (root / "config.json").write_text(json.dumps(content))
-    report = consolidate(root, tmp_path / "out", ExportOptions(base=base))
-    assert any("other names than the base's" in told for told in report.warnings)

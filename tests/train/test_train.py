@@ -387,24 +387,6 @@ def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
         settled(replace(options, ds_config={"train_micro_batch_size_per_gpu": 2}), {"batch_size"})
 
 
-def test_a_tokenizer_that_numbers_otherwise_than_the_models_is_told(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-
-    for name, words in {"model": ("a", "b"), "same": ("a", "b", "c"), "other": ("b", "a")}.items():
-        (tmp_path / name).mkdir()
-        vocabulary = {word: number for number, word in enumerate(words)}
-        Tokenizer(BPE(vocabulary, [])).save(str(tmp_path / name / "tokenizer.json"))
-    options = TrainOptions(out=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "other")
-    (told,) = without_effect(options, set())
-    assert (
-        "2 of 2 tokens, such as 'b', 0 in --tokenizer's tokenizer.json but 1 in --model's" in told
-    )
-    for folder in ("same", "model"):
-        assert not [*without_effect(replace(options, tokenizer=tmp_path / folder), set())]
-    assert not [*without_effect(replace(options, model=None), set())]
-
-
 def test_a_run_goes_on_with_the_config_that_it_began_with(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"rms_norm_eps": 1e-6}')

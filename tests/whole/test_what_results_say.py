@@ -217,9 +217,9 @@ def test_a_variable_that_sets_nothing_is_told_with_the_one_that_was_meant() -> N
 def test_what_an_export_would_warn_of_and_what_changes_nothing_is_told(tmp_path: Path) -> None:
     root = tmp_path / "run" / "checkpoint-2"
     shutil.copytree(FIXTURE, root)
-    (root / "tokenizer_config.json").write_text('{"eos_token": "<none>"}')
-    assert "<none>" not in run("inspect", root)[0]
-    assert "<none>" in run("inspect", root, "--fail")[1]
+    (root / "generation_config.json").write_text('{"eos_token_id": 99999}')
+    assert "99999" not in run("inspect", root)[0]
+    assert "99999" in run("inspect", root, "--fail")[1]
     consolidate(FIXTURE, tmp_path / "out")
     told = run("verify", tmp_path / "out", "--check", "full", "--base", FIXTURE)[0]
     assert "--base changes nothing without --against" in told

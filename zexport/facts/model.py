@@ -6,7 +6,7 @@ A fact is added by adding a row here, and by stating it where it is read.
 from __future__ import annotations
 
 from zexport.errors import FrozenLeftOutError, UsageError
-from zexport.facts.rows import Agreement, AnyFact, Row, Severity, noted, warned_of
+from zexport.facts.rows import Agreement, AnyFact, Row, noted, warned_of
 from zexport.findings import FindingKind
 
 
@@ -89,113 +89,6 @@ class Fact(AnyFact):
         "model_type names",
         hint="Mend model_type or architectures in config.json, or give the right one with --base",
     )
-    BASE_LABELS = warned_of(
-        "names of classes, beside the base's",
-        "classes have other names than the base's: take care that config.json has those that were "
-        "trained with",
-    )
-    END_TOKEN = warned_of(
-        "token that ends a text",
-        "files differ in the token that ends a text, and the first of these is what generating "
-        "ends at: take care that it is the one that was trained with",
-        agreement=Agreement.SHARED,
-    )
-    END_WORD = warned_of(
-        "tokens that end a text, and the special tokens there are",
-        "a word ends a text wherever it is made: take its number out of eos_token_id, or give the "
-        "tokenizer that was trained with",
-    )
-    END_BEHIND = warned_of(
-        "what is put behind every text",
-        "the tokenizer ends every text, and nothing is generated after that: take it out, unless "
-        "the model is one that embeds",
-    )
-    ADDED_TOKEN = warned_of(
-        "numbers of an added token",
-        "files of the tokenizer give one token several numbers, and only one has the row that was "
-        "trained: give the tokenizer that the model was trained with",
-    )
-    CHAT_TEMPLATE = warned_of(
-        "chat template",
-        "files differ in the chat template, and the export has the first of these: take care that "
-        "it is the one that was trained with",
-    )
-    TEMPLATE_WHOLE = warned_of(
-        "what a chat template consists of",
-        "the chat template is not whole, or of no conversation: give the one that was trained with",
-    )
-    BASE_TEMPLATE = noted(
-        "chat template of the base",
-        "the chat template is not the base's",
-    )
-    VOCABULARY = warned_of(
-        "numbers of the tokenizer's tokens, and its merges",
-        "tokenizers differ, and the export has the first of these: take care that it is the one "
-        "that was trained with",
-    )
-    TOKENIZER_RULE = warned_of(
-        "what a tokenizer makes of letters before it cuts",
-        "tokenizer_config.json has other rules than tokenizer.json, and the first of these were "
-        "trained with: loading takes those of tokenizer_config.json",
-    )
-    TOKENIZER_LEFT = warned_of(
-        "what a tokenizer was left with, which changes every text",
-        "the tokenizer was left with what is for a training or for other texts: take it out",
-    )
-    TOKENIZER_MARK = warned_of(
-        "mark of a word's beginning, in the tokens and in the steps around them",
-        "the tokens of tokenizer.json mark where words begin, and no step makes the mark, or takes "
-        "it back: give the tokenizer that was trained with",
-    )
-    TOKEN_FLAG = warned_of(
-        "how an added token is found in a text",
-        "files of the tokenizer find a token in other ways, and loading takes those of "
-        "tokenizer_config.json: give the tokenizer that the model was trained with",
-    )
-    TOKEN_NAME = warned_of(
-        "special tokens, by what they are for",
-        "files name different tokens for one thing: give the tokenizer that was trained with",
-    )
-    TOKEN_ID = warned_of(
-        "numbers of special tokens, by what they are for",
-        "files give a special token different numbers: take care that config.json has those that "
-        "were trained with",
-    )
-    SPECIAL_TOKEN = warned_of(
-        "special tokens",
-        "a special token is named that the tokenizer does not have: loading gives it a number of "
-        "its own, which was not trained",
-    )
-    SPECIAL_WORD = noted(
-        "special tokens, among the words of a tokenizer",
-        "a word is named as a special token: it is left out wherever special tokens are",
-    )
-    TEMPLATE_TOKEN = noted(  # some models were trained with such marks as plain text
-        "special tokens that the chat template uses",
-        "the chat template has marks that are no tokens, and are read as plain text",
-    )
-    TEXT_LENGTH = Row(  # transformers does not go by it
-        "length of texts, in tokens",
-        "tokenizer.json has a length set, as its training left it: programs that use it without "
-        "transformers give all texts that length",
-        severity=Severity.NOTED,
-        agreement=Agreement.SHARED,
-    )
-    TEXT_POSITIONS = Row(  # some models are made for more than they were trained for
-        "length of texts, beside the model's positions",
-        "texts may be longer than the model has positions for",
-        severity=Severity.NOTED,
-        agreement=Agreement.BELOW,
-    )
-    TEXT_CUT = noted(
-        "length of texts, where that is far below the model's positions",
-        "texts are cut to fewer tokens than the model has positions for, if cutting is asked for",
-    )
-    PAD_TOKEN = warned_of(
-        "token that fills up texts, for a classifier",
-        "a classifier looks for the last token that is not pad_token_id: set it in config.json to "
-        "the one that was trained with",
-    )
     RUN_CONFIG = warned_of(
         "keys of the config, in files of one run",
         "files differ in what config.json says, and the export goes by the first of these: take "
@@ -215,68 +108,19 @@ class Fact(AnyFact):
         "files come from the folder above the checkpoint, where nothing shows that it is of this "
         "run: take care that they are of the model that was trained",
     )
-    RUN_FILE = warned_of(
-        "what other files of one run say",
-        "files of the run differ, and the export has the first of these: take care that it is the "
-        "one that was trained with",
-    )
     NODE_FILE = Row(  # whichever node was named first would decide
         "what files say that several nodes have beside their parts",
         "nodes of one checkpoint have other files of one name beside their parts",
         hint="Leave the one that was trained with in one of the folders, and remove the others",
-    )
-    BASE_FILE = noted(
-        "what other files say, beside the base's",
-        "files that the export takes from the run are not the base's",
     )
     CODE = warned_of(
         "code that a config names",
         "a config names code that is nowhere beside it, and loading fails without: put it there, "
         "or give a model folder that has it with --base",
     )
-    PROCESSOR = warned_of(
-        "processor",
-        "files differ in the processor: take care that all are of the model that was trained",
-    )
-    PATCHES = warned_of(
-        "sizes of what a processor makes",
-        "the processor cuts images, or sounds, otherwise than the model takes them: give the "
-        "processor that was trained with",
-    )
-    IMAGE_FAMILY = noted(  # a few models were trained with the other's
-        "kind of model that images are prepared for",
-        "the processor is that of another kind of model than the one that sees",
-    )
-    IMAGE_SIZE = noted(  # models that take several sizes have the largest in their config
-        "size of an image",
-        "the processor brings images to another size than config.json tells of",
-    )
-    SENTENCE_SIZE = warned_of(
-        "size of what a step of a sentence-transformers model takes",
-        "a step takes another size than the step before it gives: give the files of the model "
-        "that was trained",
-    )
-    SENTENCE_STEP = warned_of(
-        "steps of a sentence-transformers model",
-        "the export lacks files of a step that modules.json names: copy that step's folder from "
-        "where the model was trained",
-    )
-    SENTENCE_LENGTH = warned_of(
-        "length of the texts of a sentence-transformers model",
-        "texts may be longer than the model has positions for: mend max_seq_length",
-        agreement=Agreement.BELOW,
-    )
-    CARD_TASK = noted(
-        "what the model is, in the model card",
-        "the model card tells of another kind of model: mend README.md",
-    )
     NAMED_BASE = warned_of(
         "name of the base model, in all files that name it",
         "different base models are named: take care which one training began from",
-    )
-    LICENSE = warned_of(
-        "licence",
-        "files tell of different licences: take care which one holds for this model",
     )
     CONFIG_DTYPE = noted(
         "element type, told twice by one config",
@@ -324,6 +168,9 @@ class Fact(AnyFact):
         "other keys of the config",
         "config.json is the one beside the checkpoint, and the base's says otherwise",
     )
+    TEMPLATE = noted("chat template", "chat templates differ")
+    VOCABULARY = noted("tokenizer", "tokenizers differ")
+    BASE_FILE = noted("settings of small files", "settings differ")
 
 
 OF_BASE = frozenset(
@@ -333,3 +180,6 @@ OF_BASE = frozenset(
     }
 )
 """What tells whether a base is the model that training began from."""
+
+OF_DIFF = frozenset({Fact.TEMPLATE, Fact.VOCABULARY, Fact.BASE_FILE})
+"""What only ``zexport diff`` compares."""

@@ -5,7 +5,7 @@ A fact is added by adding a row here, and by stating it where it is read.
 
 from __future__ import annotations
 
-from zexport.facts.rows import AnyFact, Row, noted, warned_of
+from zexport.facts.rows import AnyFact, Row, noted
 from zexport.findings import FindingKind
 
 
@@ -37,11 +37,6 @@ class TrainingFact(AnyFact):
     OUT_STEP = noted(
         "step of the checkpoint, and the name of the output folder",
         "the name of the output folder tells of another step",
-    )
-    MODEL_VOCABULARY = warned_of(
-        "numbers of the tokens that a model is trained with",
-        "the tokenizer is not the model's, whose embedding has a row for each of its tokens: take "
-        "care that training is to go on from these rows",
     )
     DP_WORLD_SIZE = _of_one_save("number of data-parallel ranks")
     DEEPSPEED_VERSION = _of_one_save("DeepSpeed version", FindingKind.MIXED_VERSIONS)

@@ -42,21 +42,6 @@ _PLAIN = re.compile(
 )
 """Words, links and names of the hub that YAML takes for strings as they are."""
 
-
-_LICENSE_TEXTS = (
-    ("apache-2.0", r"Apache License\s+Version 2\.0"),
-    ("mit", r"MIT License|Permission is hereby granted, free of charge"),
-    ("llama2", r"LLAMA 2 COMMUNITY LICENSE"),
-    ("llama3", r"LLAMA 3 COMMUNITY LICENSE"),
-    ("llama3.1", r"LLAMA 3\.1 COMMUNITY LICENSE"),
-    ("llama3.2", r"LLAMA 3\.2 COMMUNITY LICENSE"),
-    ("llama3.3", r"LLAMA 3\.3 COMMUNITY LICENSE"),
-    ("gemma", r"Gemma Terms of Use"),
-    ("cc-by-nc-4.0", r"Attribution-NonCommercial 4\.0 International"),
-)
-"""The hub's words for licences, and how their texts begin."""
-
-_LICENSE_NBYTES = 2048
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _LICENSE_NAME = re.compile(r"\w[\w.-]{0,63}")
 _LICENSE_LINK = re.compile(r"(https://[\w./%~-]{1,200}|\w[\w.-]{0,63})")
@@ -122,7 +107,7 @@ def paragraphs_of(warnings: Sequence[str]) -> list[str]:
 
 
 def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[Statement]:
-    """What cards and licences say, and who else names the base model.
+    """What the card calls the base model, and what others call it.
 
     ``named`` has the name of each who names it; what is no name of the hub counts for none.
     """
@@ -131,19 +116,6 @@ def card_statements(sidecars: Sidecars, named: Mapping[str, str]) -> Iterator[St
     base = base_named(card)
     for by, name in {readme: base, **named}.items():
         yield Statement(Fact.NAMED_BASE, plain_name(name) if is_hub_id(name) else None, by)
-    for named_class in sidecars.config.architectures if sidecars.config is not None else ():
-        yield Statement(Fact.CARD_TASK, _value(card, "pipeline_tag") or None, readme)
-        yield Statement(Fact.CARD_TASK, _task(named_class), f"config.json, {named_class}")
-        is_adapter = _value(card, "library_name") == "peft"
-        yield Statement(Fact.CARD_TASK, "an adapter" if is_adapter else None, readme, "this is")
-        yield Statement(Fact.CARD_TASK, "a model", "the export", "this is")
-    for by, text in {readme: card, "the card of --base": sidecars.base_card}.items():
-        yield Statement(Fact.LICENSE, _stated(text, "license", _LICENSE_ID), by)
-    for name, file in sidecars.copied.items():
-        if re.match("LICEN[CS]E", name, re.IGNORECASE):
-            text = read_range(file, 0, _LICENSE_NBYTES).decode(errors="replace")
-            known = (key for key, start in _LICENSE_TEXTS if re.search(start, text, re.IGNORECASE))
-            yield Statement(Fact.LICENSE, next(known, None), name)
 
 
 def base_named(card: str) -> str:

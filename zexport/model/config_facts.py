@@ -54,7 +54,6 @@ def config_statements(
     own: ConfigFile, base: ConfigFile, whose: str = "the checkpoint's config.json"
 ) -> Iterator[Statement]:
     """What the config beside a checkpoint, or another one, and that of its base both state."""
-    yield from _labels_of_both(Fact.BASE_LABELS, own, base, "the base's")
     sides = ((own, whose), (base, "the base's"))
     for fact, about, values in _both(own, base):
         for (_, by), value in zip(sides, values, strict=True):
@@ -64,7 +63,7 @@ def config_statements(
 def run_statements(own: ConfigFile, other: ConfigFile, where: str) -> Iterator[Statement]:
     """What the config beside a checkpoint and that of another folder of the run both state."""
     sides = ("the checkpoint's", f"{where}'s")
-    yield from _labels_of_both(Fact.RUN_CONFIG, own, other, sides[1])
+    yield from _labels_of_both(own, other, sides[1])
     for _, about, values in _both(own, other):
         for by, value in zip(sides, values, strict=True):
             yield Statement(Fact.RUN_CONFIG, value, by, about)
@@ -168,7 +167,7 @@ def level_statements(config: ConfigFile | None) -> Iterator[Statement]:
             yield Statement(Fact.CONFIG_LEVELS, outer[key], "the config around it", key)
 
 
-def _labels_of_both(fact: Fact, own: ConfigFile, other: ConfigFile, by: str) -> Iterator[Statement]:
+def _labels_of_both(own: ConfigFile, other: ConfigFile, by: str) -> Iterator[Statement]:
     """The names of classes where both have as many, and the other's are more than numbers."""
     ours, theirs = _labels(own.content), _labels(other.content)
     if ours.keys() != theirs.keys():
@@ -176,8 +175,8 @@ def _labels_of_both(fact: Fact, own: ConfigFile, other: ConfigFile, by: str) -> 
     for number, name in theirs.items():
         if not _PLACEHOLDER.fullmatch(name):
             about = f"class {number}"
-            yield Statement(fact, ours[number], "the checkpoint's config.json", about)
-            yield Statement(fact, name, by, about)
+            yield Statement(Fact.RUN_CONFIG, ours[number], "the checkpoint's config.json", about)
+            yield Statement(Fact.RUN_CONFIG, name, by, about)
 
 
 def _labels(content: Mapping[str, Json]) -> dict[str, str]:

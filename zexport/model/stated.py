@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from zexport.facts.statements import Statement
 from zexport.filenames import CONFIG
 from zexport.model.card import card_statements
-from zexport.model.chat_template import template_statements
 from zexport.model.config import ConfigFile
 from zexport.model.config_facts import (
     dtype_statements,
@@ -21,16 +20,6 @@ from zexport.model.fit import ModelNames, NamesUnknown
 from zexport.model.hub_cache import hub_id_of
 from zexport.model.sidecars import Sidecars
 from zexport.model.small_files import beside_statements
-from zexport.model.special_tokens import (
-    added_statements,
-    behind_statements,
-    end_statements,
-    id_statements,
-    lacking_statements,
-    number_statements,
-    pad_statements,
-)
-from zexport.model.vocabulary import mark_statements, vocabulary_statements
 
 
 def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[Statement]:
@@ -38,12 +27,6 @@ def file_facts(sidecars: Sidecars, named_bases: Mapping[str, str]) -> Iterator[S
 
     ``named_bases`` are those who name the base model, with the name.
     """
-    yield from template_statements(sidecars)
-    yield from added_statements(sidecars.copied)
-    yield from number_statements(sidecars.copied)
-    yield from lacking_statements(sidecars.copied)
-    yield from vocabulary_statements(sidecars.copied, sidecars.folders)
-    yield from mark_statements(sidecars.copied)
     yield from beside_statements(sidecars)
     yield from card_statements(sidecars, named_bases)
     yield from dtype_statements(sidecars.config)
@@ -74,15 +57,9 @@ def model_facts(
     """What files state of the model that the weights are of, whose config this is."""
     if isinstance(names, ModelNames):
         yield from type_statements(config, names)
-        is_classifier = str(names.architecture).endswith("ForSequenceClassification")
-        if config is not None and is_classifier and "score.weight" in names.shapes:
-            yield from pad_statements(sidecars.copied, config)
     defaults = names.defaults if isinstance(names, ModelNames) else {}
     others = {f"{by}'s": one for by, one in sidecars.run_configs.items()}
     others |= {} if sidecars.base_config is None else {"the base's": sidecars.base_config}
     for by, other in others.items():
         if config is not None and config.path != other.path:
             yield from unstated_statements(config, other, by, defaults)
-    yield from end_statements(sidecars.copied, config)
-    yield from behind_statements(sidecars.copied, config)
-    yield from id_statements(sidecars.copied, config)

@@ -12,7 +12,6 @@ from zexport.facts.statements import Statement
 from zexport.filenames import ADDED, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from zexport.model.config import ConfigFile
 from zexport.model.sidecars import Files
-from zexport.model.special_tokens import decoder_tokens
 from zexport.model.tokenizer import content_of, older_tokens, read_tokenizer, table_of
 from zexport.ranges.dtypes import Shape
 from zexport.store.json import Json, as_table, several
@@ -46,8 +45,8 @@ def token_numbers(files: Files) -> tuple[TokenNumber, ...]:
     largest = {_VOCABULARY: _largest(memoryview(tokenizer.model.vocab))}
     largest[ADDED_TOKENS] = max(tokenizer.added.values(), default=-1)
     found = [TokenNumber(about, n, TOKENIZER) for about, n in largest.items() if n >= 0]
-    if beside := decoder_tokens(files):
-        found.append(TokenNumber(_DECODER, max(beside.values()), TOKENIZER_CONFIG))
+    if beside := _in_decoder(files):
+        found.append(TokenNumber(_DECODER, max(beside), TOKENIZER_CONFIG))
     if TOKENIZER in files and (content := content_of(files, ADDED)):
         found.append(TokenNumber(_BESIDE, _largest(content), ADDED))
     for name, about in () if TOKENIZER in files else _SLOW_VOCABULARIES.items():
@@ -56,6 +55,13 @@ def token_numbers(files: Files) -> tuple[TokenNumber, ...]:
     older = older_tokens(files) if TOKENIZER not in files else {}
     found += [TokenNumber(_VOCABULARY, len(all_of) - 1, name) for name, all_of in older.items()]
     return (*found, *_ids(table_of(files, GENERATION_CONFIG), GENERATION_CONFIG))
+
+
+def _in_decoder(files: Files) -> list[int]:
+    """The numbers of the added tokens that a tokenizer's config names."""
+    decoder = as_table(table_of(files, TOKENIZER_CONFIG).get("added_tokens_decoder"))
+    named = (number for number, token in decoder.items() if as_table(token).get("content"))
+    return [int(number) for number in named if re.fullmatch(r"\d{1,12}", number)]
 
 
 def _largest(vocabulary: bytes | memoryview) -> int:

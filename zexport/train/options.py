@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from blake3 import blake3
-from msgspec.structs import replace as replaced
 
 from zexport.errors import OutputError, UsageError
-from zexport.facts.statements import judge
-from zexport.facts.training import TrainingFact
-from zexport.model.sidecars import tokenizer_files
-from zexport.model.vocabulary import vocabulary_statements
 from zexport.store.contents import read_json_object
 from zexport.store.json import SCHEMA, JsonObject, Natural, decoded, form_of
 
@@ -226,17 +221,6 @@ def without_effect(options: TrainOptions, explicit: Collection[str]) -> Iterator
     if rate not in (None, options.lr) and "scheduler" not in theirs:
         yield f"the lr of --ds-config changes nothing: its schedule goes to --lr {options.lr}"
     yield from told_of_keys(theirs)
-    yield from told_of_tokenizer(options)
-
-
-def told_of_tokenizer(options: TrainOptions) -> list[str]:
-    """Tells where the tokenizer that was given has other numbers than that of the model."""
-    if options.model is None or options.tokenizer is None:
-        return []
-    files, own = tokenizer_files([options.tokenizer]), tokenizer_files([options.model])
-    stated = vocabulary_statements(files, {"--model": own}, "--tokenizer's")
-    judged = judge((replaced(s, fact=TrainingFact.MODEL_VOCABULARY) for s in stated), None)
-    return [*judged.warnings]
 
 
 def told_of_keys(config: Mapping[str, object], known: Collection[str] = ()) -> Iterator[str]:
