@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from msgspec.structs import astuple, replace
 from zexport.checkpoint.state import (
     Cell,
     Copy,
+    Group,
     Parameter,
     RankValues,
     Recorded,
@@ -20,7 +21,14 @@ from zexport.checkpoint.state import (
     Structure,
     TrainingState,
 )
-from zexport.checkpoint.zero.flat_groups import MOMENTUM, SAME_RANKS, FlatGroup, InFlat
+from zexport.checkpoint.zero.expert_layers import autoep_weights, native_name
+from zexport.checkpoint.zero.flat_groups import (
+    MOMENTUM,
+    SAME_RANKS,
+    FlatGroup,
+    InFlat,
+    round_robin_order,
+)
 from zexport.checkpoint.zero.ranks import Ranks, no_optimizer
 from zexport.checkpoint.zero.records import Kept, ModelStates, OptimizerStates, scalar
 from zexport.checkpoint.zero.stage0 import ROUNDED, numbered_groups, optimizer_of
@@ -82,7 +90,10 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
         )
     held = (own for one in cell.parameters.values() for own in one.held if isinstance(own, InFlat))
     flats = {own.group.number: own.group for own in held}
+    if (first := ranks.first_optimizer) is None:
+        raise no_optimizer(ranks.folder, ranks.index)
     _check_groups(ranks, flats)
+    groups = tuple(_groups(first, ranks.first, flats))
     copies = []
     for group in flats.values():
         for name, stored in group.whole_states(MOMENTUM).items():
@@ -95,7 +106,29 @@ def _resumable(cell: Cell, ranks: Ranks) -> Cell:
         tables = zip(_own_values(model), found, strict=True)
         values = [{key: table[key] for key in keys if key in table} for table, keys in tables]
         own.append(RankValues(*(Recorded(model.file, one) for one in values)))
-    return replace(cell, own=tuple(own), copies=(*cell.copies, *copies))
+    return replace(cell, groups=groups, own=tuple(own), copies=(*cell.copies, *copies))
+
+
+def _groups(
+    first: OptimizerStates, model: ModelStates, flats: Mapping[int, FlatGroup]
+) -> Iterator[Group]:
+    """Yield the parameter groups of a cell, with names in the order of the optimizer."""
+    stacked = autoep_weights(model)
+    for one in first.groups:
+        own = [flats[number] for number in one.flat_groups if number in flats]
+        names = [name for flat in own for name in flat.shapes]
+        if first.stage in (1, 2) and model.is_round_robin and names:
+            # BF16_Optimizer, which records no stage, does not deal parameters out.
+            order = round_robin_order(len(names), len(own[0].owners))
+            names = [name for _, name in sorted(zip(order, names, strict=True))]
+        kept = first.kept[one.flat_groups[0]].scalars if one.flat_groups else {}
+
+        yield Group(
+            names=tuple(names),
+            settings=None if one.settings is None else Recorded(first.file, one.settings),
+            scalars=Recorded(first.file, kept),
+            of_experts=any(name in stacked or native_name(name) for name in names),
+        )
 
 
 def _differing(ranks: Ranks) -> tuple[list[str], list[str]]:
@@ -153,8 +186,6 @@ def _check_groups(ranks: Ranks, flats: Mapping[int, FlatGroup]) -> None:
         flats: a cell's flat groups by number; those of experts belong to some ranks only.
     """
     model, owners = ranks.first, [one for one in ranks.owners if one is not None]
-    if not owners:
-        raise no_optimizer(ranks.folder, ranks.index)
     first = owners[0]
     has_stepped = (model.steps or 0) > model.skipped_steps
     every = [one.groups for one in owners]

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from zexport.checkpoint.state import Cell, FileKind, Group, Parameter, Recorded, TrainingState
 from zexport.checkpoint.zero.expert_layers import autoep_weights, join_experts, native_name
 from zexport.checkpoint.zero.file_names import rank_file_name
-from zexport.checkpoint.zero.pipeline import merge_groups
 from zexport.checkpoint.zero.records import ZERO3, ModelStates
 from zexport.checkpoint.zero.tensor_parallel import tensor_ranks
 from zexport.checkpoint.zero.universal import FOLDER, OPTIMIZER_STATE, STEP
@@ -77,7 +76,7 @@ def whole_of(state: TrainingState) -> Whole:
     keys, count = _keys_of_experts(models, trained), tensor * state.cells[0].expert_ranks
     for first in range(0, len(state.cells), count):
         cells = state.cells[first : first + count]
-        stages.append(merge_groups([cell.groups for cell in cells]))
+        stages.append(_merge_groups([cell.groups for cell in cells]))
         names = [name for group in stages[-1] for name in group.names]
         if tensor > 1:
             shards = {name: [cell.parameters[name].shape for cell in cells] for name in names}
@@ -92,7 +91,7 @@ def whole_of(state: TrainingState) -> Whole:
             alike, layer = [cell.parameters[name] for cell in cells], layers.get(name)
             one = alike[0] if layer is None else join_experts(alike, layer)
             parameters.setdefault(name, one)
-    return Whole(parameters, tuple(map(_without_size, merge_groups(stages))), keys)
+    return Whole(parameters, tuple(map(_without_size, _merge_groups(stages))), keys)
 
 
 def _check_groups(state: TrainingState) -> None:
@@ -240,3 +239,16 @@ def _keys_of_experts(
         name: {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": one.num_experts}
         for name, one in known.items()
     }
+
+
+def _merge_groups(stages: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
+    """Return the groups of all stages; a tied layer's parameters only in the first stage's."""
+    if len({*map(len, stages)}) > 1:
+        return ()
+    seen: set[str] = set()
+    found = []
+    for alike in zip(*stages, strict=True):
+        names = dict.fromkeys(n for group in alike for n in group.names if n not in seen)
+        found.append(replace(alike[0], names=tuple(names)))
+        seen.update(names)
+    return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from msgspec.structs import replace
@@ -14,7 +14,6 @@ from zexport.checkpoint.state import (
     MODULE,
     Cell,
     Copy,
-    Group,
     Parameter,
     Recorded,
     Role,
@@ -22,7 +21,6 @@ from zexport.checkpoint.state import (
 from zexport.checkpoint.zero.flat_groups import (
     FlatGroup,
     partition_numel,
-    round_robin_order,
 )
 from zexport.checkpoint.zero.module_names import (
     check_spelling,
@@ -31,7 +29,7 @@ from zexport.checkpoint.zero.module_names import (
 )
 from zexport.checkpoint.zero.ranks import Ranks
 from zexport.checkpoint.zero.records import ZERO3, ModelStates, OptimizerStates
-from zexport.errors import LayoutError, UnsupportedError, ZexportError
+from zexport.errors import LayoutError, UnsupportedError
 from zexport.formats.inert import TensorRef
 from zexport.formats.pickle_view import view
 from zexport.ranges.dtypes import DType
@@ -58,8 +56,7 @@ def zero_cell(
         check_group(group, model)
     trained = [one for group in groups for one in group.parameters(model.module)]
     cell = with_untrained(ranks, model, trained)
-    cell = replace(cell, flats=tuple(flat for group in groups for flat in group.flat_data()))
-    return with_groups(cell, ranks, {one.number: [*one.shapes] for one in groups})
+    return replace(cell, flats=tuple(flat for group in groups for flat in group.flat_data()))
 
 
 def flat_groups(
@@ -201,44 +198,3 @@ def listed_frozen(ranks: Ranks, model: ModelStates) -> Iterator[Parameter]:
         is_complete = world_size > 0 and len(found) == world_size
         held = Sources(MODULE, ref.dtype, whole if is_complete else None)
         yield Parameter(name, shape, Role.FROZEN, (held,))
-
-
-def with_groups(
-    cell: Cell,
-    ranks: Ranks,
-    names: Mapping[int, Sequence[str]],
-    experts: Mapping[int, Sequence[FlatGroup]] = {},
-) -> Cell:
-    """Return the cell with its parameter groups; none if the files' groups make no sense.
-
-    Only resharding needs groups: ``check_groups`` raises the reason.
-
-    Args:
-        names: parameters of each flat group, by its number, in the order of the flat data.
-        experts: flat groups of experts, which only some ranks partition, by number.
-    """
-    first = ranks.first_optimizer
-    if first is None:
-        return cell
-    try:
-        recorded = first.groups
-    except ZexportError:
-        return cell
-    found = []
-    for one in recorded:
-        numbers = one.flat_groups
-        own = [name for number in numbers for name in names.get(number, ())]
-        if first.stage in (1, 2) and ranks.first.is_round_robin and own:
-            # BF16_Optimizer, which records no stage, does not deal parameters out.
-            owners = experts[numbers[0]][0].owners if numbers[0] in experts else ranks.owners
-            order = round_robin_order(len(own), len(owners))
-            own = [name for _, name in sorted(zip(order, own, strict=True))]
-        found.append(
-            Group(
-                names=tuple(own),
-                settings=None if one.settings is None else Recorded(first.file, one.settings),
-                scalars=Recorded(first.file, first.kept[numbers[0]].scalars if numbers else {}),
-                of_experts=any(number in experts for number in numbers),
-            )
-        )
-    return replace(cell, groups=tuple(found))

@@ -27,7 +27,7 @@ from zexport.checkpoint.state import (
     Role,
     by_role,
 )
-from zexport.checkpoint.zero.cell import check_group, flat_groups, with_groups, zero_cell
+from zexport.checkpoint.zero.cell import check_group, flat_groups, zero_cell
 from zexport.checkpoint.zero.expert_layers import (
     ExpertLayers,
     autoep_layers,
@@ -100,15 +100,13 @@ def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
     if ranks.is_zero0:
         return zero0_experts_cell(tag, ranks, layers)
     model, (cell, groups) = ranks.first, _flat_groups(ranks, layers)
-    names = {number: [*shapes] for number, shapes in enumerate(model.param_shapes)}
     trained, flats = list[Parameter](), [*cell.flats]
-    for number, shards in groups.items():
+    for shards in groups.values():
         for shard in shards:
             check_group(shard, model)
             flats += shard.flat_data()
         alike = zip(*(shard.parameters() for shard in shards), strict=True)
         joined = [one for own in alike for one in _joined(own, layers)]
-        names[number] = [one.name for one in joined]
         for one in joined:
             copy = layers.stored.get(one.name)
             if layers.stored and (copy is None or copy.shape != one.shape):
@@ -118,14 +116,13 @@ def _whole(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Cell:
     rest = layers.stored.keys() - aliases.keys() - {one.name for one in trained}
     untrained = [one for name, one in layers.stored.items() if name in rest]
     parameters = by_role([*cell.parameters.values(), *trained, *untrained])
-    cell = replace(
+    return replace(
         cell,
         parameters=parameters,
         aliases={**cell.aliases, **aliases},
         left_out=(*cell.left_out, *(name for name in layers.autoep if name not in parameters)),
         flats=tuple(flats),
     )
-    return with_groups(cell, ranks, names, groups)
 
 
 def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]:
@@ -145,20 +142,18 @@ def _split(tag: TagFolder, ranks: Ranks, layers: ExpertLayers) -> Iterator[Cell]
         )
     if layers.has_frozen(model.trained):
         dense = replace(dense, frozen=None)
-    names = {number: [*shapes] for number, shapes in enumerate(model.param_shapes)}
     for expert_rank in range(sizes[0]):
         shards = {number: own[expert_rank] for number, own in groups.items()}
         first = next((shard.owners[0] for shard in shards.values()), None)
         root = ranks.model.get(owners.index(first) if first else 0, model)
         trained = [one for shard in shards.values() for one in shard.parameters()]
-        cell = replace(
+        yield replace(
             dense,
             parameters=by_role([*dense.parameters.values(), *trained]),
             states=root,
             expert_rank=expert_rank,
             expert_ranks=sizes[0],
         )
-        yield with_groups(cell, ranks, names, groups)
 
 
 def _flat_groups(ranks: Ranks, layers: ExpertLayers) -> tuple[Cell, dict[int, list[FlatGroup]]]:

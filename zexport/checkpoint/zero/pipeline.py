@@ -20,7 +20,6 @@ from zexport.checkpoint.state import (
     Cell,
     Copy,
     FileKind,
-    Group,
     Parameter,
     Role,
     by_role,
@@ -243,21 +242,7 @@ def merge_stages(cells: Sequence[Cell]) -> Cell:
     return replace(
         merged,
         parameters=by_role(kept.values()),
-        groups=merge_groups([cell.groups for cell in cells]),
         left_out=tuple(name for name in merged.left_out if name not in kept),
         copies=(*merged.copies, *copies),
         index=0,
     )
-
-
-def merge_groups(stages: Sequence[Sequence[Group]]) -> tuple[Group, ...]:
-    """Return the groups of all stages; a tied layer's parameters only in the first stage's."""
-    if len({*map(len, stages)}) > 1:
-        return ()
-    seen: set[str] = set()
-    found = []
-    for alike in zip(*stages, strict=True):
-        names = dict.fromkeys(n for group in alike for n in group.names if n not in seen)
-        found.append(replace(alike[0], names=tuple(names)))
-        seen.update(names)
-    return tuple(found)
