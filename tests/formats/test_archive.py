@@ -243,7 +243,7 @@ def test_a_file_without_a_byteorder_record_is_little_endian(saved: Path) -> None
 
 def test_two_top_folders_are_damage(saved: Path) -> None:
     with zipfile.ZipFile(saved, "a") as archive:
-        archive.writestr("other/data/0", b"")
+        archive.writestr("other/data/0", b"x")
     with pytest.raises(DamagedCheckpointError, match="one folder at its top"):
         read_torch_file(saved)
 

@@ -114,5 +114,5 @@ def read_zip(
     if data not in known:
         known[data] = load(data, path=path)
     start = f"{root}/data/"
-    filled = {n: e for n, e in entries.items() if e.nbytes and n.startswith(start)}
-    return known[data], ZipRecords(path, root, {n[len(start) :]: e for n, e in filled.items()})
+    stored = {n[len(start) :]: entry for n, entry in entries.items() if n.startswith(start)}
+    return known[data], ZipRecords(path, root, stored)

@@ -7,10 +7,14 @@ Source: APPNOTE.TXT 6.3.10, sections 4.3.7 (local header) to 4.3.16 (end of the 
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from operator import le
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -27,6 +31,10 @@ _IN_ZIP64 = 0xFFFFFFFF
 _ZIP64_FIELD = 1
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
 _RECORD = struct.Struct("<4s4xHH4xLLLHHH8xL")
+_PLAIN = re.compile(rb"(PK\x01\x02.{42})([ -~]+)(?=PK\x01\x02|\Z)", re.DOTALL)
+"""A record of the directory with its name, as ``torch.save`` writes almost all."""
+
+_Row: TypeAlias = "tuple[int, bytes, int, int, int, int]"
 _END = struct.Struct("<4s8xLLH")  # signature, size and offset of the directory, comment
 _END64 = struct.Struct("<4s36xQQ")
 _LOCATOR_NBYTES = 20
@@ -53,12 +61,58 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 def read_directory(file: OpenFile, path: Path, stop: int) -> dict[str, Entry]:
-    """Return the records, by name, of the archive that ends at byte ``stop`` of a file."""
+    """Return the records with content, by name, of the archive that ends at byte ``stop``."""
     begin, nbytes, base = _place(file, path, stop)
     data = read_at(file, begin, nbytes)
-    rows: list[tuple[int, bytes, int, int, int, int]] = []
+    if base == 0 and (plain := _plain(data, begin)) is not None:
+        return plain
+    rows = sorted(_rows(data, base, path))
+    if len({name for _, name, *_ in rows}) < len(rows):
+        raise damaged(path, "the zip archive has two records of one name", len(rows))
+    found: dict[str, Entry] = {}
+    limits = [*(offset for offset, *_ in rows[1:]), begin]
+    for (offset, name, size, stored, crc32, method), limit in zip(rows, limits, strict=False):
+        is_long = offset + _LOCAL_HEADER.size + len(name) + stored > limit
+        if is_long or (method == _STORED and stored != size):
+            raise damaged(path, "a record reaches into the next one", name.decode(errors="replace"))
+        if size:
+            entry = Entry(name, offset, size, stored, crc32, method, limit)
+            found[entry.name] = entry
+    return found
+
+
+def _plain(data: bytes, begin: int) -> dict[str, Entry] | None:
+    """Return the same, twice as fast, for a directory exactly as ``torch.save`` writes it."""
+    found = _PLAIN.findall(data)
+    heads, names = b"".join([head for head, _ in found]), [name for _, name in found]
+    if not found or len(heads) + sum(map(len, names)) != len(data):
+        return None
+    columns = zip(*_RECORD.iter_unpack(heads), strict=True)
+    _, flags, methods, crcs, stored, sizes, lengths, extras, comments, offsets = columns
+    limits = (*offsets[1:], begin)
+    ends = map(sum, zip(offsets, repeat(_LOCAL_HEADER.size), lengths, sizes, strict=False))
+    if (
+        lengths != tuple(map(len, names))
+        or len({*names}) < len(names)
+        or stored != sizes
+        or max(*sizes, *offsets) >= _IN_ZIP64
+        or {*methods, *extras, *comments} != {0}
+        or any(flag & _ENCRYPTED for flag in {*flags})
+        or not all(map(le, ends, limits))
+    ):
+        return None
+    rows = zip(names, offsets, sizes, crcs, limits, strict=True)
+    return {
+        name.decode(): Entry(name, offset, size, size, crc, _STORED, limit)
+        for name, offset, size, crc, limit in rows
+        if size
+    }
+
+
+def _rows(data: bytes, base: int, path: Path) -> Iterator[_Row]:
+    """Yield offset, name, size, stored size, CRC-32 and method of every record."""
     at = 0
-    while at < nbytes:
+    while at < len(data):
         if len(data) - at < _RECORD.size:
             raise _broken(path, "a directory that ends early")
         row = _RECORD.unpack_from(data, at)
@@ -74,18 +128,7 @@ def read_directory(file: OpenFile, path: Path, stop: int) -> dict[str, Entry]:
         if _IN_ZIP64 in (size, stored, offset):
             extra = data[name_end : name_end + extra_nbytes]
             size, stored, offset = _wide((size, stored, offset), extra)
-        rows.append((base + offset, name, size, stored, crc32, method))
-    rows.sort()
-    found: dict[str, Entry] = {}
-    limits = [*(offset for offset, *_ in rows[1:]), begin]
-    for (offset, name, size, stored, crc32, method), limit in zip(rows, limits, strict=False):
-        entry = Entry(name, offset, size, stored, crc32, method, limit)
-        is_long = offset + _LOCAL_HEADER.size + len(name) + stored > limit
-        if is_long or (method == _STORED and stored != size):
-            raise damaged(path, "a record reaches into the next one", entry.name)
-        if found.setdefault(entry.name, entry) is not entry:
-            raise damaged(path, "the zip archive has two records of one name", entry.name)
-    return found
+        yield base + offset, name, size, stored, crc32, method
 
 
 def _place(file: OpenFile, path: Path, stop: int) -> tuple[int, int, int]:

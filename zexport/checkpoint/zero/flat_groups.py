@@ -221,12 +221,12 @@ class FlatGroup:
 
     def whole_states(self, slot: str) -> dict[str, list[Sources]]:
         """Return every stored copy of a per-parameter state; none for other states."""
-        found: dict[str, list[Sources]] = {name: [] for name in self.shapes}
         if slot != MOMENTUM or self.is_zero3 or slot not in self.slots:
             return {}
         own = (one for one in self.there[0].groups if self.number in one.flat_groups)
         if not any(is_per_parameter(one.settings, slot) for one in own):
             return {}
+        found: dict[str, list[Sources]] = {name: [] for name in self.shapes}
         for rank, owner in enumerate(self.there):
             ref, offset = owner.kept[self.number].tensors.get(slot, _NONE), 0
             for name in self.fragments(rank):
